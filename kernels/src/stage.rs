@@ -1,0 +1,106 @@
+//! A contiguous range of a model's layers with its key and value caches: the one thing that computes for a mesh.
+use std::ops::Range;
+
+/// What to load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageOptions {
+    /// Layers `start..end`; layer 0 brings the embedding, the last layer the final norm and output head.
+    pub layers: Range<usize>,
+    /// Sequences that may be open at once; a further one is an error.
+    pub sequences: usize,
+    /// Positions per sequence; a position beyond is an error.
+    pub context: usize,
+    /// Arithmetic of matrix products on the CPU. Part of the numerics contract.
+    pub activations: Activations,
+    /// Compute threads.
+    pub threads: usize,
+}
+
+/// How activations enter a quantised matrix product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activations {
+    /// Rounded to 8 bit in blocks of 32 with a scale each: fast.
+    Int8,
+    /// As they are: the strict path, equal to the f32 oracles.
+    F32,
+}
+
+/// Names a sequence's cache within a stage.
+pub type SequenceId = u64;
+
+/// Rows of one sequence at consecutive positions.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// Whose cache; opened by its first rows at position 0.
+    pub sequence: SequenceId,
+    /// Position of the first row. Must not exceed the positions held; positions from here on are overwritten.
+    pub position: usize,
+    /// The rows.
+    pub input: RowsIn<'a>,
+    /// At the last layer: logits of the last row are wanted.
+    pub logits: bool,
+}
+
+/// Rows in.
+#[derive(Clone, Copy, Debug)]
+pub enum RowsIn<'a> {
+    /// Token ids (stage with layer 0).
+    Tokens(&'a [u32]),
+    /// Hidden rows, `[count, width]` row-major (any other stage).
+    Hidden(&'a [f32]),
+}
+
+/// Rows out, one per entry of the batch.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RowsOut {
+    /// Hidden rows `[count, width]` for the next stage.
+    Hidden(Vec<f32>),
+    /// Logits `[vocabulary]` of the last row.
+    Logits(Vec<f32>),
+    /// Last stage, logits not wanted.
+    Nothing,
+}
+
+/// A loaded stage.
+///
+/// The numerics contract: a row's result has the same bits alone or in any batch, in any chunking of a prefill, at any
+/// thread count and under any cut of the layers.
+pub trait Stage: Send {
+    /// Runs the rows of several sequences as one batch. On an error no cache of the batch is to be trusted: release or
+    /// rewrite them.
+    ///
+    /// # Errors
+    /// Input that does not fit the stage (kind, width, token id, position gap, context full, too many sequences), or a
+    /// device failure.
+    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError>;
+    /// Positions held for a sequence (0 if unknown).
+    fn held(&self, sequence: SequenceId) -> usize;
+    /// Frees a sequence's cache; unknown sequences are ignored.
+    fn release(&mut self, sequence: SequenceId);
+    /// Bytes of weights resident (mapped or copied), and of caches and scratch.
+    fn resident_bytes(&self) -> ResidentBytes;
+    /// Elements of a hidden row.
+    fn width(&self) -> usize;
+    /// Kernel set whose results agree bit for bit ("cpu-int8-1", "cpu-f32-1", "vulkan-1", …).
+    fn numerics(&self) -> &str;
+}
+
+/// What a stage takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResidentBytes {
+    /// Weights.
+    pub weights: u64,
+    /// Key and value caches allocated now, and scratch.
+    pub working: u64,
+}
+
+/// Why a stage did not compute.
+#[derive(Debug, thiserror::Error)]
+pub enum StageError {
+    /// The input does not fit; nothing was changed.
+    #[error("{0}")]
+    Input(String),
+    /// The device failed; the stage must be loaded anew.
+    #[error("the device failed: {0}")]
+    Device(String),
+}

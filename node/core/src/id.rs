@@ -1,0 +1,76 @@
+//! Names of things: short, copyable, ordered, so that maps iterate the same way everywhere.
+use core::fmt;
+use serde::{Deserialize, Serialize};
+
+/// A node: the first 16 bytes of blake3 over its libp2p `PeerId` bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct NodeId(pub [u8; 16]);
+
+impl fmt::Debug for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for NodeId {
+    /// Eight hex digits, enough to tell nodes of one mesh apart in a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0[..4].iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl From<NodeId> for partitioner::DeviceId {
+    fn from(node: NodeId) -> Self {
+        partitioner::DeviceId(node.0)
+    }
+}
+
+impl From<partitioner::DeviceId> for NodeId {
+    fn from(device: partitioner::DeviceId) -> Self {
+        NodeId(device.0)
+    }
+}
+
+/// One life of a node: max(stored + 1, unix seconds), so that a lost store makes no ghost.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct Generation(pub u64);
+
+/// One version of a job's placement. Ordered by counter, then by who minted it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct Epoch {
+    /// Grows by one with each re-plan.
+    pub counter: u32,
+    /// The node that minted it: for a model job always its head.
+    pub minter: NodeId,
+}
+
+/// A job of the mesh: hash of (head, its generation, a counter).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct JobId(pub u64);
+
+/// A request within a job, counted by the head.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct RequestId(pub u64);
+
+/// A local caller waiting for an answer (an HTTP request, a command): minted by the shell, never sent to a peer.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct CallId(pub u64);
+
+/// A payload held by the shell; the core passes the name around and never sees bytes. The shell mints ids with the top
+/// bit set (arrivals), the core mints the others (results of `Compute`).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct TensorId(pub u64);
+
+/// One piece of work given to the executor, counted by the core.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct WorkId(pub u64);
+
+/// blake3 of some content: a model's shard index, a chunk.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ContentId(pub [u8; 32]);
+
+impl fmt::Debug for ContentId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0[..6].iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}

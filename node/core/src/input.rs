@@ -1,0 +1,113 @@
+//! Everything that can happen to a node. Nothing else ever changes its state.
+use crate::config::Capacity;
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, TensorId, WorkId};
+use crate::message::{FrameHeader, Sampling};
+use alloc::{boxed::Box, string::String, vec::Vec};
+use core::net::SocketAddr;
+use partitioner::{Plan, PlanError, Work};
+
+/// Something happened.
+#[derive(Clone, Debug)]
+pub enum Input {
+    /// The clock reached `next_wakeup`.
+    Wakeup,
+
+    // ---- membership
+    /// Discovery or a ticket found an address of a peer that is (or was) a member; not a proof of anything.
+    PeerFound { node: NodeId, gossip: Vec<SocketAddr>, data: Vec<SocketAddr> },
+    /// A sealed gossip datagram was opened: its sender holds the mesh key.
+    Datagram { from: NodeId, source: SocketAddr, bytes: Vec<u8> },
+    /// A certified data-plane connection to a member stands.
+    Connected { node: NodeId, rtt_ns: u64 },
+    /// It is gone. Frames and messages on the way may be lost.
+    Disconnected { node: NodeId },
+    /// A control message of a certified member arrived.
+    Message { from: NodeId, bytes: Vec<u8> },
+    /// A signature asked for by `Output::Sign`.
+    Signed { token: u64, signature: Vec<u8> },
+    /// The answer to `Output::Verify`.
+    Verified { token: u64, valid: bool },
+    /// Measured round trip and throughput to a peer.
+    LinkMeasured { node: NodeId, rtt_ns: u64, bytes_per_second: u64 },
+    /// Free memory or measured speed of this node changed.
+    CapacityChanged(Capacity),
+    /// This node holds (all of) these contents on disk: model indices by content id.
+    Holdings(Vec<ContentId>),
+    /// `leave`, SIGTERM: announce, take no new work, hand over.
+    Leave,
+    /// `drain`: stay a member, take no new work. `false` ends it.
+    Drain(bool),
+
+    // ---- jobs: this node as head
+    /// A local caller wants a model served (or planned only).
+    Deploy { call: CallId, model: Box<ModelSpec>, plan_only: bool },
+    /// The planner answered `Output::Plan`.
+    Planned { token: u64, result: Result<Box<Plan>, PlanError> },
+    /// A local caller submits a request to a served model.
+    Submit { call: CallId, job: JobId, request: Box<Request> },
+    /// The caller went away or has enough (stop string): stop its work.
+    Cancel { call: CallId },
+    /// A local caller ends a job.
+    Undeploy { job: JobId },
+
+    // ---- stages: this node as participant
+    /// The answer to `Output::Load`.
+    Loaded { job: JobId, epoch: Epoch, result: Result<LoadedStage, String> },
+    /// A frame arrived; its payload is `tensor`, kept by the shell until `Compute` takes it or `Discard` drops it.
+    /// Header, shape and checksum have been checked against the job's shape.
+    Frame { from: NodeId, header: FrameHeader, tensor: TensorId },
+    /// The answer to `Output::Compute`, one result per item in order.
+    Computed { work: WorkId, results: Result<Vec<ItemResult>, String> },
+
+    // ---- disk
+    /// `Output::Persist` of this sequence number is on disk.
+    Persisted { seq: u64 },
+}
+
+/// A model as the head's shell describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelSpec {
+    /// Content id of its shard index.
+    pub content: ContentId,
+    /// Name for people and the API.
+    pub name: String,
+    /// Costs for the planner.
+    pub work: Work,
+    /// Model width: elements of one boundary row.
+    pub width: u32,
+    /// Activation arithmetic of the CPU path: part of the numerics contract, so all stages share it.
+    pub int8: bool,
+    /// Tokens that end an answer.
+    pub eos: Vec<u32>,
+}
+
+/// One generation request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Prompt token ids, at least one.
+    pub prompt: Vec<u32>,
+    /// Most tokens to generate.
+    pub max_tokens: u32,
+    /// How to choose each token.
+    pub sampling: Sampling,
+    /// Go on after an end-of-sequence token.
+    pub ignore_eos: bool,
+}
+
+/// What loading a stage brought.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadedStage {
+    /// Bytes resident now: weights, cache, scratch.
+    pub bytes: u64,
+}
+
+/// Result of one item of a `Compute`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ItemResult {
+    /// Hidden rows for the next stage, kept by the shell under the id the core named in `Item::output`.
+    Hidden,
+    /// Last stage, sampling asked for: the token.
+    Token { token: u32 },
+    /// Last stage, no sampling asked for (a prefill chunk before the last).
+    Nothing,
+}

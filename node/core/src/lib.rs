@@ -1,0 +1,15 @@
+//! What should happen next: every decision a mesh node takes, as one state machine without clock, I/O or threads.
+//!
+//! Start with `input` (everything that can happen to a node) and `output` (everything it can do); `node` routes between
+//! the child machines, which do not see each other. `node/src/driver.rs` runs this in the real world, `simnet` in a
+//! virtual one. Next: `input.rs`.
+#![no_std]
+extern crate alloc;
+
+pub mod config;
+pub mod id;
+pub mod input;
+pub mod limits;
+pub mod message;
+pub mod output;
+pub mod time;

@@ -1,0 +1,34 @@
+//! Every bound of a node, each with its reason.
+use core::time::Duration;
+
+/// Largest gossip datagram: fits any path's MTU without fragmentation (IPv6 minimum 1280 less headers and seal).
+pub const DATAGRAM_BYTES_MAX: usize = 1200;
+/// Largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
+pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Members kept: foca scans them linearly and encodes them in every packet.
+pub const MEMBERS_MAX: usize = 4096;
+/// Jobs a node takes part in at once; each holds weights, so memory ends long before.
+pub const JOBS_MAX: usize = 64;
+/// Requests running at once in one job (slots of the KV cache).
+pub const SEQUENCES_MAX: u32 = 64;
+/// Requests waiting behind them; the next one is refused (HTTP 429).
+pub const QUEUE_MAX: usize = 64;
+/// Tokens of one request, prompt and answer: the longest context of the models we know.
+pub const CONTEXT_MAX: u32 = 1 << 20;
+/// Positions in one prefill chunk: large enough to saturate matrix products, small enough that decode of other
+/// requests waits no more than one chunk.
+pub const CHUNK_POSITIONS_MAX: u32 = 512;
+/// Prefill chunks in flight per request: enough to keep every stage of a deep pipeline busy.
+pub const CHUNKS_IN_FLIGHT_MAX: u32 = 4;
+/// Frames a stage keeps for a request it does not know yet (its `Open` travels on another stream).
+pub const PARKED_FRAMES_MAX: usize = 64;
+/// How often peers that share a job tell each other that they live.
+pub const HEARTBEAT: Duration = Duration::from_millis(50);
+/// Silence after which a neighbour counts as crashed: six heartbeats.
+pub const LEASE: Duration = Duration::from_millis(300);
+/// How long a request may wait for a plan that does not exist any more before it fails.
+pub const DEGRADED_MAX: Duration = Duration::from_secs(30);
+/// How long a stage keeps a job whose head is silent.
+pub const ORPHAN_MAX: Duration = Duration::from_secs(10);
+/// Push-pull of full member state with one random peer.
+pub const PUSH_PULL: Duration = Duration::from_secs(30);

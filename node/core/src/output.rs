@@ -1,0 +1,172 @@
+//! Everything a node can do. The shell (or simnet) carries it out and answers with an `Input` where one is named.
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
+use crate::message::{FrameHeader, Sampling};
+use alloc::{boxed::Box, string::String, vec::Vec};
+use core::net::SocketAddr;
+use core::ops::Range;
+use partitioner::{Fleet, Options, Plan, PlanError, Work};
+
+/// Do this.
+#[derive(Clone, Debug)]
+pub enum Output {
+    // ---- bytes to peers
+    /// Seal and send one gossip datagram (may be lost).
+    SendDatagram { to: NodeId, addr: SocketAddr, bytes: Vec<u8> },
+    /// Send a control message in order on the peer's control stream; connect first if need be. If it cannot be delivered
+    /// the shell says `Disconnected`.
+    SendMessage { to: NodeId, bytes: Vec<u8> },
+    /// Send a frame on the long-lived stream of (job, edge, epoch). `Payload::Tensor` is given up by the core.
+    SendFrame { to: NodeId, header: FrameHeader, payload: Payload },
+    /// Open a data-plane connection and keep it (answer: `Connected`, or `Disconnected`).
+    Connect { node: NodeId, peer_id: Vec<u8>, addrs: Vec<SocketAddr> },
+    /// The peer is gone for good: drop its connection and keys.
+    Disconnect { node: NodeId },
+
+    // ---- work done elsewhere, answered by an input
+    /// Sign with the node's key (answer: `Signed`).
+    Sign { token: u64, bytes: Vec<u8> },
+    /// Verify a peer's signature (answer: `Verified`).
+    Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
+    /// Plan (answer: `Planned`).
+    Plan { token: u64, work: Box<Work>, fleet: Box<Fleet>, options: Options },
+    /// Put a stage in memory, weights from disk or from `sources` by content hash; kernels compiled and warmed by a
+    /// dummy step before the answer (`Loaded`). Layers already resident for the job stay; a former stage of the same
+    /// job outside the new range is dropped.
+    Load { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    /// Drop a job's stage, cache and tensors.
+    Unload { job: JobId },
+    /// Run items through the job's stage, in order, as one batch (answer: `Computed`). Inputs are consumed.
+    Compute { work: WorkId, job: JobId, epoch: Epoch, items: Vec<Item> },
+    /// Free a request's key and value cache.
+    Release { job: JobId, request: RequestId },
+    /// Drop a payload that will not be used.
+    Discard { tensor: TensorId },
+    /// Write a record and sync (answer: `Persisted`).
+    Persist { seq: u64, record: Record },
+
+    // ---- what people and callers see
+    /// Something worth telling.
+    Notify(Event),
+}
+
+/// What a frame carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// Hidden rows kept by the shell.
+    Tensor(TensorId),
+    /// Token ids for the first stage.
+    Tokens(Vec<u32>),
+}
+
+/// A stage to hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageSpec {
+    /// Which model.
+    pub content: ContentId,
+    /// Layers `start..end`; layer 0 brings the embedding, the last layer the output head.
+    pub layers: Range<u32>,
+    /// Layers of the whole model.
+    pub layers_total: u32,
+    /// Sequences held at once.
+    pub sequences: u32,
+    /// Tokens of context per sequence.
+    pub context: u32,
+    /// Elements of one boundary row.
+    pub width: u32,
+    /// Activation arithmetic.
+    pub int8: bool,
+    /// Bytes the plan allows.
+    pub bytes_max: u64,
+    /// Who may have the weights: the head first.
+    pub sources: Vec<NodeId>,
+}
+
+/// One sequence's part of a `Compute`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// Whose cache.
+    pub request: RequestId,
+    /// First position written; anything the cache holds from here on is overwritten.
+    pub position: u32,
+    /// Positions, one row each.
+    pub count: u32,
+    /// Rows in.
+    pub input: Payload,
+    /// Name for the hidden rows out (ignored at the last stage).
+    pub output: TensorId,
+    /// At the last stage: choose a token from the last row.
+    pub sample: Option<SampleSpec>,
+}
+
+/// How to choose one token: counter-based, so that a replay chooses the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleSpec {
+    /// Settings of the request.
+    pub sampling: Sampling,
+    /// Position of the token being chosen: with the seed, the key of the random number.
+    pub position: u32,
+    /// Tokens so far, for the repetition penalty; empty where the sampling needs none.
+    pub history: Vec<u32>,
+}
+
+/// What must survive a crash.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Record {
+    /// Highest epoch minted for a job: never minted twice.
+    Epoch { job: JobId, epoch: Epoch },
+    /// Peers to announce to after a restart.
+    Peers(Vec<(NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>)>),
+}
+
+/// Something a caller, a log or a checker wants to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A member is alive.
+    PeerUp { node: NodeId },
+    /// A member is gone.
+    PeerDown { node: NodeId, reason: DownReason },
+    /// Answer to `Deploy` with `plan_only`.
+    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError> },
+    /// A job has a new placement and is loading.
+    JobPlaced { job: JobId, epoch: Epoch, plan: Box<Plan> },
+    /// Answer to `Deploy`: every stage is resident and warm. Also told (without call) after each re-plan.
+    JobReady { call: Option<CallId>, job: JobId, epoch: Epoch },
+    /// A job cannot run now; it is tried again when the mesh changes.
+    JobDegraded { call: Option<CallId>, job: JobId, reason: String },
+    /// A job ended.
+    JobEnded { job: JobId },
+    /// The next token of a call: told once per position, in order.
+    Token { call: CallId, position: u32, token: u32 },
+    /// A call ended.
+    Done { call: CallId, reason: DoneReason },
+    /// A participant of a job was found dead: when the lease ran out, how long it had been silent.
+    Lost { job: JobId, node: NodeId, silent_ms: u64 },
+    /// Something was refused or dropped, for the log.
+    Refused { from: Option<NodeId>, what: String },
+}
+
+/// Why a member is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DownReason {
+    /// It said so.
+    Left,
+    /// SWIM lost it.
+    Failed,
+}
+
+/// Why a call ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DoneReason {
+    /// An end-of-sequence token.
+    Stop,
+    /// `max_tokens`, or the context is full.
+    Length,
+    /// The caller cancelled.
+    Cancelled,
+    /// The queue is full: try again later (HTTP 429).
+    Busy,
+    /// The request cannot be served, and why (a prompt longer than the context, an unknown job).
+    Invalid(String),
+    /// The mesh could not finish it.
+    Failed(String),
+}

@@ -1,0 +1,2 @@
+//! meshnode.
+fn main() {}

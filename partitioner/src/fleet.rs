@@ -1,0 +1,50 @@
+//! The machines and links as measured: what the planner may use.
+use alloc::{collections::BTreeMap, string::String, vec::Vec};
+use serde::{Deserialize, Serialize};
+
+/// A node as the planner names it (the same 16 bytes as the core's `NodeId`).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct DeviceId(pub [u8; 16]);
+
+/// One device that could hold a stage.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// Its node.
+    pub id: DeviceId,
+    /// Human name, for explanations.
+    pub name: String,
+    /// The physical machine it sits in: a standby belongs on another one.
+    pub machine: u64,
+    /// Bytes the node may use for weights, cache and scratch; headroom is taken off inside the planner.
+    pub memory: u64,
+    /// Measured weight bytes per second in decode (batch 1), the speed that memory bandwidth allows.
+    pub bytes_per_second: u64,
+    /// Measured flops per second in prefill.
+    pub flops_per_second: u64,
+    /// Fixed cost of one stage step in nanoseconds (queueing, launch, wake-up).
+    pub step_ns: u64,
+    /// Kernel set whose results agree bit for bit; a standby of the same id comes first.
+    pub numerics: u64,
+    /// Draining or otherwise not to be given new work.
+    pub excluded: bool,
+}
+
+/// A directed link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Link {
+    /// Round-trip time in nanoseconds.
+    pub rtt_ns: u64,
+    /// Bytes per second.
+    pub bytes_per_second: u64,
+}
+
+/// Everything that could take part.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fleet {
+    /// Devices in a fixed order (by id), so that ties break the same way everywhere.
+    pub devices: Vec<Device>,
+    /// Measured directed links; a pair that is missing uses `default_link`.
+    pub links: BTreeMap<(DeviceId, DeviceId), Link>,
+    /// What an unmeasured link is taken for.
+    pub default_link: Link,
+}

@@ -1,0 +1,15 @@
+//! Who should hold what: given measured machines and a job's costs, the plan with the least predicted time, and why.
+//!
+//! Pure: no clock, no I/O, no randomness; costs are integer nanoseconds and bytes, so a plan can be replayed anywhere.
+//! Read `work` and `fleet` (the question), `plan` (the answer, which cannot be built invalid), then `cost` and `layers`.
+//! Next: `work.rs`.
+#![no_std]
+extern crate alloc;
+
+pub mod fleet;
+pub mod plan;
+pub mod work;
+
+pub use fleet::{Device, DeviceId, Fleet, Link};
+pub use plan::{Goal, LossPlan, Options, Plan, PlanError, Stage};
+pub use work::{Layer, Work};

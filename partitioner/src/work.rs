@@ -1,0 +1,38 @@
+//! A job as the planner sees it: layers with their flops and bytes, and what every stage pays besides.
+use alloc::vec::Vec;
+use serde::{Deserialize, Serialize};
+
+/// One transformer block: what holding and running it costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layer {
+    /// Multiply-adds times two for one token at batch 1, attention over an empty cache.
+    pub flops_per_token: u64,
+    /// Bytes of weights as stored (quantised); also what decode reads per token.
+    pub weight_bytes: u64,
+    /// Bytes of key and value cache per token of one sequence.
+    pub kv_bytes_per_token: u64,
+}
+
+/// A language model to be cut by layers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Work {
+    /// The blocks, first to last.
+    pub layers: Vec<Layer>,
+    /// Weight bytes of the token embedding, charged to the stage that holds layer 0.
+    pub embed_bytes: u64,
+    /// Weight bytes of final norm and output head, charged to the last stage. With tied embeddings the same file bytes
+    /// as `embed_bytes`: a stage that is both first and last then pays them once (`tied`).
+    pub head_bytes: u64,
+    /// Output head and embedding are one matrix.
+    pub tied: bool,
+    /// Flops per token of the output head.
+    pub head_flops: u64,
+    /// Bytes of one token's activation at a boundary, as sent.
+    pub activation_bytes: u64,
+    /// Tokens of context reserved per sequence.
+    pub context: u32,
+    /// Sequences served at once.
+    pub sequences: u32,
+    /// Scratch bytes every stage needs for itself.
+    pub scratch_bytes: u64,
+}
