@@ -6,6 +6,7 @@
 #![no_std]
 extern crate alloc;
 
+pub mod admission;
 pub mod config;
 pub mod id;
 pub mod input;
