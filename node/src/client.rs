@@ -1,0 +1,202 @@
+//! How the commands talk to a node: its local HTTP API, with errors that say what to do next.
+use crate::config::API_DEFAULT;
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::time::Duration;
+
+/// Longest answer that is read in one piece: the state of the largest mesh.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+/// A node on this machine accepts at once or not at all.
+const CONNECT_MAX: Duration = Duration::from_secs(3);
+
+/// One node's API.
+#[derive(Clone)]
+pub struct Client {
+    base: String,
+    key: Option<String>,
+    agent: ureq::Agent,
+}
+
+impl Client {
+    /// `address` is `HOST:PORT` or `http://HOST:PORT`; `None` is this machine's default.
+    pub fn new(address: Option<&str>, key: Option<String>) -> Self {
+        let address = address.map_or_else(|| API_DEFAULT.to_string(), str::to_owned);
+        let base = match address.strip_prefix("http://") {
+            Some(_) => address.trim_end_matches('/').to_owned(),
+            None => format!("http://{}", address.trim_end_matches('/')),
+        };
+        let agent = ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .proxy(None) // the node is here; a proxy for the web would not find it
+            .timeout_connect(Some(CONNECT_MAX))
+            .user_agent(concat!("meshnode/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .new_agent();
+        Self { base, key, agent }
+    }
+
+    /// `http://HOST:PORT`.
+    pub fn base(&self) -> &str {
+        &self.base
+    }
+
+    /// Whether anything answers there.
+    pub fn listens(&self) -> bool {
+        self.agent.get(format!("{}/healthz", self.base)).call().is_ok()
+    }
+
+    /// GET, parsed.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn get(&self, path: &str) -> Result<Value, ClientError> {
+        let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
+        self.parse(request.call())
+    }
+
+    /// POST of JSON, parsed.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
+        self.parse(self.send(path, body))
+    }
+
+    /// POST of JSON whose answer is JSON lines; ends when the node closes. Dropping the iterator closes the connection,
+    /// which stops the work.
+    ///
+    /// # Errors
+    /// [`ClientError`]; a broken line or connection comes as an item.
+    pub fn stream(
+        &self,
+        path: &str,
+        body: &Value,
+    ) -> Result<impl Iterator<Item = Result<Value, ClientError>> + use<>, ClientError> {
+        let response = self.check(self.send(path, body))?;
+        let reader = BufReader::new(response.into_body().into_with_config().limit(u64::MAX).reader());
+        let base = self.base.clone();
+        Ok(reader.lines().map(move |line| {
+            let line = line.map_err(|e| ClientError::Broken { base: base.clone(), what: e.to_string() })?;
+            serde_json::from_str(&line).map_err(|e| ClientError::Broken { base: base.clone(), what: e.to_string() })
+        }))
+    }
+
+    fn send(&self, path: &str, body: &Value) -> Result<ureq::http::Response<ureq::Body>, ureq::Error> {
+        self.authorised(self.agent.post(format!("{}{path}", self.base)))
+            .header("content-type", "application/json")
+            .send(body.to_string())
+    }
+
+    fn authorised<B>(&self, request: ureq::RequestBuilder<B>) -> ureq::RequestBuilder<B> {
+        match &self.key {
+            Some(key) => request.header("authorization", format!("Bearer {key}")),
+            None => request,
+        }
+    }
+
+    fn check(
+        &self,
+        answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
+    ) -> Result<ureq::http::Response<ureq::Body>, ClientError> {
+        let mut response = answer.map_err(|e| self.unreachable(&e))?;
+        let status = response.status().as_u16();
+        if status < 400 {
+            return Ok(response);
+        }
+        let text =
+            response.body_mut().with_config().limit(1 << 20).lossy_utf8(true).read_to_string().unwrap_or_default();
+        let parsed: Option<Value> = serde_json::from_str(&text).ok();
+        let message = parsed
+            .as_ref()
+            .and_then(|v| v["error"]["message"].as_str())
+            .map_or_else(|| format!("HTTP {status} {}", text.trim()), str::to_owned);
+        Err(match status {
+            401 | 403 => ClientError::Unauthorised { base: self.base.clone(), message },
+            _ => ClientError::Refused { status, message },
+        })
+    }
+
+    fn parse(&self, answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> Result<Value, ClientError> {
+        let mut response = self.check(answer)?;
+        let text = response
+            .body_mut()
+            .with_config()
+            .limit(ANSWER_BYTES_MAX)
+            .read_to_string()
+            .map_err(|e| ClientError::Broken { base: self.base.clone(), what: e.to_string() })?;
+        serde_json::from_str(&text).map_err(|e| ClientError::Broken {
+            base: self.base.clone(),
+            what: format!("not a meshnode API ({e}); is another program using this port?"),
+        })
+    }
+
+    fn unreachable(&self, error: &ureq::Error) -> ClientError {
+        let refused = match error {
+            ureq::Error::ConnectionFailed | ureq::Error::HostNotFound => true,
+            ureq::Error::Io(io) => io.kind() == std::io::ErrorKind::ConnectionRefused,
+            #[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
+            _ => false,
+        };
+        match refused {
+            true => ClientError::Nobody { base: self.base.clone() },
+            false => ClientError::Broken { base: self.base.clone(), what: error.to_string() },
+        }
+    }
+}
+
+/// Why a node did not answer as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error("no node listens on {base}: start one with `meshnode up`, or name another with --api")]
+    Nobody {
+        /// Where.
+        base: String,
+    },
+    /// Somebody listens but does not answer properly.
+    #[error("{base} broke off: {what}")]
+    Broken {
+        /// Where.
+        base: String,
+        /// How.
+        what: String,
+    },
+    /// The node wants a key, or another one.
+    #[error("{base} refused: {message}")]
+    Unauthorised {
+        /// Where.
+        base: String,
+        /// What it said.
+        message: String,
+    },
+    /// The node answered with an error.
+    #[error("{message}")]
+    Refused {
+        /// HTTP status.
+        status: u16,
+        /// What it said.
+        message: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_listening_says_how_to_start_a_node() {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let client = Client::new(Some(&format!("127.0.0.1:{port}")), None);
+        let error = client.get("/api/v1/state").unwrap_err();
+        assert!(matches!(error, ClientError::Nobody { .. }), "{error:?}");
+        assert!(error.to_string().contains("meshnode up"), "{error}");
+        assert!(!client.listens());
+    }
+
+    #[test]
+    fn addresses_are_taken_with_and_without_scheme() {
+        assert_eq!(Client::new(None, None).base(), "http://127.0.0.1:9470");
+        assert_eq!(Client::new(Some("http://10.0.0.1:9/"), None).base(), "http://10.0.0.1:9");
+        assert_eq!(Client::new(Some("localhost:80"), None).base(), "http://localhost:80");
+    }
+}

@@ -1,0 +1,304 @@
+//! What the user asked for: flags over `MESHNODE_*` over `meshnode.toml` over defaults, and where files live.
+//!
+//! Next: `cli.rs`, which turns the command line into these.
+use serde::Deserialize;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Port P of a node unless told otherwise: TCP P finds peers, UDP P carries gossip, UDP P + 1 carries data.
+pub const PORT_DEFAULT: u16 = 9471;
+/// Where the local API listens unless told otherwise.
+pub const API_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9470);
+
+/// Everything `node::start` needs to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpOptions {
+    /// Name for people.
+    pub name: String,
+    /// Identity, credentials, store; one node at a time.
+    pub data_dir: PathBuf,
+    /// Fetched models; shared by all nodes of a user.
+    pub models_dir: PathBuf,
+    /// Address to listen on for peers.
+    pub listen: IpAddr,
+    /// Port P: TCP P, UDP P and UDP P + 1. 0 takes free ports.
+    pub port: u16,
+    /// "auto", "cpu", "cuda[:i]" or "vulkan[:i]".
+    pub device: String,
+    /// Most bytes for weights, cache and scratch; `None` measures what is free.
+    pub memory: Option<u64>,
+    /// Compute threads; `None` takes one per core.
+    pub threads: Option<usize>,
+    /// Look for peers on the local network.
+    pub mdns: bool,
+    /// Admit whoever asks.
+    pub open: bool,
+    /// Tickets and multiaddrs to join by; empty founds a mesh (or comes back to the one in `data_dir`).
+    pub join: Vec<String>,
+    /// Write every core input here.
+    pub record: Option<PathBuf>,
+    /// A node for one command in its own process: meets nobody.
+    pub solo: bool,
+}
+
+impl UpOptions {
+    /// A node that meets nobody, for `run`, `serve` and `plan` where no node listens. `data_dir` should be a fresh
+    /// temporary one: the identity is not worth keeping.
+    pub fn solo(data_dir: PathBuf, models_dir: PathBuf) -> Self {
+        Self {
+            name: hostname(),
+            data_dir,
+            models_dir,
+            listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            port: 0,
+            device: "auto".into(),
+            memory: None,
+            threads: None,
+            mdns: false,
+            open: false,
+            join: Vec::new(),
+            record: None,
+            solo: true,
+        }
+    }
+}
+
+/// `meshnode.toml`: the same names as the flags, all optional.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ConfigFile {
+    /// See [`UpOptions::name`].
+    pub name: Option<String>,
+    /// See [`UpOptions::data_dir`].
+    pub data_dir: Option<PathBuf>,
+    /// See [`UpOptions::models_dir`].
+    pub models_dir: Option<PathBuf>,
+    /// See [`UpOptions::listen`].
+    pub listen: Option<IpAddr>,
+    /// See [`UpOptions::port`].
+    pub port: Option<u16>,
+    /// See [`UpOptions::device`].
+    pub device: Option<String>,
+    /// See [`UpOptions::memory`]; "4GiB".
+    pub memory: Option<Size>,
+    /// See [`UpOptions::threads`].
+    pub threads: Option<usize>,
+    /// Where the local API listens.
+    pub api: Option<SocketAddr>,
+    /// What callers of the API must present.
+    pub api_key: Option<String>,
+    /// `true`: do not look for peers on the local network.
+    pub no_mdns: Option<bool>,
+    /// See [`UpOptions::open`].
+    pub open: Option<bool>,
+}
+
+impl ConfigFile {
+    /// Reads `explicit`, or else `./meshnode.toml`, or else `$XDG_CONFIG_HOME/meshnode/meshnode.toml`; without any of
+    /// these all is default.
+    ///
+    /// # Errors
+    /// A file that was named but is not there, or one that does not parse (with line and field).
+    pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
+        if let Some(path) = explicit {
+            return Self::read(path);
+        }
+        let candidates = [PathBuf::from("meshnode.toml"), xdg("XDG_CONFIG_HOME", ".config").join("meshnode.toml")];
+        candidates.iter().find(|p| p.is_file()).map_or_else(|| Ok(Self::default()), |p| Self::read(p))
+    }
+
+    fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        toml::from_str(&text).map_err(|error| ConfigError::Invalid {
+            path: path.to_owned(),
+            what: error.to_string().trim_end().to_owned(),
+        })
+    }
+}
+
+/// Why there is no configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {path}: {source}", path = .path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not what was expected.
+    #[error("{path} is not a meshnode.toml:\n{what}", path = .path.display())]
+    Invalid {
+        /// Which.
+        path: PathBuf,
+        /// Where and why.
+        what: String,
+    },
+}
+
+/// Bytes as people write them. `K M G T` and `KiB MiB GiB TiB` count in 1024s, `kB MB GB TB` in 1000s.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bad = || format!("`{text}` is not a size: write a number with K, M, G or T, as in 200MiB or 4G");
+        let text = text.trim();
+        let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(split);
+        let unit: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+            "" | "b" => 1,
+            "k" | "kib" => 1 << 10,
+            "m" | "mib" => 1 << 20,
+            "g" | "gib" => 1 << 30,
+            "t" | "tib" => 1 << 40,
+            "kb" => 1_000,
+            "mb" => 1_000_000,
+            "gb" => 1_000_000_000,
+            "tb" => 1_000_000_000_000,
+            _ => return Err(bad()),
+        };
+        if let Ok(whole) = number.parse::<u64>() {
+            return whole.checked_mul(unit).map(Size).ok_or_else(|| format!("`{text}` is more than 2^64 bytes"));
+        }
+        let value: f64 = number.parse().map_err(|_| bad())?;
+        let bytes = value * unit as f64;
+        if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(Size(bytes as u64)) } else { Err(bad()) }
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+        let mut value = self.0 as f64;
+        let mut unit = 0;
+        while value >= 1024.0 && unit + 1 < units.len() {
+            value /= 1024.0;
+            unit += 1;
+        }
+        if unit == 0 { write!(f, "{} B", self.0) } else { write!(f, "{value:.1} {}", units[unit]) }
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Bytes(u64),
+            Text(String),
+        }
+        match Written::deserialize(deserializer)? {
+            Written::Bytes(bytes) => Ok(Size(bytes)),
+            Written::Text(text) => text.parse().map_err(serde::de::Error::custom),
+        }
+    }
+}
+
+/// A span of time as people write it: `90s`, `15m`, `1h`, `7d`; a plain number is seconds.
+///
+/// # Errors
+/// Says what was expected.
+pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
+    let bad = || format!("`{text}` is not a time span: write a number with s, m, h or d, as in 90s or 1h");
+    let text = text.trim();
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let seconds = match unit.trim() {
+        "" | "s" => 1,
+        "m" | "min" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(bad()),
+    };
+    let number: u64 = number.parse().map_err(|_| bad())?;
+    number.checked_mul(seconds).map(std::time::Duration::from_secs).ok_or_else(bad)
+}
+
+/// Identity and state of a node: `$XDG_DATA_HOME/meshnode`.
+pub fn data_dir_default() -> PathBuf {
+    xdg("XDG_DATA_HOME", ".local/share")
+}
+
+/// Fetched models: `$XDG_CACHE_HOME/meshnode/models`.
+pub fn models_dir_default() -> PathBuf {
+    xdg("XDG_CACHE_HOME", ".cache").join("models")
+}
+
+/// This machine's name, or "node".
+pub fn hostname() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().trim().to_owned();
+    if name.is_empty() { "node".into() } else { name }
+}
+
+/// `$VARIABLE/meshnode`, or `~/FALLBACK/meshnode`, or (without a home) `./.meshnode`. The XDG rules want relative
+/// values ignored.
+fn xdg(variable: &str, fallback: &str) -> PathBuf {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    match (absolute(variable), absolute("HOME")) {
+        (Some(dir), _) => dir.join("meshnode"),
+        (None, Some(home)) => home.join(fallback).join("meshnode"),
+        (None, None) => PathBuf::from(".meshnode"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("200MiB", 200 << 20),
+            ("4G", 4 << 30),
+            ("4 GiB", 4 << 30),
+            ("1.5g", 3 << 29),
+            ("98MB", 98_000_000),
+            ("16k", 16 << 10),
+        ] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        }
+        for text in ["", "G", "4X", "-1", "1e9", "99999999999T", "1..5G", "4GG"] {
+            assert!(text.parse::<Size>().is_err(), "{text} was taken");
+        }
+    }
+
+    #[test]
+    fn sizes_are_shown_with_one_unit() {
+        assert_eq!(Size(512).to_string(), "512 B");
+        assert_eq!(Size(98_362_432).to_string(), "93.8 MiB");
+    }
+
+    #[test]
+    fn durations_are_read_as_people_write_them() {
+        assert_eq!(parse_duration("1h").unwrap().as_secs(), 3600);
+        assert_eq!(parse_duration("90").unwrap().as_secs(), 90);
+        assert!(parse_duration("h").is_err());
+        assert!(parse_duration("1y").is_err());
+        assert!(parse_duration("99999999999999999999d").is_err());
+    }
+
+    #[test]
+    fn a_config_file_is_read_and_a_wrong_field_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("meshnode.toml");
+        std::fs::write(&path, "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\n").unwrap();
+        let file = ConfigFile::load(Some(&path)).unwrap();
+        assert_eq!(file.name.as_deref(), Some("desk"));
+        assert_eq!(file.memory, Some(Size(4 << 30)));
+        assert_eq!(file.no_mdns, Some(true));
+        std::fs::write(&path, "memroy = \"4G\"\n").unwrap();
+        let error = ConfigFile::load(Some(&path)).unwrap_err().to_string();
+        assert!(error.contains("memroy") && error.contains("memory"), "{error}");
+        let error = ConfigFile::load(Some(&dir.path().join("absent.toml"))).unwrap_err().to_string();
+        assert!(error.contains("absent.toml"), "{error}");
+    }
+}

@@ -1,0 +1,306 @@
+//! One file over HTTP: resumed with Range, hashed as it comes, renamed when it is right. The only user of ureq here.
+use super::{Progress, PullError, beside, require_space};
+use sha2::{Digest, Sha256};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// What the file must be.
+#[derive(Clone, Debug)]
+pub(super) struct Expected {
+    /// Length.
+    pub(super) bytes: u64,
+    /// SHA-256, lower-case hex.
+    pub(super) sha256: String,
+}
+
+/// Broken connections tolerated without a single new byte in between; each resumes.
+const STALLS_MAX: u32 = 4;
+/// A name that does not resolve or a host that does not answer should not hold up the next source.
+const CONNECT_MAX: Duration = Duration::from_secs(8);
+/// Silence within a transfer after which the connection counts as broken.
+const READ_MAX: Duration = Duration::from_secs(30);
+/// Largest model file: 4 TiB is beyond any machine this runs on, and keeps sums away from overflow.
+const FILE_BYTES_MAX: u64 = 4 << 40;
+
+/// Fetches `url` into `target`. With `expected` its length and hash decide; without, the hash that the hub tells in
+/// `X-Linked-ETag` does, where there is one.
+pub(super) fn download(
+    url: &str,
+    token: Option<&str>,
+    target: &Path,
+    expected: Option<&Expected>,
+    progress: &dyn Progress,
+) -> Result<(), PullError> {
+    let part = beside(target, "part");
+    let tag_path = beside(target, "part.etag");
+    let head = head(url, token)?;
+    let sha256 = expected.map(|e| e.sha256.clone()).or(head.sha256);
+    let total = expected.map(|e| e.bytes).or(head.bytes);
+    let dir = target.parent().unwrap_or(Path::new("."));
+    // A part of another version of the file is worth nothing.
+    let tag = sha256.clone().or(head.etag).unwrap_or_default();
+    if tag.is_empty() || std::fs::read_to_string(&tag_path).is_ok_and(|kept| kept != tag) {
+        remove(&part)?;
+    }
+    std::fs::write(&tag_path, &tag).map_err(|e| PullError::storage(&tag_path, e))?;
+    let mut have = std::fs::metadata(&part).map_or(0, |m| m.len());
+    if let Some(total) = total {
+        require_space(dir, total.saturating_sub(have))?;
+    }
+
+    let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    progress.start(&name, have, total);
+    let mut stalls = 0;
+    while total.is_none_or(|total| have < total) {
+        let before = have;
+        match transfer(url, token, &part, &mut have, total, progress) {
+            Ok(Transfer::Complete) => break,
+            Ok(Transfer::Broken(what)) => {
+                stalls = if have > before { 0 } else { stalls + 1 };
+                if stalls > STALLS_MAX {
+                    return Err(failed(url, format!("{what}; run the command again to go on from {have} bytes")));
+                }
+                progress.note(&format!("{what}; going on from byte {have}"));
+                std::thread::sleep(Duration::from_millis(250 << stalls));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    finish(url, &part, target, total, sha256.as_deref())?;
+    remove(&tag_path)
+}
+
+/// Checks what `part` holds and gives it its name.
+pub(super) fn finish(
+    source: &str,
+    part: &Path,
+    target: &Path,
+    total: Option<u64>,
+    sha256: Option<&str>,
+) -> Result<(), PullError> {
+    let file = File::open(part).map_err(|e| PullError::storage(part, e))?;
+    let have = file.metadata().map_err(|e| PullError::storage(part, e))?.len();
+    if let Some(total) = total.filter(|t| *t != have) {
+        remove(part)?;
+        return Err(failed(source, format!("the file has {have} bytes, expected {total}: it was removed")));
+    }
+    if let Some(expected) = sha256 {
+        let found = hash(part)?;
+        if found != expected {
+            remove(part)?;
+            return Err(PullError::Checksum { source_name: source.to_owned(), expected: expected.to_owned(), found });
+        }
+    }
+    let looks_like_gguf = || -> std::io::Result<bool> {
+        let mut magic = [0; 4];
+        File::open(part)?.read_exact(&mut magic)?;
+        Ok(&magic == b"GGUF")
+    };
+    if target.extension().is_some_and(|e| e == "gguf") && !looks_like_gguf().unwrap_or(false) {
+        remove(part)?;
+        return Err(failed(source, "the file does not begin with GGUF: it is not a model and was removed".into()));
+    }
+    file.sync_all().map_err(|e| PullError::storage(part, e))?;
+    std::fs::rename(part, target).map_err(|e| PullError::storage(target, e))
+}
+
+/// Percent-encodes what may not stand in a URL path; `/` stays.
+pub(super) fn encode_path(path: &str) -> String {
+    path.bytes()
+        .map(|b| match b {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => (b as char).to_string(),
+            _ => format!("%{b:02X}"),
+        })
+        .collect()
+}
+
+struct Head {
+    bytes: Option<u64>,
+    sha256: Option<String>,
+    etag: Option<String>,
+}
+
+/// What the server says about the file before it redirects to where the bytes are.
+fn head(url: &str, token: Option<&str>) -> Result<Head, PullError> {
+    let request = authorised(agent().head(url), token);
+    let response = request
+        .config()
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .build()
+        .call()
+        .map_err(|e| failed(url, explain(&e)))?;
+    let status = response.status().as_u16();
+    let header = |name: &str| response.headers().get(name).and_then(|v| v.to_str().ok());
+    let unquoted = |value: &str| value.trim_start_matches("W/").trim_matches('"').to_ascii_lowercase();
+    match status {
+        200..=399 => {}
+        401 | 403 => {
+            return Err(failed(
+                url,
+                format!("HTTP {status}: the file needs permission; set HF_TOKEN to a token of yours"),
+            ));
+        }
+        404 => {
+            return Err(failed(url, "HTTP 404: there is no such file; check owner, repository and file name".into()));
+        }
+        _ => return Err(failed(url, format!("HTTP {status}"))),
+    }
+    let length = if status < 300 { header("content-length") } else { None };
+    let bytes = header("x-linked-size").or(length).and_then(|v| v.parse().ok());
+    if let Some(bytes) = bytes.filter(|b| *b > FILE_BYTES_MAX) {
+        return Err(failed(url, format!("the server says the file has {bytes} bytes, more than {FILE_BYTES_MAX}")));
+    }
+    let linked = header("x-linked-etag").map(unquoted);
+    let sha256 = linked.clone().filter(|tag| tag.len() == 64 && tag.bytes().all(|b| b.is_ascii_hexdigit()));
+    Ok(Head { bytes, sha256, etag: linked.or(header("etag").map(unquoted)) })
+}
+
+enum Transfer {
+    /// The server sent all it had.
+    Complete,
+    /// The connection ended early; what came is in the part file.
+    Broken(String),
+}
+
+/// One request for what is missing. `have` follows what is safely in the part file.
+fn transfer(
+    url: &str,
+    token: Option<&str>,
+    part: &Path,
+    have: &mut u64,
+    total: Option<u64>,
+    progress: &dyn Progress,
+) -> Result<Transfer, PullError> {
+    let mut request = authorised(agent().get(url), token);
+    if *have > 0 {
+        request = request.header("range", format!("bytes={have}-"));
+    }
+    let mut response = match request.call() {
+        Ok(response) => response,
+        Err(error) => return Ok(Transfer::Broken(explain(&error))),
+    };
+    let status = response.status().as_u16();
+    match status {
+        206 if starts_at(&response, *have) => {}
+        // A server without ranges starts over; one that disagrees about the range is asked for all of it.
+        200 => *have = 0,
+        206 | 416 => {
+            *have = 0;
+            remove(part)?;
+            return Ok(Transfer::Broken("the server and the partial file do not fit together; starting over".into()));
+        }
+        408 | 429 | 500..=599 => return Ok(Transfer::Broken(format!("HTTP {status}"))),
+        _ => return Err(failed(url, format!("HTTP {status}"))),
+    }
+    let mut file =
+        File::options().create(true).truncate(false).write(true).open(part).map_err(|e| PullError::storage(part, e))?;
+    file.set_len(*have).map_err(|e| PullError::storage(part, e))?;
+    std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)).map_err(|e| PullError::storage(part, e))?;
+
+    let announced = response.body().content_length().map(|length| have.saturating_add(length));
+    let mut body = response.body_mut().with_config().limit(FILE_BYTES_MAX).reader();
+    let mut buffer = vec![0; 256 << 10];
+    loop {
+        let count = match body.read(&mut buffer) {
+            Ok(0) if announced.is_some_and(|end| *have < end) => {
+                return Ok(Transfer::Broken("the connection ended early".into()));
+            }
+            Ok(0) => return Ok(Transfer::Complete),
+            Ok(count) => count,
+            Err(error) => return Ok(Transfer::Broken(format!("the connection broke: {error}"))),
+        };
+        if total.is_some_and(|total| *have + count as u64 > total) {
+            remove(part)?;
+            return Err(failed(url, "the server sends more than it said: the partial file was removed".into()));
+        }
+        file.write_all(&buffer[..count]).map_err(|e| PullError::storage(part, e))?;
+        *have += count as u64;
+        progress.at(*have);
+    }
+}
+
+fn starts_at(response: &ureq::http::Response<ureq::Body>, have: u64) -> bool {
+    let range = response.headers().get("content-range").and_then(|v| v.to_str().ok()).unwrap_or("");
+    range.strip_prefix("bytes ").and_then(|r| r.split('-').next()).is_some_and(|start| start == have.to_string())
+}
+
+fn authorised<B>(request: ureq::RequestBuilder<B>, token: Option<&str>) -> ureq::RequestBuilder<B> {
+    match token {
+        Some(token) => request.header("authorization", format!("Bearer {token}")),
+        None => request,
+    }
+}
+
+/// Trusts the certificates in `SSL_CERT_FILE` where it is set (networks that inspect TLS need that), else Mozilla's.
+fn agent() -> ureq::Agent {
+    static AGENT: OnceLock<ureq::Agent> = OnceLock::new();
+    let build = || {
+        let roots = std::env::var_os("SSL_CERT_FILE")
+            .and_then(|path| std::fs::read(path).ok())
+            .map(|pem| certificates(&pem))
+            .filter(|certificates| !certificates.is_empty())
+            .map_or(ureq::tls::RootCerts::WebPki, |c| ureq::tls::RootCerts::new_with_certs(&c));
+        let tls = ureq::tls::TlsConfig::builder()
+            .root_certs(roots)
+            .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
+            .build();
+        ureq::Agent::config_builder()
+            .tls_config(tls)
+            .http_status_as_error(false)
+            .user_agent(concat!("meshnode/", env!("CARGO_PKG_VERSION")))
+            .accept_encoding("identity") // a range of a compressed body would be a range of something else
+            .timeout_connect(Some(CONNECT_MAX))
+            .timeout_resolve(Some(CONNECT_MAX))
+            .timeout_recv_response(Some(READ_MAX))
+            .timeout_per_read(Some(READ_MAX))
+            .build()
+            .new_agent()
+    };
+    AGENT.get_or_init(build).clone()
+}
+
+fn certificates(pem: &[u8]) -> Vec<ureq::tls::Certificate<'static>> {
+    ureq::tls::parse_pem(pem)
+        .filter_map(|item| match item {
+            Ok(ureq::tls::PemItem::Certificate(certificate)) => Some(certificate),
+            Ok(_) | Err(_) => None,
+        })
+        .collect()
+}
+
+fn explain(error: &ureq::Error) -> String {
+    match error {
+        ureq::Error::HostNotFound => "the host name does not resolve (no network, or it is blocked)".into(),
+        ureq::Error::ConnectionFailed => "no connection".into(),
+        #[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
+        other => other.to_string(),
+    }
+}
+
+fn hash(path: &Path) -> Result<String, PullError> {
+    let mut file = File::open(path).map_err(|e| PullError::storage(path, e))?;
+    let mut hasher = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer).map_err(|e| PullError::storage(path, e))? {
+            0 => return Ok(hasher.finalize().iter().map(|b| format!("{b:02x}")).collect()),
+            count => hasher.update(&buffer[..count]),
+        }
+    }
+}
+
+pub(super) fn remove(path: &Path) -> Result<(), PullError> {
+    match std::fs::remove_file(path) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(PullError::storage(path, error)),
+    }
+}
+
+fn failed(url: &str, what: String) -> PullError {
+    PullError::Http { url: url.to_owned(), what }
+}

