@@ -6,6 +6,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct NodeId(pub [u8; 16]);
 
+impl NodeId {
+    /// The node behind a key: the first 16 bytes of blake3 over its libp2p `PeerId` bytes.
+    pub fn of_peer(peer_id: &[u8]) -> NodeId {
+        let mut id = [0; 16];
+        id.copy_from_slice(&blake3::hash(peer_id).as_bytes()[..16]);
+        NodeId(id)
+    }
+}
+
 impl fmt::Debug for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -7,6 +7,7 @@ use core::net::SocketAddr;
 use partitioner::{Plan, PlanError, Work};
 
 /// Something happened.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug)]
 pub enum Input {
     /// The clock reached `next_wakeup`.
@@ -14,7 +15,8 @@ pub enum Input {
 
     // ---- membership
     /// Discovery or a ticket found an address of a peer that is (or was) a member; not a proof of anything.
-    PeerFound { node: NodeId, gossip: Vec<SocketAddr>, data: Vec<SocketAddr> },
+    /// `peer_id` is the key behind `node`, to be pinned by the connection.
+    PeerFound { node: NodeId, peer_id: Vec<u8>, gossip: Vec<SocketAddr>, data: Vec<SocketAddr> },
     /// A sealed gossip datagram was opened: its sender holds the mesh key.
     Datagram { from: NodeId, source: SocketAddr, bytes: Vec<u8> },
     /// A certified data-plane connection to a member stands.
@@ -102,6 +104,7 @@ pub struct LoadedStage {
 }
 
 /// Result of one item of a `Compute`.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ItemResult {
     /// Hidden rows for the next stage, kept by the shell under the id the core named in `Item::output`.

@@ -7,10 +7,13 @@
 extern crate alloc;
 
 pub mod admission;
+pub mod codec;
 pub mod config;
 pub mod id;
 pub mod input;
 pub mod limits;
+pub mod liveness;
+pub mod membership;
 pub mod message;
 pub mod output;
 pub mod time;

@@ -3,6 +3,14 @@ use core::time::Duration;
 
 /// Largest gossip datagram: fits any path's MTU without fragmentation (IPv6 minimum 1280 less headers and seal).
 pub const DATAGRAM_BYTES_MAX: usize = 1200;
+/// Largest encoded advert: with its signature it must fit into one datagram beside a header.
+pub const ADVERT_BYTES_MAX: usize = 900;
+/// Contents an advert names (32 bytes each): what keeps it under its bound; the rest is found by asking.
+pub const ADVERT_HOLDINGS_MAX: usize = 8;
+/// Bytes of a node's name in its advert, cut at a character.
+pub const ADVERT_NAME_BYTES_MAX: usize = 64;
+/// Addresses of one kind in an advert: a few interfaces, the first reachable one is used.
+pub const ADVERT_ADDRS_MAX: usize = 4;
 /// Largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 /// Members kept: foca scans them linearly and encodes them in every packet.

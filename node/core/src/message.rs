@@ -24,6 +24,7 @@ pub struct FrameHeader {
 }
 
 /// A message on the control stream, encoded by `codec`.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
     /// Full member and advert state; `reply` asks for the other side's.

@@ -7,6 +7,7 @@ use core::ops::Range;
 use partitioner::{Fleet, Options, Plan, PlanError, Work};
 
 /// Do this.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug)]
 pub enum Output {
     // ---- bytes to peers
@@ -110,6 +111,7 @@ pub struct SampleSpec {
 }
 
 /// What must survive a crash.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Record {
     /// Highest epoch minted for a job: never minted twice.
@@ -119,6 +121,7 @@ pub enum Record {
 }
 
 /// Something a caller, a log or a checker wants to know.
+#[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A member is alive.

@@ -1,0 +1,187 @@
+//! Which neighbours of running work are alive, stuck or silent: leases, kept by a heartbeat every 50 ms.
+//!
+//! SWIM keeps the map of the mesh; this keeps the jobs. Silence is reported, never acted upon here. Calling contract: after
+//! any `handle_*` call `poll_output` until `None`, and call `handle_wakeup` at `next_wakeup`. Next: `placement.rs`.
+use crate::id::{Epoch, JobId, NodeId};
+use crate::limits::HEARTBEAT;
+use crate::message::Heartbeat;
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::vec::Vec;
+use lease::Lease;
+
+mod lease;
+
+/// What liveness wants done or known.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LivenessOutput {
+    /// Send this as a datagram.
+    SendHeartbeat { to: NodeId, heartbeat: Heartbeat },
+    /// A neighbour's lease ran out: crashed, cut off or paused. Told once per silence.
+    Silent { job: JobId, node: NodeId, silent: Duration },
+    /// A neighbour lives, but its present operation takes far longer than predicted. Told once per operation.
+    Stuck { job: JobId, node: NodeId, elapsed: Duration },
+    /// A neighbour reported silent or stuck is heard again, or its work goes on.
+    Back { job: JobId, node: NodeId },
+}
+
+/// The lease machine of one node.
+#[derive(Default)]
+pub struct Liveness {
+    jobs: BTreeMap<JobId, Watch>,
+    next_beat: Option<Instant>,
+    output: VecDeque<LivenessOutput>,
+}
+
+/// One job this node shares with neighbours.
+struct Watch {
+    epoch: Epoch,
+    leases: BTreeMap<NodeId, Lease>,
+    done: u64,
+    /// Operations given to the executor and not answered: when the oldest began to count, and what each should take.
+    running: VecDeque<Duration>,
+    since: Instant,
+}
+
+impl Liveness {
+    /// A node that shares no work yet.
+    pub fn new() -> Self {
+        Liveness::default()
+    }
+
+    /// Whether a neighbour was heard within its lease, in any job: outranks a `Down` that SWIM spread.
+    pub fn is_fresh(&self, now: Instant, node: NodeId) -> bool {
+        self.jobs.values().filter_map(|watch| watch.leases.get(&node)).any(|lease| lease.is_fresh(now))
+    }
+
+    /// What a neighbour said last about its part of a job, and when.
+    pub fn last_heard(&self, job: JobId, node: NodeId) -> Option<(Instant, Heartbeat)> {
+        self.jobs.get(&job)?.leases.get(&node)?.last()
+    }
+
+    /// This node takes part in a job under this epoch, beside these nodes. Leases of nodes that stay go on; a new one
+    /// has `FIRST` to be heard at all.
+    pub fn handle_watch(&mut self, now: Instant, job: JobId, epoch: Epoch, neighbours: &[NodeId]) {
+        let watch = self.jobs.entry(job).or_insert_with(|| Watch {
+            epoch,
+            leases: BTreeMap::new(),
+            done: 0,
+            running: VecDeque::new(),
+            since: now,
+        });
+        watch.epoch = epoch;
+        watch.leases.retain(|node, _| neighbours.contains(node));
+        for node in neighbours {
+            watch.leases.entry(*node).or_insert_with(|| Lease::new(now + FIRST));
+        }
+        self.next_beat.get_or_insert(now);
+    }
+
+    /// The job is over, or this node has no part in it any more.
+    pub fn handle_unwatch(&mut self, job: JobId) {
+        self.jobs.remove(&job);
+        if self.jobs.is_empty() {
+            self.next_beat = None;
+        }
+    }
+
+    /// The executor got work that should take `budget`.
+    pub fn handle_work_started(&mut self, now: Instant, job: JobId, budget: Duration) {
+        let Some(watch) = self.jobs.get_mut(&job) else { return };
+        if watch.running.is_empty() {
+            watch.since = now;
+        }
+        // The executor works in order, so only the oldest is running; a queue longer than this is a stuck executor.
+        if watch.running.len() < RUNNING_MAX {
+            watch.running.push_back(budget);
+        }
+    }
+
+    /// The executor answered the oldest work.
+    pub fn handle_work_done(&mut self, now: Instant, job: JobId) {
+        let Some(watch) = self.jobs.get_mut(&job) else { return };
+        watch.running.pop_front();
+        watch.done += 1;
+        watch.since = now;
+    }
+
+    /// A heartbeat arrived; `from` is proven by its seal. Strangers to the job are ignored.
+    pub fn handle_heartbeat(&mut self, now: Instant, from: NodeId, heartbeat: Heartbeat) {
+        let job = heartbeat.job;
+        let Some(lease) = self.jobs.get_mut(&job).and_then(|watch| watch.leases.get_mut(&from)) else { return };
+        self.output.extend(lease.handle_heartbeat(now, heartbeat).map(|change| change.output(job, from)));
+    }
+
+    /// Anything else was heard from a node (a frame, a message): it lives, though that says nothing about its work.
+    pub fn handle_heard(&mut self, now: Instant, from: NodeId) {
+        for (job, watch) in &mut self.jobs {
+            let change = watch.leases.get_mut(&from).and_then(|lease| lease.handle_heard(now));
+            self.output.extend(change.map(|change| change.output(*job, from)));
+        }
+    }
+
+    /// The clock reached `next_wakeup`.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        self.excuse_lateness(now);
+        if self.next_beat.is_some_and(|at| at <= now) {
+            self.beat(now);
+        }
+        for (job, watch) in &mut self.jobs {
+            for (node, lease) in &mut watch.leases {
+                self.output.extend(lease.handle_time(now).map(|change| change.output(*job, *node)));
+            }
+        }
+    }
+
+    /// What to do next; call until `None`.
+    pub fn poll_output(&mut self) -> Option<LivenessOutput> {
+        self.output.pop_front()
+    }
+
+    /// When to come back, and who asked.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let leases = self.jobs.values().flat_map(|watch| watch.leases.values()).filter_map(Lease::ends).min();
+        let beat = self.next_beat.map(|at| (at, "heartbeat"));
+        beat.into_iter().chain(leases.map(|at| (at, "lease"))).min()
+    }
+
+    /// The heartbeat is due every 50 ms, so it tells how late this thread is. A late one must not blame others: what
+    /// they sent may still wait in its queue.
+    fn excuse_lateness(&mut self, now: Instant) {
+        let Some(late) = self.next_beat.map(|at| now.since(at)).filter(|late| *late > LATE) else { return };
+        for lease in self.jobs.values_mut().flat_map(|watch| watch.leases.values_mut()) {
+            lease.excuse(now, late);
+        }
+    }
+
+    fn beat(&mut self, now: Instant) {
+        for (job, watch) in &self.jobs {
+            let budget = watch.running.front();
+            let heartbeat = Heartbeat {
+                job: *job,
+                epoch: watch.epoch,
+                done: watch.done,
+                op_elapsed_us: budget.map_or(0, |_| micros(now.since(watch.since))),
+                op_budget_us: budget.map_or(0, |budget| micros(*budget)),
+            };
+            let to: Vec<NodeId> = watch.leases.keys().copied().collect();
+            self.output.extend(to.into_iter().map(|to| LivenessOutput::SendHeartbeat { to, heartbeat }));
+        }
+        self.next_beat = (!self.jobs.is_empty()).then_some(now + HEARTBEAT);
+    }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}
+
+/// How long a new neighbour may take to be heard for the first time: it has to learn of the job first.
+const FIRST: Duration = Duration::from_secs(2);
+/// A wakeup later than this says more about this thread than about its peers.
+const LATE: Duration = Duration::from_millis(25);
+/// Operations queued at an executor whose budgets are kept.
+const RUNNING_MAX: usize = 256;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,131 @@
+//! One neighbour's lease on one job: when it was heard, how regular it is, what it is busy with.
+use super::LivenessOutput;
+use crate::id::{JobId, NodeId};
+use crate::limits::{HEARTBEAT, LEASE};
+use crate::message::Heartbeat;
+use crate::time::{Duration, Instant};
+
+/// A lease. Invariant: `silent` and `stuck` say what has been told, so that each turn is told once.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lease {
+    /// Silence counts from here: the last sign of life, moved on by this node's own lateness.
+    counted_from: Instant,
+    /// Last real sign of life and its heartbeat.
+    last: Option<(Instant, Heartbeat)>,
+    /// Only before the first sign of life: until when it is awaited.
+    awaited_until: Option<Instant>,
+    /// Running mean of the time between heartbeats, and of how far each is from it.
+    interval: Duration,
+    deviation: Duration,
+    silent: bool,
+    stuck: bool,
+}
+
+/// A turn in a lease's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    Silent(Duration),
+    Stuck(Duration),
+    Back,
+}
+
+impl Change {
+    pub(super) fn output(self, job: JobId, node: NodeId) -> LivenessOutput {
+        match self {
+            Change::Silent(silent) => LivenessOutput::Silent { job, node, silent },
+            Change::Stuck(elapsed) => LivenessOutput::Stuck { job, node, elapsed },
+            Change::Back => LivenessOutput::Back { job, node },
+        }
+    }
+}
+
+impl Lease {
+    pub(super) fn new(awaited_until: Instant) -> Self {
+        Lease {
+            counted_from: awaited_until - LEASE,
+            last: None,
+            awaited_until: Some(awaited_until),
+            interval: HEARTBEAT,
+            deviation: Duration::ZERO,
+            silent: false,
+            stuck: false,
+        }
+    }
+
+    pub(super) fn last(&self) -> Option<(Instant, Heartbeat)> {
+        self.last
+    }
+
+    pub(super) fn is_fresh(&self, now: Instant) -> bool {
+        self.last.is_some() && !self.silent && now < self.end()
+    }
+
+    /// When it runs out, unless that has been told.
+    pub(super) fn ends(&self) -> Option<Instant> {
+        (!self.silent).then(|| self.end())
+    }
+
+    pub(super) fn handle_heartbeat(&mut self, now: Instant, heartbeat: Heartbeat) -> Option<Change> {
+        // Datagrams may be reordered: an older one is a sign of life, but not news about the work.
+        let older = self.last.is_some_and(|(_, last)| (heartbeat.epoch, heartbeat.done) < (last.epoch, last.done));
+        if let Some((at, _)) = self.last.filter(|_| !self.silent) {
+            let gap = now.since(at);
+            // Integer forms of the usual smoothing: an eighth for the mean, a quarter for the deviation.
+            self.deviation = (self.deviation * 3 + self.interval.abs_diff(gap)) / 4;
+            self.interval = (self.interval * 7 + gap) / 8;
+        }
+        let back = self.handle_heard(now);
+        if older {
+            return back;
+        }
+        self.last = Some((now, heartbeat));
+        let elapsed = Duration::from_micros(heartbeat.op_elapsed_us.into());
+        let allowed = STUCK_MIN.max(Duration::from_micros(heartbeat.op_budget_us.into()) * STUCK_FACTOR);
+        match (elapsed > allowed, self.stuck) {
+            (true, false) => {
+                self.stuck = true;
+                Some(Change::Stuck(elapsed))
+            }
+            (false, true) => {
+                self.stuck = false;
+                Some(Change::Back)
+            }
+            (true, true) | (false, false) => back,
+        }
+    }
+
+    pub(super) fn handle_heard(&mut self, now: Instant) -> Option<Change> {
+        self.counted_from = now;
+        self.awaited_until = None;
+        core::mem::take(&mut self.silent).then_some(Change::Back)
+    }
+
+    pub(super) fn handle_time(&mut self, now: Instant) -> Option<Change> {
+        if self.silent || now < self.end() {
+            return None;
+        }
+        self.silent = true;
+        // Told as it was, without what this node excused.
+        Some(Change::Silent(self.last.map_or(now.since(self.counted_from), |(at, _)| now.since(at))))
+    }
+
+    /// This node was late itself: give the neighbour what it lost, and time for queued heartbeats to be read.
+    pub(super) fn excuse(&mut self, now: Instant, late: Duration) {
+        let read = HEARTBEAT * 2;
+        self.counted_from = (self.counted_from + late).min(now).max((now + read) - self.allowed());
+    }
+
+    fn end(&self) -> Instant {
+        self.awaited_until.unwrap_or(self.counted_from + self.allowed()).max(self.counted_from)
+    }
+
+    /// Six heartbeats, or more where the path is measured to be irregular; never so much that a crash goes unseen.
+    fn allowed(&self) -> Duration {
+        (self.interval * 2 + self.deviation * 6).clamp(LEASE, LEASE * 4)
+    }
+}
+
+/// An operation shorter than this is never stuck, whatever was predicted.
+const STUCK_MIN: Duration = Duration::from_secs(1);
+/// How far beyond its prediction an operation is stuck.
+const STUCK_FACTOR: u32 = 4;

@@ -1,0 +1,772 @@
+//! Who is in the mesh, where to reach them and what they offer: the one table of members that everything else trusts.
+//!
+//! SWIM (`swim`, foca inside) says who lives, signed adverts (`adverts`) say what they offer, push-pull repairs what
+//! rumours missed. Calling contract: after any `handle_*` call `poll_output` until `None`, and call `handle_wakeup` at
+//! `next_wakeup`. Next: `liveness.rs`.
+use crate::codec::{self, Datagram};
+use crate::config::{Capacity, Config};
+use crate::id::{ContentId, Generation, NodeId};
+use crate::limits::{MEMBERS_MAX, MESSAGE_BYTES_MAX, PUSH_PULL};
+use crate::message::{Advert, Message, SignedAdvert};
+use crate::output::DownReason;
+use crate::time::{Duration, Instant};
+use adverts::{AdvertOutput, Adverts};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::vec::Vec;
+use core::net::SocketAddr;
+use partitioner::{Device, Fleet, Link};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use swim::{Life, Swim, SwimOutput};
+
+mod adverts;
+mod health;
+mod swim;
+
+/// Top byte of this machine's tokens for `Sign` and `Verify`.
+pub const TOKEN_TAG: u8 = 1;
+
+/// What membership wants done or known.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MembershipOutput {
+    /// Send a datagram.
+    SendDatagram { to: NodeId, addr: SocketAddr, bytes: Vec<u8> },
+    /// Send a control message.
+    SendMessage { to: NodeId, message: Message },
+    /// Open a data-plane connection and keep it.
+    Connect { node: NodeId, peer_id: Vec<u8>, addrs: Vec<SocketAddr> },
+    /// A peer is gone for good.
+    Disconnect { node: NodeId },
+    /// Sign with the node's key.
+    Sign { token: u64, bytes: Vec<u8> },
+    /// Verify a peer's signature.
+    Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
+    /// A member is alive.
+    PeerUp { node: NodeId },
+    /// A member is gone. With `Failed` a hint: a fresh lease outranks it.
+    PeerDown { node: NodeId, reason: DownReason },
+    /// A member told something new about itself.
+    AdvertChanged { node: NodeId },
+    /// Peers to announce to after a restart: worth persisting.
+    Remember { peers: Vec<Contact> },
+    /// Something was refused, for the log.
+    Refused { from: NodeId, what: &'static str },
+}
+
+/// Where a node can be found, if it is there.
+pub type Contact = (NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>);
+
+/// One member, for status and for routing.
+#[derive(Clone, Copy, Debug)]
+pub struct Member<'a> {
+    /// Who.
+    pub node: NodeId,
+    /// Which life.
+    pub generation: Generation,
+    /// Alive (perhaps suspected), or gone and why.
+    pub state: MemberState,
+    /// What it offers, once heard.
+    pub advert: Option<&'a Advert>,
+    /// Where gossip reaches it.
+    pub gossip_addr: Option<SocketAddr>,
+    /// A data-plane connection stands.
+    pub connected: bool,
+    /// Round trip to it, once measured.
+    pub rtt_ns: Option<u64>,
+}
+
+/// Whether a member is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemberState {
+    /// It answers.
+    Alive,
+    /// It has not answered this node lately and is being asked to.
+    Suspect,
+    /// It is gone.
+    Down(DownReason),
+}
+
+/// The membership machine of one node.
+pub struct Membership {
+    node: NodeId,
+    swim: Swim,
+    adverts: Adverts,
+    /// Every node ever up and not yet forgotten.
+    peers: BTreeMap<NodeId, Peer>,
+    /// Found by discovery or remembered, members or not.
+    contacts: BTreeMap<NodeId, Found>,
+    connected: BTreeMap<NodeId, Link>,
+    /// When this node last tried to connect.
+    dialled: BTreeMap<NodeId, Instant>,
+    rng: ChaCha8Rng,
+    output: VecDeque<MembershipOutput>,
+    next_announce: Instant,
+    announce_pause: Duration,
+    next_push_pull: Option<Instant>,
+    /// When to look whether an advert of a member is still missing.
+    next_repair: Option<Instant>,
+    next_gossip: Option<Instant>,
+    next_remember: Option<Instant>,
+    left: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Peer {
+    life: Life,
+    down: Option<DownReason>,
+    /// Where its last datagram came from: authentic, because datagrams are sealed.
+    source: Option<SocketAddr>,
+    /// Which advertised address to try next while `source` is unknown.
+    tries: usize,
+}
+
+struct Found {
+    peer_id: Vec<u8>,
+    gossip: Vec<SocketAddr>,
+    data: Vec<SocketAddr>,
+    at: Instant,
+}
+
+impl Membership {
+    /// A node that knows nobody yet.
+    pub fn new(config: &Config, now: Instant, seed: u64) -> Self {
+        let addr = config.gossip_addrs.iter().copied().find(|addr| !addr.ip().is_unspecified());
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(u64::from(TOKEN_TAG) | 1 << 8);
+        Membership {
+            node: config.node,
+            swim: Swim::new(Life { node: config.node, generation: config.generation, addr }, seed),
+            adverts: Adverts::new(config, now),
+            peers: BTreeMap::new(),
+            contacts: BTreeMap::new(),
+            connected: BTreeMap::new(),
+            dialled: BTreeMap::new(),
+            rng,
+            output: VecDeque::new(),
+            next_announce: now,
+            announce_pause: ANNOUNCE,
+            next_push_pull: None,
+            next_repair: None,
+            next_gossip: None,
+            next_remember: None,
+            left: false,
+        }
+    }
+
+    // ---- views
+
+    /// What this node says about itself.
+    pub fn own(&self) -> &Advert {
+        self.adverts.own()
+    }
+
+    /// All members but this node, alive or lately gone, by id.
+    pub fn members(&self) -> impl Iterator<Item = Member<'_>> {
+        self.peers.keys().filter_map(|node| self.member(*node))
+    }
+
+    /// Ids of the members alive, without this node.
+    pub fn alive(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.peers.iter().filter(|(_, peer)| peer.down.is_none()).map(|(node, _)| *node)
+    }
+
+    /// One member.
+    pub fn member(&self, node: NodeId) -> Option<Member<'_>> {
+        let peer = self.peers.get(&node)?;
+        let state = match peer.down {
+            Some(reason) => MemberState::Down(reason),
+            None if self.swim.suspects(node) => MemberState::Suspect,
+            None => MemberState::Alive,
+        };
+        Some(Member {
+            node,
+            generation: peer.life.generation,
+            state,
+            advert: self.adverts.get(node),
+            gossip_addr: self.gossip_addr(node),
+            connected: self.connected.contains_key(&node),
+            rtt_ns: self.connected.get(&node).map(|link| link.rtt_ns),
+        })
+    }
+
+    /// Whether a member is alive as far as SWIM knows.
+    pub fn is_alive(&self, node: NodeId) -> bool {
+        self.peers.get(&node).is_some_and(|peer| peer.down.is_none())
+    }
+
+    /// Where a gossip datagram reaches a node: where it was last heard, else what it says, else what others say.
+    pub fn gossip_addr(&self, node: NodeId) -> Option<SocketAddr> {
+        let peer = self.peers.get(&node);
+        if let Some(source) = peer.and_then(|peer| peer.source) {
+            return Some(source);
+        }
+        let advertised = self.adverts.get(node).map(|advert| advert.gossip_addrs.as_slice()).unwrap_or_default();
+        let found = self.contacts.get(&node).map(|found| found.gossip.as_slice()).unwrap_or_default();
+        let hint = peer.and_then(|peer| peer.life.addr);
+        let usable: Vec<SocketAddr> = hint
+            .into_iter()
+            .chain(advertised.iter().chain(found).copied())
+            .filter(|a| !a.ip().is_unspecified())
+            .collect();
+        let tries = peer.map_or(0, |peer| peer.tries);
+        usable.get(tries % usable.len().max(1)).copied()
+    }
+
+    /// Key and data-plane addresses of a node, as a `Connect` needs them.
+    pub fn data_contact(&self, node: NodeId) -> Option<(Vec<u8>, Vec<SocketAddr>)> {
+        if let Some(advert) = self.adverts.get(node) {
+            let mut addrs = advert.data_addrs.clone();
+            if let Some(found) = self.contacts.get(&node) {
+                addrs.extend(found.data.iter().filter(|addr| !advert.data_addrs.contains(addr)));
+            }
+            return Some((advert.peer_id.clone(), addrs));
+        }
+        self.contacts.get(&node).map(|found| (found.peer_id.clone(), found.data.clone()))
+    }
+
+    /// Whether a data-plane connection stands.
+    pub fn is_connected(&self, node: NodeId) -> bool {
+        self.connected.contains_key(&node)
+    }
+
+    /// The measured machines and links, this node among them. `Device::memory` is what is free now: bytes that a job of
+    /// this mesh already holds there are not in it.
+    pub fn fleet(&self) -> Fleet {
+        let mut adverts: BTreeMap<NodeId, &Advert> =
+            self.alive().filter_map(|node| Some((node, self.adverts.get(node)?))).collect();
+        adverts.insert(self.node, self.adverts.own());
+        let mut links = BTreeMap::new();
+        for (peer, link) in self.connected.iter().filter(|(peer, _)| adverts.contains_key(peer)) {
+            links.insert((self.node.into(), (*peer).into()), *link);
+            links.insert(((*peer).into(), self.node.into()), *link);
+        }
+        // Links between others are not measured from here: as slow as the slowest of ours is a fair guess.
+        let default_link = links.values().copied().reduce(slower).unwrap_or(UNMEASURED);
+        let devices = adverts.values().map(|advert| self.device(advert)).collect();
+        Fleet { devices, links, default_link }
+    }
+
+    fn device(&self, advert: &Advert) -> Device {
+        let capacity = &advert.capacity;
+        Device {
+            id: advert.node.into(),
+            name: advert.name.clone(),
+            machine: capacity.machine,
+            memory: capacity.memory_free,
+            bytes_per_second: capacity.bytes_per_second,
+            flops_per_second: capacity.flops_per_second,
+            step_ns: capacity.step_ns,
+            numerics: capacity.numerics,
+            excluded: advert.draining || (advert.node == self.node && self.left),
+        }
+    }
+
+    // ---- what happens
+
+    /// Discovery, a ticket or the store names a peer.
+    pub fn handle_peer_found(
+        &mut self,
+        now: Instant,
+        node: NodeId,
+        peer_id: Vec<u8>,
+        gossip: Vec<SocketAddr>,
+        data: Vec<SocketAddr>,
+    ) {
+        if node == self.node || self.left {
+            return;
+        }
+        if NodeId::of_peer(&peer_id) != node {
+            self.output
+                .push_back(MembershipOutput::Refused { from: node, what: "a found peer whose key is not its own" });
+            return;
+        }
+        if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
+            let oldest = self.contacts.iter().min_by_key(|(_, found)| found.at).map(|(node, _)| *node);
+            oldest.map(|node| self.contacts.remove(&node));
+        }
+        self.contacts.insert(node, Found { peer_id, gossip, data, at: now });
+        if !self.is_alive(node) {
+            self.announce_to(now, node);
+        }
+        if self.connected.len() < FULL_MESH_MAX {
+            self.connect(now, node);
+        }
+    }
+
+    /// A membership packet; `from` is proven by its seal.
+    pub fn handle_swim(&mut self, now: Instant, from: NodeId, source: SocketAddr, packet: &[u8]) {
+        if self.left {
+            return;
+        }
+        self.heard_from(from, source);
+        let mut out = Vec::new();
+        match self.swim.handle_packet(now, from, packet, &mut out) {
+            // A first packet makes its sender known below, so its source is kept after that.
+            Ok(_) => {
+                self.settle(now, out);
+                self.heard_from(from, source);
+            }
+            Err(what) => {
+                self.settle(now, out);
+                self.output.push_back(MembershipOutput::Refused { from, what });
+            }
+        }
+    }
+
+    /// A peer doubts that this node lives.
+    pub fn handle_suspected(&mut self, now: Instant, from: NodeId, generation: u64, incarnation: u16) {
+        if self.left {
+            return;
+        }
+        let by = self.peers.get(&from).map(|peer| peer.life);
+        let mut out = Vec::new();
+        self.swim.handle_suspected(now, by, generation, incarnation, &mut out);
+        self.settle(now, out);
+    }
+
+    /// An advert, perhaps of a third node.
+    pub fn handle_advert(&mut self, from: NodeId, signed: SignedAdvert) {
+        let mut out = Vec::new();
+        let result = self.adverts.handle_heard(signed, &mut out);
+        self.settle_adverts(out);
+        if let Err(what) = result {
+            self.output.push_back(MembershipOutput::Refused { from, what });
+        }
+    }
+
+    /// Full state of a peer; answered with ours if `reply`.
+    pub fn handle_push_pull(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        members: &[u8],
+        adverts: Vec<SignedAdvert>,
+        reply: bool,
+    ) {
+        if self.left {
+            return;
+        }
+        if adverts.len() > MEMBERS_MAX {
+            self.output.push_back(MembershipOutput::Refused { from, what: "a push-pull with too many adverts" });
+            return;
+        }
+        match codec::decode_part::<Vec<foca::Member<Life>>, MESSAGE_BYTES_MAX>("member list", members) {
+            Ok(state) if state.len() <= MEMBERS_MAX => {
+                let mut out = Vec::new();
+                self.swim.handle_state(now, state, &mut out);
+                self.settle(now, out);
+            }
+            Ok(_) | Err(_) => {
+                self.output.push_back(MembershipOutput::Refused { from, what: "a push-pull with a bad member list" });
+                return;
+            }
+        }
+        for signed in adverts {
+            self.handle_advert(from, signed);
+        }
+        if reply {
+            self.push_pull(from, false);
+        }
+    }
+
+    /// The peer says goodbye on its control stream. Its datagrams say the same to everybody.
+    pub fn handle_leaving(&mut self, now: Instant, from: NodeId) {
+        let Some(peer) = self.peers.get(&from).copied() else { return };
+        let mut out = Vec::new();
+        self.swim.handle_departure(now, peer.life, &mut out);
+        self.settle(now, out);
+    }
+
+    /// A data-plane connection stands.
+    pub fn handle_connected(&mut self, now: Instant, node: NodeId, rtt_ns: u64) {
+        let bytes_per_second =
+            self.connected.get(&node).map_or(UNMEASURED.bytes_per_second, |link| link.bytes_per_second);
+        self.connected.insert(node, Link { rtt_ns, bytes_per_second });
+        if self.adverts.get(node).is_none() && self.is_alive(node) {
+            self.arm_repair(now);
+        }
+    }
+
+    /// It is gone; tried again later if the peer still counts as alive.
+    pub fn handle_disconnected(&mut self, now: Instant, node: NodeId) {
+        self.connected.remove(&node);
+        self.dialled.insert(node, now);
+    }
+
+    /// A link was measured.
+    pub fn handle_link_measured(&mut self, node: NodeId, rtt_ns: u64, bytes_per_second: u64) {
+        if let Some(link) = self.connected.get_mut(&node) {
+            *link = Link { rtt_ns, bytes_per_second };
+        }
+    }
+
+    /// This node's own memory or speed changed.
+    pub fn handle_capacity(&mut self, now: Instant, capacity: Capacity) {
+        self.adverts.handle_capacity(now, capacity);
+    }
+
+    /// What this node can give to others.
+    pub fn handle_holdings(&mut self, now: Instant, holds: Vec<ContentId>) {
+        self.adverts.handle_holdings(now, holds);
+    }
+
+    /// Take no new work, or take it again.
+    pub fn handle_drain(&mut self, now: Instant, draining: bool) {
+        self.adverts.handle_drain(now, draining);
+    }
+
+    /// A signature asked for.
+    pub fn handle_signed(&mut self, now: Instant, token: u64, signature: Vec<u8>) {
+        self.adverts.handle_signed(now, token, signature);
+        self.arm_gossip(now);
+    }
+
+    /// A verdict asked for.
+    pub fn handle_verified(&mut self, now: Instant, token: u64, valid: bool) {
+        match self.adverts.handle_verified(now, token, valid) {
+            Ok(None) => {}
+            Ok(Some(node)) => {
+                self.arm_gossip(now);
+                self.output.push_back(MembershipOutput::AdvertChanged { node });
+                if self.is_alive(node) {
+                    self.connect_small_mesh(now, node);
+                }
+            }
+            Err(what) => self.output.push_back(MembershipOutput::Refused { from: self.node, what }),
+        }
+    }
+
+    /// Say goodbye: every member hears it at once, and this node is a member no more.
+    pub fn handle_leave(&mut self, _now: Instant) {
+        if core::mem::replace(&mut self.left, true) {
+            return;
+        }
+        let alive: Vec<NodeId> = self.alive().collect();
+        for node in alive.iter().copied().take(GOODBYES_MAX) {
+            let Some(peer) = self.peers.get(&node) else { continue };
+            let packet = self.swim.goodbye(peer.life);
+            self.send(node, &Datagram::Swim(&packet));
+        }
+        for node in alive.into_iter().filter(|node| self.connected.contains_key(node)) {
+            self.output.push_back(MembershipOutput::SendMessage { to: node, message: Message::Leaving });
+        }
+    }
+
+    /// The clock reached `next_wakeup`.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        if self.left {
+            return;
+        }
+        let mut out = Vec::new();
+        self.swim.handle_wakeup(now, &mut out);
+        self.settle(now, out);
+        let mut out = Vec::new();
+        self.adverts.handle_wakeup(now, &mut out);
+        self.settle_adverts(out);
+        if self.next_announce <= now {
+            self.announce_tick(now);
+        }
+        if self.next_gossip.is_some_and(|at| at <= now) {
+            self.gossip_tick(now);
+        }
+        if self.next_repair.take_if(|at| *at <= now).is_some() && self.misses_adverts() {
+            self.next_push_pull = Some(now);
+        }
+        if self.next_push_pull.is_some_and(|at| at <= now) {
+            self.push_pull_tick(now);
+        }
+        if self.next_remember.take_if(|at| *at <= now).is_some() {
+            self.remember();
+        }
+    }
+
+    /// What to do next; call until `None`.
+    pub fn poll_output(&mut self) -> Option<MembershipOutput> {
+        self.output.pop_front()
+    }
+
+    /// When to come back, and who asked.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        if self.left {
+            return None;
+        }
+        let own = [
+            Some((self.next_announce, "announce")),
+            self.next_gossip.map(|at| (at, "advert gossip")),
+            self.next_push_pull.map(|at| (at, "push-pull")),
+            self.next_repair.map(|at| (at, "missing adverts")),
+            self.next_remember.map(|at| (at, "remember peers")),
+            self.adverts.next_wakeup().map(|at| (at, "own advert")),
+            self.swim.next_wakeup(),
+        ];
+        own.into_iter().flatten().min()
+    }
+
+    // ---- inside
+
+    fn settle(&mut self, now: Instant, out: Vec<SwimOutput>) {
+        for output in out {
+            match output {
+                SwimOutput::Send(to, packet) => self.send_swim(to, &packet),
+                SwimOutput::Tell(suspect, incarnation) => {
+                    self.send(suspect.node, &Datagram::Suspected { generation: suspect.generation.0, incarnation });
+                }
+                SwimOutput::Up(life) => self.peer_up(now, life),
+                SwimOutput::Down(life, left) => {
+                    self.peer_down(now, life, if left { DownReason::Left } else { DownReason::Failed });
+                }
+                SwimOutput::Active => {
+                    self.announce_pause = ANNOUNCE;
+                    self.next_push_pull = Some(now);
+                }
+                SwimOutput::Renewed => self.next_push_pull = Some(now),
+            }
+        }
+    }
+
+    fn settle_adverts(&mut self, out: Vec<AdvertOutput>) {
+        self.output.extend(out.into_iter().map(|output| match output {
+            AdvertOutput::Sign { token, bytes } => MembershipOutput::Sign { token, bytes },
+            AdvertOutput::Verify { token, peer_id, bytes, signature } => {
+                MembershipOutput::Verify { token, peer_id, bytes, signature }
+            }
+        }));
+    }
+
+    fn peer_up(&mut self, now: Instant, life: Life) {
+        let known = self.peers.get(&life.node).copied();
+        let source = known.filter(|peer| peer.down.is_none()).and_then(|peer| peer.source);
+        self.peers.insert(life.node, Peer { life, down: None, source, tries: 0 });
+        if known.is_some_and(|peer| peer.down.is_none()) {
+            return; // the same member under a new generation: what it held is judged by its leases
+        }
+        self.output.push_back(MembershipOutput::PeerUp { node: life.node });
+        if self.adverts.get(life.node).is_none() {
+            self.arm_repair(now);
+        }
+        if self.next_push_pull.is_none() {
+            self.next_push_pull = Some(now + PUSH_PULL);
+        }
+        self.next_remember.get_or_insert(now + REMEMBER);
+        self.connect_small_mesh(now, life.node);
+        self.forget_excess();
+    }
+
+    fn peer_down(&mut self, now: Instant, life: Life, reason: DownReason) {
+        let Some(peer) = self.peers.get_mut(&life.node).filter(|peer| peer.down.is_none()) else { return };
+        peer.life = life;
+        peer.down = Some(reason);
+        self.output.push_back(MembershipOutput::PeerDown { node: life.node, reason });
+        match reason {
+            DownReason::Left => {
+                self.contacts.remove(&life.node);
+                self.output.push_back(MembershipOutput::Disconnect { node: life.node });
+            }
+            // The connection may still stand; it says so itself when it breaks.
+            DownReason::Failed => {}
+        }
+        self.next_remember.get_or_insert(now + REMEMBER);
+    }
+
+    fn heard_from(&mut self, node: NodeId, source: SocketAddr) {
+        if let Some(peer) = self.peers.get_mut(&node) {
+            peer.source = Some(source);
+        }
+    }
+
+    /// The table of members follows SWIM's bound.
+    fn forget_excess(&mut self) {
+        if self.peers.len() <= MEMBERS_MAX {
+            return;
+        }
+        let down = self.peers.iter().find(|(_, peer)| peer.down.is_some()).map(|(node, _)| *node);
+        if let Some(node) = down {
+            self.peers.remove(&node);
+            self.connected.remove(&node);
+            self.dialled.remove(&node);
+            self.output.push_back(MembershipOutput::Disconnect { node });
+        }
+        let peers = &self.peers;
+        self.adverts.bound(|node| peers.contains_key(&node));
+    }
+
+    fn send_swim(&mut self, to: Life, packet: &[u8]) {
+        // Generation 0 is nobody's life: an announcement to an address of a contact.
+        match to.addr.filter(|_| to.generation == Generation(0)) {
+            Some(addr) => {
+                let bytes = codec::encode_datagram(&Datagram::Swim(packet));
+                self.output.push_back(MembershipOutput::SendDatagram { to: to.node, addr, bytes });
+            }
+            None => self.send(to.node, &Datagram::Swim(packet)),
+        }
+    }
+
+    fn send(&mut self, to: NodeId, datagram: &Datagram<'_>) {
+        if let Some(addr) = self.gossip_addr(to) {
+            let bytes = codec::encode_datagram(datagram);
+            self.output.push_back(MembershipOutput::SendDatagram { to, addr, bytes });
+        }
+        if let Some(peer) = self.peers.get_mut(&to) {
+            peer.tries = peer.tries.wrapping_add(1);
+        }
+    }
+
+    // ---- finding the mesh
+
+    /// While alone: ask everyone known, ever more slowly. Otherwise: ask contacts that are not members, which heals a
+    /// mesh that came apart.
+    fn announce_tick(&mut self, now: Instant) {
+        let alone = self.swim.alone();
+        let strangers: Vec<NodeId> = self.contacts.keys().copied().filter(|node| !self.is_alive(*node)).collect();
+        let wanted = if alone { ANNOUNCE_ALONE } else { 1 };
+        for _ in 0..wanted.min(strangers.len()) {
+            let node = strangers[self.rng.random_range(0..strangers.len())];
+            self.announce_to(now, node);
+            if alone {
+                self.connect(now, node);
+            }
+        }
+        self.announce_pause = if alone { (self.announce_pause * 2).min(ANNOUNCE_MAX) } else { ANNOUNCE_MAX };
+        self.next_announce = now + self.announce_pause;
+        self.redial(now);
+    }
+
+    fn announce_to(&mut self, now: Instant, node: NodeId) {
+        let addrs = self.contacts.get(&node).map(|found| found.gossip.clone()).unwrap_or_default();
+        for addr in addrs.into_iter().take(crate::limits::ADVERT_ADDRS_MAX) {
+            let mut out = Vec::new();
+            self.swim.announce(now, Life { node, generation: Generation(0), addr: Some(addr) }, &mut out);
+            self.settle(now, out);
+        }
+    }
+
+    // ---- connections
+
+    /// Open a connection to a peer if its key and address are known and none was tried lately.
+    pub fn connect(&mut self, now: Instant, node: NodeId) {
+        let recent = self.dialled.get(&node).is_some_and(|at| now.since(*at) < REDIAL);
+        if recent || self.connected.contains_key(&node) {
+            return;
+        }
+        if let Some((peer_id, addrs)) = self.data_contact(node).filter(|(_, addrs)| !addrs.is_empty()) {
+            self.dialled.insert(node, now);
+            self.output.push_back(MembershipOutput::Connect { node, peer_id, addrs });
+        }
+    }
+
+    /// In a small mesh everybody keeps a connection to everybody, so that a re-plan finds them warm; the smaller id
+    /// dials.
+    fn connect_small_mesh(&mut self, now: Instant, node: NodeId) {
+        if self.node < node && self.peers.len() <= FULL_MESH_MAX {
+            self.connect(now, node);
+        }
+    }
+
+    fn redial(&mut self, now: Instant) {
+        if self.peers.len() <= FULL_MESH_MAX {
+            let alive: Vec<NodeId> = self.alive().collect();
+            for node in alive {
+                // The larger id dials too when the smaller has not come through.
+                self.connect(now, node);
+            }
+        }
+    }
+
+    // ---- adverts and push-pull
+
+    fn arm_gossip(&mut self, now: Instant) {
+        if self.adverts.has_rumours() {
+            self.next_gossip.get_or_insert(now + GOSSIP);
+        }
+    }
+
+    fn gossip_tick(&mut self, now: Instant) {
+        self.next_gossip = None;
+        let alive: Vec<NodeId> = self.alive().collect();
+        if alive.is_empty() {
+            return; // armed again by the first advert after the first member
+        }
+        for signed in self.adverts.next_rumours() {
+            for _ in 0..GOSSIP_FANOUT.min(alive.len()) {
+                let to = alive[self.rng.random_range(0..alive.len())];
+                self.send(to, &Datagram::Advert(signed.clone()));
+            }
+        }
+        self.arm_gossip(now);
+    }
+
+    fn misses_adverts(&self) -> bool {
+        self.alive().any(|node| self.adverts.get(node).is_none())
+    }
+
+    fn arm_repair(&mut self, now: Instant) {
+        // Rumours get this long to bring the advert first; the spread keeps a mesh from asking all at once.
+        let spread = Duration::from_millis(self.rng.random_range(0..1000));
+        self.next_repair.get_or_insert(now + MISSING + spread);
+    }
+
+    fn push_pull_tick(&mut self, now: Instant) {
+        self.next_push_pull = Some(now + PUSH_PULL + Duration::from_millis(self.rng.random_range(0..1000)));
+        if self.misses_adverts() {
+            self.arm_repair(now);
+        }
+        let mut partners: Vec<NodeId> = self.alive().filter(|node| self.connected.contains_key(node)).collect();
+        if partners.is_empty() {
+            partners = self.alive().filter(|node| self.data_contact(*node).is_some()).collect();
+        }
+        if partners.is_empty() {
+            return;
+        }
+        let partner = partners[self.rng.random_range(0..partners.len())];
+        self.connect(now, partner);
+        self.push_pull(partner, true);
+    }
+
+    fn push_pull(&mut self, to: NodeId, reply: bool) {
+        let members = codec::encode_part(&self.swim.state());
+        let message = Message::PushPull { members, adverts: self.adverts.signed(), reply };
+        self.output.push_back(MembershipOutput::SendMessage { to, message });
+    }
+
+    fn remember(&mut self) {
+        let alive = self.alive().filter_map(|node| {
+            let (peer_id, data) = self.data_contact(node)?;
+            Some((node, peer_id, self.gossip_addr(node).into_iter().collect(), data))
+        });
+        let peers: Vec<Contact> = alive.take(CONTACTS_MAX).collect();
+        if !peers.is_empty() {
+            self.output.push_back(MembershipOutput::Remember { peers });
+        }
+    }
+}
+
+fn slower(a: Link, b: Link) -> Link {
+    Link { rtt_ns: a.rtt_ns.max(b.rtt_ns), bytes_per_second: a.bytes_per_second.min(b.bytes_per_second) }
+}
+
+/// What an unmeasured link is taken for: a gigabit LAN.
+const UNMEASURED: Link = Link { rtt_ns: 500_000, bytes_per_second: 110_000_000 };
+/// Contacts kept to find the mesh again: a few would do.
+const CONTACTS_MAX: usize = 256;
+/// Up to this many members everybody is connected to everybody.
+const FULL_MESH_MAX: usize = 16;
+/// Members told of a goodbye directly; beyond that gossip tells the rest.
+const GOODBYES_MAX: usize = 64;
+/// First pause between announcements while alone; it doubles up to `ANNOUNCE_MAX`.
+const ANNOUNCE: Duration = Duration::from_millis(500);
+const ANNOUNCE_MAX: Duration = Duration::from_secs(5);
+/// Contacts asked at a time while alone.
+const ANNOUNCE_ALONE: usize = 8;
+/// Pause between two attempts to connect to one peer.
+const REDIAL: Duration = Duration::from_secs(4);
+/// Advert gossip: as often and as wide as SWIM's.
+const GOSSIP: Duration = Duration::from_millis(50);
+const GOSSIP_FANOUT: usize = 3;
+/// How long an advert may be missing before push-pull fetches it.
+const MISSING: Duration = Duration::from_secs(2);
+/// Changes of the member list are persisted this much later, together.
+const REMEMBER: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests;

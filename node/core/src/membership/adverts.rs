@@ -1,0 +1,260 @@
+//! What every node tells about itself: signed by its key, newest version wins, passed on a few times and repaired by
+//! push-pull.
+use crate::codec;
+use crate::config::{Capacity, Config};
+use crate::id::{ContentId, Generation, NodeId};
+use crate::limits::{ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, MEMBERS_MAX};
+use crate::message::{Advert, SignedAdvert};
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+/// Something to be signed or verified by the shell.
+pub(super) enum AdvertOutput {
+    Sign { token: u64, bytes: Vec<u8> },
+    Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
+}
+
+/// All adverts known, the own one among them.
+pub(super) struct Adverts {
+    /// Facts for the next own advert.
+    own: Advert,
+    /// The shell has not signed `own` as it stands.
+    dirty: Option<Instant>,
+    signing: Option<(u64, Vec<u8>)>,
+    last_signed: Option<Instant>,
+    /// Verified ones, and the own one once signed.
+    known: BTreeMap<NodeId, (Advert, SignedAdvert)>,
+    /// Being verified, by token.
+    verifying: BTreeMap<u64, (Advert, SignedAdvert)>,
+    /// Newest version being verified for each node, so that a rumour heard ten times is checked once.
+    pending: BTreeMap<NodeId, (Generation, u64)>,
+    tokens: u64,
+    /// To be passed on, and how many more times.
+    rumours: VecDeque<(NodeId, u32)>,
+}
+
+impl Adverts {
+    pub(super) fn new(config: &Config, now: Instant) -> Self {
+        let own = Advert {
+            node: config.node,
+            generation: config.generation,
+            version: 0,
+            peer_id: config.peer_id.clone(),
+            name: cut(&config.name),
+            gossip_addrs: config.gossip_addrs.iter().copied().take(ADVERT_ADDRS_MAX).collect(),
+            data_addrs: config.data_addrs.iter().copied().take(ADVERT_ADDRS_MAX).collect(),
+            capacity: Capacity { device: cut(&config.capacity.device), ..config.capacity.clone() },
+            holds: Vec::new(),
+            draining: false,
+        };
+        Adverts {
+            own,
+            dirty: Some(now),
+            signing: None,
+            last_signed: None,
+            known: BTreeMap::new(),
+            verifying: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            tokens: u64::from(super::TOKEN_TAG) << 56,
+            rumours: VecDeque::new(),
+        }
+    }
+
+    /// What this node says about itself, as it stands now (perhaps not yet signed).
+    pub(super) fn own(&self) -> &Advert {
+        &self.own
+    }
+
+    /// What another node says about itself.
+    pub(super) fn get(&self, node: NodeId) -> Option<&Advert> {
+        self.known.get(&node).map(|(advert, _)| advert)
+    }
+
+    pub(super) fn signed(&self) -> Vec<SignedAdvert> {
+        self.known.values().map(|(_, signed)| signed.clone()).collect()
+    }
+
+    /// Free memory moves with every request, so small moves wait until something else is worth telling.
+    pub(super) fn handle_capacity(&mut self, now: Instant, capacity: Capacity) {
+        let old = core::mem::replace(&mut self.own.capacity, Capacity { device: cut(&capacity.device), ..capacity });
+        let new = &self.own.capacity;
+        let moved = |a: u64, b: u64| a.abs_diff(b) > a.max(b) / 20;
+        let worth_telling = moved(old.memory_free, new.memory_free)
+            || moved(old.bytes_per_second, new.bytes_per_second)
+            || moved(old.flops_per_second, new.flops_per_second)
+            || (old.machine, &old.device, old.memory_total, old.numerics)
+                != (new.machine, &new.device, new.memory_total, new.numerics);
+        self.touch(if worth_telling { now } else { now + SMALL_CHANGES });
+    }
+
+    pub(super) fn handle_holdings(&mut self, now: Instant, mut holds: Vec<ContentId>) {
+        holds.truncate(ADVERT_HOLDINGS_MAX);
+        if self.own.holds != holds {
+            self.own.holds = holds;
+            self.touch(now);
+        }
+    }
+
+    pub(super) fn handle_drain(&mut self, now: Instant, draining: bool) {
+        if self.own.draining != draining {
+            self.own.draining = draining;
+            self.touch(now);
+        }
+    }
+
+    /// An advert heard from anybody: worth verifying if it is newer than what is known.
+    pub(super) fn handle_heard(
+        &mut self,
+        signed: SignedAdvert,
+        out: &mut Vec<AdvertOutput>,
+    ) -> Result<(), &'static str> {
+        let advert = codec::decode_advert(&signed.bytes).map_err(|_| "an advert that cannot be decoded")?;
+        if advert.gossip_addrs.len() > ADVERT_ADDRS_MAX || advert.data_addrs.len() > ADVERT_ADDRS_MAX {
+            return Err("an advert with more addresses than allowed");
+        }
+        let age = (advert.generation, advert.version);
+        let known = self.known.get(&advert.node).map(|(known, _)| (known.generation, known.version));
+        let newest = known.max(self.pending.get(&advert.node).copied());
+        if newest >= Some(age) {
+            return Ok(());
+        }
+        if NodeId::of_peer(&advert.peer_id) != advert.node {
+            return Err("an advert whose key does not belong to its node");
+        }
+        if self.verifying.len() >= MEMBERS_MAX || (known.is_none() && self.known.len() >= MEMBERS_MAX) {
+            return Err("more adverts than members are allowed");
+        }
+        self.tokens += 1;
+        self.pending.insert(advert.node, age);
+        out.push(AdvertOutput::Verify {
+            token: self.tokens,
+            peer_id: advert.peer_id.clone(),
+            bytes: signed.bytes.clone(),
+            signature: signed.signature.clone(),
+        });
+        self.verifying.insert(self.tokens, (advert, signed));
+        Ok(())
+    }
+
+    /// Returns the node whose advert changed.
+    pub(super) fn handle_verified(
+        &mut self,
+        now: Instant,
+        token: u64,
+        valid: bool,
+    ) -> Result<Option<NodeId>, &'static str> {
+        let Some((advert, signed)) = self.verifying.remove(&token) else { return Ok(None) };
+        let (node, age) = (advert.node, (advert.generation, advert.version));
+        if self.pending.get(&node) == Some(&age) {
+            self.pending.remove(&node);
+        }
+        if !valid {
+            return Err("an advert with a wrong signature");
+        }
+        if node == self.own.node {
+            // Said in an earlier life whose store is lost, or by a twin: outrank it.
+            if age > (self.own.generation, self.own.version) {
+                self.own.version = self.own.version.max(age.1);
+                self.touch(now);
+            }
+            return Ok(None);
+        }
+        if self.known.get(&node).is_some_and(|(known, _)| (known.generation, known.version) >= age) {
+            return Ok(None);
+        }
+        self.known.insert(node, (advert, signed));
+        self.spread(node);
+        Ok(Some(node))
+    }
+
+    pub(super) fn handle_signed(&mut self, now: Instant, token: u64, signature: Vec<u8>) {
+        let Some((_, bytes)) = self.signing.take_if(|(signing, _)| *signing == token) else { return };
+        self.last_signed = Some(now);
+        // What was signed, which may be older than `own` by now.
+        if let Ok(advert) = codec::decode_advert(&bytes) {
+            let node = advert.node;
+            self.known.insert(node, (advert, SignedAdvert { bytes, signature }));
+            self.spread(node);
+        }
+    }
+
+    /// Ask for a signature when there is something new to say, at most once in `OWN_INTERVAL`.
+    pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Vec<AdvertOutput>) {
+        if self.next_wakeup().is_none_or(|at| at > now) {
+            return;
+        }
+        self.dirty = None;
+        self.own.version += 1;
+        match codec::encode_advert(&self.own) {
+            Ok(bytes) => {
+                self.tokens += 1;
+                self.signing = Some((self.tokens, bytes.clone()));
+                out.push(AdvertOutput::Sign { token: self.tokens, bytes });
+            }
+            // Too long only by its holdings: name, addresses and the rest are cut to fit.
+            Err(_) => {
+                self.own.holds.pop();
+                self.dirty = (!self.own.holds.is_empty()).then_some(now);
+            }
+        }
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<Instant> {
+        let earliest = self.last_signed.map_or(Instant(0), |last| last + OWN_INTERVAL);
+        self.dirty.filter(|_| self.signing.is_none()).map(|at| at.max(earliest))
+    }
+
+    /// Adverts to pass on now.
+    pub(super) fn next_rumours(&mut self) -> Vec<SignedAdvert> {
+        let mut batch = Vec::new();
+        for _ in 0..RUMOURS.min(self.rumours.len()) {
+            let Some((node, left)) = self.rumours.pop_front() else { break };
+            if let Some((_, signed)) = self.known.get(&node) {
+                batch.push(signed.clone());
+                if left > 1 {
+                    self.rumours.push_back((node, left - 1));
+                }
+            }
+        }
+        batch
+    }
+
+    pub(super) fn has_rumours(&self) -> bool {
+        !self.rumours.is_empty()
+    }
+
+    /// Forget nodes for which `keep` is false once there are more adverts than members are allowed.
+    pub(super) fn bound(&mut self, keep: impl Fn(NodeId) -> bool) {
+        if self.known.len() >= MEMBERS_MAX {
+            let own = self.own.node;
+            self.known.retain(|node, _| *node == own || keep(*node));
+        }
+    }
+
+    fn spread(&mut self, node: NodeId) {
+        self.rumours.retain(|(rumoured, _)| *rumoured != node);
+        self.rumours.push_back((node, ROUNDS));
+    }
+
+    fn touch(&mut self, at: Instant) {
+        self.dirty = Some(self.dirty.map_or(at, |dirty| dirty.min(at)));
+    }
+}
+
+/// The longest prefix of whole characters that an advert has room for.
+fn cut(name: &str) -> String {
+    let end = (0..=name.len().min(ADVERT_NAME_BYTES_MAX)).rev().find(|end| name.is_char_boundary(*end));
+    String::from(&name[..end.unwrap_or(0)])
+}
+
+/// Rounds of gossip an advert is passed on for by each node that learns it. With three receivers a round that reaches
+/// all but one node in 400; push-pull does the rest.
+const ROUNDS: u32 = 2;
+/// Adverts passed on per round: bounds a burst of gossip to a few packets.
+const RUMOURS: usize = 8;
+/// Own adverts come no faster: each goes through the whole mesh.
+const OWN_INTERVAL: Duration = Duration::from_secs(1);
+/// A change below 5 % is told with this delay.
+const SMALL_CHANGES: Duration = Duration::from_secs(30);

@@ -1,0 +1,82 @@
+//! How much this node should trust its own judgement of others: less after losses and after its own lateness.
+use crate::time::{Duration, Instant};
+
+/// Local health after Lifeguard's idea: the less healthy, the more patience with suspects.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Health {
+    /// Share of direct probes without an answer in time, × 1,000, over roughly the last 16.
+    missed_e3: u32,
+    probing: bool,
+    doubtful_until: Instant,
+}
+
+impl Health {
+    /// A probe was sent.
+    pub(super) fn probed(&mut self) {
+        self.probing = true;
+    }
+
+    /// It was answered.
+    pub(super) fn acked(&mut self) {
+        if core::mem::take(&mut self.probing) {
+            self.missed_e3 -= self.missed_e3 / 16;
+        }
+    }
+
+    /// Its time is over.
+    pub(super) fn judged(&mut self) {
+        if core::mem::take(&mut self.probing) {
+            self.missed_e3 += (1000 - self.missed_e3) / 16;
+        }
+    }
+
+    /// This node's own thread was late.
+    pub(super) fn late(&mut self, now: Instant) {
+        self.doubtful_until = now + DOUBT;
+    }
+
+    /// Somebody else thought this node was dead.
+    pub(super) fn doubted(&mut self, now: Instant) {
+        self.doubtful_until = now + DOUBT;
+    }
+
+    /// By how much a suspect's time to refute is stretched.
+    pub(super) fn patience(&self, now: Instant) -> u32 {
+        // A round trip at 1 % loss misses 2 %, at 5 % loss 10 %: those stay near the base.
+        let losses = match self.missed_e3 {
+            0..=150 => 1,
+            151..=400 => 2,
+            _ => 4,
+        };
+        losses + u32::from(now < self.doubtful_until)
+    }
+}
+
+/// How long one bad moment counts.
+const DOUBT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_and_lateness_make_patient() {
+        let mut health = Health::default();
+        let now = Instant(1);
+        assert_eq!(health.patience(now), 1);
+        for _ in 0..16 {
+            health.probed();
+            health.judged();
+        }
+        assert_eq!(health.patience(now), 4);
+        for _ in 0..64 {
+            health.probed();
+            health.acked();
+            health.judged();
+        }
+        assert_eq!(health.patience(now), 1, "answers restore trust, and a judged answer is no miss");
+        health.late(now);
+        assert_eq!(health.patience(now), 2);
+        assert_eq!(health.patience(now + DOUBT), 1);
+    }
+}
