@@ -17,9 +17,10 @@ pub struct Device {
     pub machine: u64,
     /// Bytes the node may use for weights, cache and scratch; headroom is taken off inside the planner.
     pub memory: u64,
-    /// Measured weight bytes per second in decode (batch 1), the speed that memory bandwidth allows.
+    /// Measured weight bytes per second in decode (batch 1), the speed that memory bandwidth allows. 0: not measured, and
+    /// the device is left out until it is.
     pub bytes_per_second: u64,
-    /// Measured flops per second in prefill.
+    /// Measured flops per second in prefill. 0: not measured, only bytes bound the prediction.
     pub flops_per_second: u64,
     /// Fixed cost of one stage step in nanoseconds (queueing, launch, wake-up).
     pub step_ns: u64,
@@ -34,7 +35,7 @@ pub struct Device {
 pub struct Link {
     /// Round-trip time in nanoseconds.
     pub rtt_ns: u64,
-    /// Bytes per second.
+    /// Bytes per second. 0: the link carries nothing and is not used.
     pub bytes_per_second: u64,
 }
 
@@ -47,4 +48,16 @@ pub struct Fleet {
     pub links: BTreeMap<(DeviceId, DeviceId), Link>,
     /// What an unmeasured link is taken for.
     pub default_link: Link,
+}
+
+impl Fleet {
+    /// The device with this id.
+    pub fn device(&self, id: DeviceId) -> Option<&Device> {
+        self.devices.iter().find(|device| device.id == id)
+    }
+
+    /// The directed link between two devices, as measured or else the default.
+    pub fn link(&self, from: DeviceId, to: DeviceId) -> &Link {
+        self.links.get(&(from, to)).unwrap_or(&self.default_link)
+    }
 }

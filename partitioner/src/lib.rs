@@ -6,10 +6,22 @@
 #![no_std]
 extern crate alloc;
 
-pub mod fleet;
-pub mod plan;
 pub mod work;
 
+pub mod fleet;
+
+pub mod plan;
+
+pub mod cost;
+
+mod layers;
+
+mod repair;
+
+pub mod explain;
+
 pub use fleet::{Device, DeviceId, Fleet, Link};
-pub use plan::{Goal, LossPlan, Options, Plan, PlanError, Stage};
+pub use layers::plan;
+pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
+pub use repair::{moved_bytes, repair};
 pub use work::{Layer, Work};

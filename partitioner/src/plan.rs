@@ -1,8 +1,18 @@
 //! The answer: contiguous stages on distinct devices. Fields are private where an invalid value could be built.
-use crate::fleet::DeviceId;
-use alloc::{boxed::Box, string::String, vec::Vec};
+//! A plan from the wire passes the same structural checks as one built here, so whoever holds a `Plan` may rely on them.
+//! Next: `cost.rs`.
+use crate::cost;
+use crate::fleet::{DeviceId, Fleet};
+use crate::work::Work;
+use alloc::{boxed::Box, collections::BTreeSet, string::String, vec::Vec};
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
+
+/// Most layers of a job: the deepest published models have about 130; the bound keeps the search's tables small.
+pub const LAYERS_MAX: usize = 1024;
+
+/// Most reasons a plan carries: one for each device of the largest fleet planned for (a bound for plans off the wire).
+pub const REASONS_MAX: usize = 4096;
 
 /// What is to be least.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,28 +54,86 @@ pub struct Stage {
 pub struct LossPlan {
     /// The node lost.
     pub lost: DeviceId,
-    /// The plan on the nodes left, or why there is none.
+    /// The plan on the nodes left (which has no loss plans of its own), or why there is none.
     pub plan: Result<Plan, PlanError>,
 }
 
-/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory.
+/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "wire::PlanRecord", into = "wire::PlanRecord")]
 pub struct Plan {
-    pub(crate) stages: Vec<Stage>,
-    pub(crate) token_ns: u64,
-    pub(crate) exact: bool,
-    pub(crate) reasons: Vec<(DeviceId, String)>,
-    pub(crate) losses: Vec<LossPlan>,
+    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct.
+    stages: Vec<Stage>,
+    /// At least the sum of the stages' steps.
+    token_ns: u64,
+    exact: bool,
+    reasons: Vec<(DeviceId, String)>,
+    /// Invariant: their plans have no losses themselves.
+    losses: Vec<LossPlan>,
 }
 
 impl Plan {
+    /// The plan that puts these layers on these devices, with its memory and times predicted, or the first rule it breaks.
+    pub fn new(
+        stages: &[(DeviceId, Range<u32>)],
+        work: &Work,
+        fleet: &Fleet,
+        options: &Options,
+    ) -> Result<Self, InvalidPlan> {
+        let mut charged = Vec::with_capacity(stages.len());
+        for (index, (id, layers)) in stages.iter().enumerate() {
+            let device = fleet.device(*id).ok_or(InvalidPlan::UnknownDevice { stage: index })?;
+            if device.excluded {
+                return Err(InvalidPlan::Excluded { stage: index });
+            }
+            if layers.is_empty() || layers.end as usize > work.layers.len() {
+                return Err(InvalidPlan::Layers { stage: index, start: layers.start, end: layers.end });
+            }
+            let bytes = cost::stage_bytes(work, layers);
+            let offered = cost::usable_bytes(device, options.headroom_percent);
+            if bytes > offered {
+                return Err(InvalidPlan::Memory { stage: index, need: bytes, offered });
+            }
+            let step_ns = cost::stage_ns(work, device, layers, 1).ok_or(InvalidPlan::NoSpeed { stage: index })?;
+            charged.push(Stage { device: *id, layers: layers.clone(), bytes, step_ns });
+        }
+        check_stages(&charged)?;
+        let covered = charged.last().map_or(0, |stage| stage.layers.end);
+        if covered as usize != work.layers.len() {
+            return Err(InvalidPlan::Uncovered { covered, layers: work.layers.len() as u32 });
+        }
+        let token_ns = cost::token_ns(work, fleet, options.head, stages).ok_or(InvalidPlan::Unlinked)?;
+        Ok(Self { stages: charged, token_ns, exact: false, reasons: Vec::new(), losses: Vec::new() })
+    }
+
+    /// Whether this plan (one that came over the wire, say) holds for this job and fleet: the same rules as [`Plan::new`].
+    pub fn check(&self, work: &Work, fleet: &Fleet, options: &Options) -> Result<(), InvalidPlan> {
+        Self::new(&self.placement(), work, fleet, options).map(|_| ())
+    }
+
+    /// Which layers go where, without the predictions.
+    pub fn placement(&self) -> Vec<(DeviceId, Range<u32>)> {
+        self.stages.iter().map(|stage| (stage.device, stage.layers.clone())).collect()
+    }
     /// The stages, first to last.
     pub fn stages(&self) -> &[Stage] {
         &self.stages
     }
+    /// The stage on a device, if it has one.
+    pub fn stage_of(&self, device: DeviceId) -> Option<&Stage> {
+        self.stages.iter().find(|stage| stage.device == device)
+    }
+    /// Layers covered.
+    pub fn layers(&self) -> u32 {
+        self.stages.last().map_or(0, |stage| stage.layers.end)
+    }
     /// Predicted nanoseconds per token for one request, links included.
     pub fn token_ns(&self) -> u64 {
         self.token_ns
+    }
+    /// The slowest stage's predicted step: what bounds many requests at once.
+    pub fn slowest_step_ns(&self) -> u64 {
+        self.stages.iter().map(|stage| stage.step_ns).max().unwrap_or(0)
     }
     /// Whether the search was exact (otherwise beam search).
     pub fn exact(&self) -> bool {
@@ -75,10 +143,121 @@ impl Plan {
     pub fn reasons(&self) -> &[(DeviceId, String)] {
         &self.reasons
     }
-    /// Plans for the loss of each node used (empty unless asked for).
+    /// Plans for the loss of each node used but the head (empty unless asked for).
     pub fn losses(&self) -> &[LossPlan] {
         &self.losses
     }
+
+    /// Notes how the plan was found and why each device is or is not used.
+    pub(crate) fn explained(mut self, exact: bool, reasons: Vec<(DeviceId, String)>) -> Self {
+        self.exact = exact;
+        self.reasons = reasons;
+        self
+    }
+    /// Adds the plans for losses, which must not have any themselves.
+    pub(crate) fn with_losses(mut self, losses: Vec<LossPlan>) -> Self {
+        debug_assert!(losses.iter().all(|loss| loss.plan.as_ref().map_or(true, |plan| plan.losses.is_empty())));
+        self.losses = losses;
+        self
+    }
+}
+
+/// The rules that need neither job nor fleet.
+fn check_stages(stages: &[Stage]) -> Result<(), InvalidPlan> {
+    if stages.is_empty() {
+        return Err(InvalidPlan::Empty);
+    }
+    let mut devices = BTreeSet::new();
+    let mut next = 0;
+    for (index, stage) in stages.iter().enumerate() {
+        if stage.layers.start != next || stage.layers.is_empty() || stage.layers.end as usize > LAYERS_MAX {
+            return Err(InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end });
+        }
+        if !devices.insert(stage.device) {
+            return Err(InvalidPlan::DeviceTwice { stage: index });
+        }
+        next = stage.layers.end;
+    }
+    Ok(())
+}
+
+/// The rule that a placement breaks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidPlan {
+    /// No stage at all.
+    #[error("a plan needs at least one stage")]
+    Empty,
+    /// Empty, overlapping, with a gap, or beyond the model.
+    #[error("stage {stage} has layers {start}..{end}: expected a range that adjoins the one before and is not empty")]
+    Layers {
+        /// Which stage.
+        stage: usize,
+        /// Its first layer.
+        start: u32,
+        /// The layer after its last.
+        end: u32,
+    },
+    /// The last stage ends before the model does.
+    #[error("the stages cover {covered} layers of {layers}")]
+    Uncovered {
+        /// Layers covered.
+        covered: u32,
+        /// Layers of the model.
+        layers: u32,
+    },
+    /// One device with two stages.
+    #[error("stage {stage} is on a device that already has one")]
+    DeviceTwice {
+        /// The second stage.
+        stage: usize,
+    },
+    /// Not a member of the fleet.
+    #[error("stage {stage} is on a device that the fleet does not have")]
+    UnknownDevice {
+        /// Which stage.
+        stage: usize,
+    },
+    /// The device takes no new work.
+    #[error("stage {stage} is on a device that takes no new work")]
+    Excluded {
+        /// Which stage.
+        stage: usize,
+    },
+    /// The device's speed is unknown, so nothing can be predicted.
+    #[error("stage {stage} is on a device without a measured speed")]
+    NoSpeed {
+        /// Which stage.
+        stage: usize,
+    },
+    /// More than the device offers.
+    #[error("stage {stage} takes {need} bytes, its device offers {offered} after headroom")]
+    Memory {
+        /// Which stage.
+        stage: usize,
+        /// Bytes it takes.
+        need: u64,
+        /// Bytes offered.
+        offered: u64,
+    },
+    /// A link on the way carries nothing.
+    #[error("two neighbours of the pipeline have no usable link between them")]
+    Unlinked,
+    /// A prediction that contradicts the stages.
+    #[error("the plan says {token_ns} ns per token, less than its stages' steps")]
+    TokenTime {
+        /// What it says.
+        token_ns: u64,
+    },
+    /// More reasons or loss plans than a plan can have.
+    #[error("the plan carries {found} {what}, at most {limit} are allowed")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        found: usize,
+        /// The bound.
+        limit: usize,
+    },
 }
 
 /// Why there is no plan, with the shortfall.
@@ -113,7 +292,116 @@ pub enum PlanError {
         /// The difference.
         missing: u64,
     },
+    /// In sum it fits and each layer fits somewhere, but no arrangement of whole layers was found.
+    #[error(
+        "in sum the mesh offers enough ({offered} bytes for {need}), but whole layers pack badly: {placed} of {layers} layers find a place; a node with {missing} bytes more would hold the rest"
+    )]
+    Packing {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes offered after headroom.
+        offered: u64,
+        /// Most layers that any arrangement tried could place.
+        placed: u32,
+        /// Layers of the job.
+        layers: u32,
+        /// Bytes of a stage that holds the layers left over.
+        missing: u64,
+    },
+    /// Memory suffices, but the nodes that would be needed are not linked.
+    #[error(
+        "memory suffices, but no usable links join the nodes that are needed: their measured bandwidth is zero; see `meshnode peers`"
+    )]
+    Unlinked,
     /// The job itself is not sound (no layers, sums that overflow).
     #[error("the job cannot be planned: {0}")]
     Invalid(Box<str>),
+}
+
+/// Plans as records: what is on the wire and in the store. A loss plan has no field for further loss plans, so that no
+/// sender can make a reader recurse; reading checks every rule that needs neither job nor fleet.
+mod wire {
+    use super::{DeviceId, InvalidPlan, LossPlan, Plan, PlanError, REASONS_MAX, Stage, check_stages};
+    use alloc::{string::String, vec::Vec};
+    use serde::{Deserialize, Serialize};
+
+    #[derive(Serialize, Deserialize)]
+    pub(super) struct PlanRecord {
+        stages: Vec<Stage>,
+        token_ns: u64,
+        exact: bool,
+        reasons: Vec<(DeviceId, String)>,
+        losses: Vec<LossRecord>,
+    }
+
+    #[derive(Serialize, Deserialize)]
+    struct LossRecord {
+        lost: DeviceId,
+        plan: Result<LeafRecord, PlanError>,
+    }
+
+    /// A plan inside a loss plan.
+    #[derive(Serialize, Deserialize)]
+    struct LeafRecord {
+        stages: Vec<Stage>,
+        token_ns: u64,
+        exact: bool,
+        reasons: Vec<(DeviceId, String)>,
+    }
+
+    impl From<Plan> for PlanRecord {
+        fn from(plan: Plan) -> Self {
+            let losses = plan.losses.into_iter().map(|loss| LossRecord { lost: loss.lost, plan: loss.plan.map(leaf) });
+            Self {
+                stages: plan.stages,
+                token_ns: plan.token_ns,
+                exact: plan.exact,
+                reasons: plan.reasons,
+                losses: losses.collect(),
+            }
+        }
+    }
+
+    fn leaf(plan: Plan) -> LeafRecord {
+        LeafRecord { stages: plan.stages, token_ns: plan.token_ns, exact: plan.exact, reasons: plan.reasons }
+    }
+
+    impl TryFrom<PlanRecord> for Plan {
+        type Error = InvalidPlan;
+
+        fn try_from(record: PlanRecord) -> Result<Self, InvalidPlan> {
+            let PlanRecord { stages, token_ns, exact, reasons, losses: loss_records } = record;
+            let plan = Plan::try_from(LeafRecord { stages, token_ns, exact, reasons })?;
+            if loss_records.len() > plan.stages.len() {
+                let (found, limit) = (loss_records.len(), plan.stages.len());
+                return Err(InvalidPlan::TooMany { what: "loss plans", found, limit });
+            }
+            let mut losses = Vec::with_capacity(loss_records.len());
+            for LossRecord { lost, plan } in loss_records {
+                let plan = match plan {
+                    Ok(leaf) => Ok(Plan::try_from(leaf)?),
+                    Err(error) => Err(error),
+                };
+                losses.push(LossPlan { lost, plan });
+            }
+            Ok(plan.with_losses(losses))
+        }
+    }
+
+    impl TryFrom<LeafRecord> for Plan {
+        type Error = InvalidPlan;
+
+        fn try_from(record: LeafRecord) -> Result<Self, InvalidPlan> {
+            let LeafRecord { stages, token_ns, exact, reasons } = record;
+            check_stages(&stages)?;
+            if reasons.len() > REASONS_MAX {
+                return Err(InvalidPlan::TooMany { what: "reasons", found: reasons.len(), limit: REASONS_MAX });
+            }
+            let steps = stages.iter().try_fold(0u64, |sum, stage| sum.checked_add(stage.step_ns));
+            if steps.is_none_or(|steps| token_ns < steps) {
+                return Err(InvalidPlan::TokenTime { token_ns });
+            }
+            Ok(Plan { stages, token_ns, exact, reasons, losses: Vec::new() })
+        }
+    }
 }

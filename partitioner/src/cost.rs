@@ -1,0 +1,274 @@
+//! The only place that predicts time and memory: everybody who needs a figure about the future asks here.
+//!
+//! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged over
+//! an empty cache at batch 1; memory is charged for the full context of all sequences.
+//! Next: `layers.rs`.
+use crate::fleet::{Device, DeviceId, Fleet, Link};
+use crate::work::{Layer, Work};
+use alloc::vec::Vec;
+use core::ops::Range;
+
+/// Bytes of a frame that carries one token id (header and checksum are most of it): what the head sends to the first
+/// stage and the last stage sends back for each token.
+pub const TOKEN_BYTES: u64 = 96;
+
+/// No single prediction (a layer, a hop, a launch) exceeds this: 275 s. Nobody waits that long for a token, and sums
+/// over 1,024 layers and 128 stages stay far inside 64 bits.
+pub const NS_MAX: u64 = 1 << 38;
+
+/// Bytes of a device that a plan may fill: what the node offers less the headroom.
+pub fn usable_bytes(device: &Device, headroom_percent: u8) -> u64 {
+    let kept = 100 - u128::from(headroom_percent.min(100));
+    (u128::from(device.memory) * kept / 100) as u64
+}
+
+/// Bytes of weights that a stage with these layers holds: its blocks, the embedding if it is first, the output head if
+/// it is last; a tied matrix once where one stage is both.
+pub fn weight_bytes(work: &Work, layers: &Range<u32>) -> u64 {
+    let blocks = blocks(work, layers).iter().fold(0u64, |sum, layer| sum.saturating_add(layer.weight_bytes));
+    blocks.saturating_add(ends_bytes(work, layers.start == 0, layers.end as usize == work.layers.len()))
+}
+
+/// Bytes of embedding and output head for a stage that is first, last, or both.
+fn ends_bytes(work: &Work, first: bool, last: bool) -> u64 {
+    match (first, last) {
+        (true, true) if work.tied => work.embed_bytes.max(work.head_bytes),
+        (true, true) => work.embed_bytes.saturating_add(work.head_bytes),
+        (true, false) => work.embed_bytes,
+        (false, true) => work.head_bytes,
+        (false, false) => 0,
+    }
+}
+
+/// Bytes of key and value cache for the full context of all sequences.
+pub fn cache_bytes(work: &Work, layers: &Range<u32>) -> u64 {
+    let tokens = u128::from(work.context) * u128::from(work.sequences);
+    let per_token: u128 = blocks(work, layers).iter().map(|layer| u128::from(layer.kv_bytes_per_token)).sum();
+    u64::try_from(per_token.saturating_mul(tokens)).unwrap_or(u64::MAX)
+}
+
+/// All bytes that a stage takes: weights, cache, scratch.
+pub fn stage_bytes(work: &Work, layers: &Range<u32>) -> u64 {
+    weight_bytes(work, layers).saturating_add(cache_bytes(work, layers)).saturating_add(work.scratch_bytes)
+}
+
+/// [`stage_bytes`] for many ranges of one job, each in constant time. Only for a job whose bytes all fit in 64 bits.
+pub(crate) struct StageBytes<'a> {
+    work: &'a Work,
+    /// Weights and cache of the blocks before each index.
+    before: Vec<u64>,
+}
+
+impl<'a> StageBytes<'a> {
+    pub(crate) fn new(work: &'a Work) -> Self {
+        let mut before = Vec::with_capacity(work.layers.len() + 1);
+        before.push(0u64);
+        for index in 0..work.layers.len() as u32 {
+            let block = work.layers[index as usize].weight_bytes.saturating_add(cache_bytes(work, &(index..index + 1)));
+            before.push(before[index as usize].saturating_add(block));
+        }
+        Self { work, before }
+    }
+
+    pub(crate) fn of(&self, layers: &Range<u32>) -> u64 {
+        let inner = self.before[layers.end as usize] - self.before[layers.start as usize];
+        let blocks = self.work.layers.len() as u32;
+        inner
+            .saturating_add(ends_bytes(self.work, layers.start == 0, layers.end == blocks))
+            .saturating_add(self.work.scratch_bytes)
+    }
+}
+
+/// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched):
+/// each block reads its weights once and computes every row; the slower of the two counts.
+///
+/// `None`: the device has no measured speed.
+pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) -> Option<u64> {
+    let mut sum = device.step_ns.min(NS_MAX);
+    for layer in blocks(work, layers) {
+        sum = sum.saturating_add(layer_ns(device, layer, tokens)?);
+    }
+    if layers.end as usize == work.layers.len() {
+        sum = sum.saturating_add(head_ns(work, device, tokens)?);
+    }
+    Some(sum)
+}
+
+/// Nanoseconds for one block over `tokens` rows.
+pub fn layer_ns(device: &Device, layer: &Layer, tokens: u32) -> Option<u64> {
+    matrix_ns(device, layer.weight_bytes, layer.flops_per_token, tokens)
+}
+
+/// Nanoseconds for final norm and output head over `tokens` rows. (The embedding is one row looked up: free.)
+pub fn head_ns(work: &Work, device: &Device, tokens: u32) -> Option<u64> {
+    matrix_ns(device, work.head_bytes, work.head_flops, tokens)
+}
+
+/// Nanoseconds until `bytes` have arrived at the far end: half a round trip and the time on the wire. Nothing waits for
+/// an acknowledgement.
+///
+/// `None`: the link carries nothing.
+pub fn hop_ns(link: &Link, bytes: u64) -> Option<u64> {
+    Some((link.rtt_ns / 2).saturating_add(wire_ns(link, bytes)?).min(NS_MAX))
+}
+
+/// Nanoseconds that `bytes` occupy a link: what bounds many requests at once.
+pub fn wire_ns(link: &Link, bytes: u64) -> Option<u64> {
+    ratio_ns(bytes, link.bytes_per_second)
+}
+
+/// Predicted nanoseconds per token of one request: the stages' steps and the hops head → first → … → last → head; a hop
+/// within one device is free.
+///
+/// `None`: a device is unknown or unmeasured, or a link carries nothing.
+pub fn token_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
+    let mut sum = 0u64;
+    let mut at = head;
+    for (index, (id, layers)) in stages.iter().enumerate() {
+        let bytes = if index == 0 { TOKEN_BYTES } else { work.activation_bytes };
+        sum = sum.saturating_add(between_ns(fleet, at, *id, bytes)?);
+        sum = sum.saturating_add(stage_ns(work, fleet.device(*id)?, layers, 1)?);
+        at = *id;
+    }
+    Some(sum.saturating_add(between_ns(fleet, at, head, TOKEN_BYTES)?))
+}
+
+/// Predicted nanoseconds between tokens when every stage and link is kept busy by many requests: the slowest of them.
+///
+/// `None` as for [`token_ns`].
+pub fn bottleneck_ns(work: &Work, fleet: &Fleet, head: DeviceId, stages: &[(DeviceId, Range<u32>)]) -> Option<u64> {
+    let mut slowest = 0u64;
+    let mut at = head;
+    for (index, (id, layers)) in stages.iter().enumerate() {
+        let bytes = if index == 0 { TOKEN_BYTES } else { work.activation_bytes };
+        slowest = slowest.max(busy_ns(fleet, at, *id, bytes)?);
+        slowest = slowest.max(stage_ns(work, fleet.device(*id)?, layers, 1)?);
+        at = *id;
+    }
+    Some(slowest.max(busy_ns(fleet, at, head, TOKEN_BYTES)?))
+}
+
+/// [`hop_ns`] from one device to another; free within one.
+pub fn between_ns(fleet: &Fleet, from: DeviceId, to: DeviceId, bytes: u64) -> Option<u64> {
+    if from == to { Some(0) } else { hop_ns(fleet.link(from, to), bytes) }
+}
+
+/// [`wire_ns`] from one device to another; free within one.
+pub fn busy_ns(fleet: &Fleet, from: DeviceId, to: DeviceId, bytes: u64) -> Option<u64> {
+    if from == to { Some(0) } else { wire_ns(fleet.link(from, to), bytes) }
+}
+
+/// The roofline of one matrix: its bytes are read once, its flops done for each row. Unmeasured flops bound nothing.
+fn matrix_ns(device: &Device, bytes: u64, flops: u64, tokens: u32) -> Option<u64> {
+    let read = ratio_ns(bytes, device.bytes_per_second)?;
+    let compute = match device.flops_per_second {
+        0 => 0,
+        speed => ratio_ns(flops.saturating_mul(u64::from(tokens)), speed)?,
+    };
+    Some(read.max(compute))
+}
+
+/// `amount / per_second` in nanoseconds, rounded up, at most [`NS_MAX`]; `None` at zero speed.
+fn ratio_ns(amount: u64, per_second: u64) -> Option<u64> {
+    if per_second == 0 {
+        return None;
+    }
+    let ns = (u128::from(amount) * 1_000_000_000).div_ceil(u128::from(per_second));
+    Some(ns.min(u128::from(NS_MAX)) as u64)
+}
+
+/// The blocks of a range, cut to those that exist.
+fn blocks<'a>(work: &'a Work, layers: &Range<u32>) -> &'a [Layer] {
+    let end = (layers.end as usize).min(work.layers.len());
+    let start = (layers.start as usize).min(end);
+    &work.layers[start..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::{collections::BTreeMap, string::String, vec};
+
+    fn work(tied: bool) -> Work {
+        let layer = Layer { flops_per_token: 200, weight_bytes: 100, kv_bytes_per_token: 3 };
+        Work {
+            layers: vec![layer; 4],
+            embed_bytes: 1_000,
+            head_bytes: 1_010,
+            tied,
+            head_flops: 2_000,
+            activation_bytes: 50,
+            context: 10,
+            sequences: 2,
+            scratch_bytes: 7,
+        }
+    }
+
+    fn device(id: u8, bytes_per_second: u64, flops_per_second: u64) -> Device {
+        Device {
+            id: DeviceId([id; 16]),
+            name: String::new(),
+            machine: 0,
+            memory: u64::MAX,
+            bytes_per_second,
+            flops_per_second,
+            step_ns: 5,
+            numerics: 0,
+            excluded: false,
+        }
+    }
+
+    #[test]
+    fn embedding_and_head_are_charged_where_they_are_held() {
+        assert_eq!(weight_bytes(&work(false), &(0..4)), 400 + 1_000 + 1_010);
+        assert_eq!(weight_bytes(&work(true), &(0..4)), 400 + 1_010, "a tied matrix is held once");
+        assert_eq!(weight_bytes(&work(true), &(0..2)), 200 + 1_000);
+        assert_eq!(weight_bytes(&work(true), &(2..4)), 200 + 1_010, "two stages hold the tied matrix twice");
+        assert_eq!(stage_bytes(&work(true), &(1..3)), 200 + 2 * 3 * 20 + 7);
+        for tied in [false, true] {
+            let work = work(tied);
+            let table = StageBytes::new(&work);
+            for (start, end) in (0..4).flat_map(|start| (start + 1..=4).map(move |end| (start, end))) {
+                assert_eq!(table.of(&(start..end)), stage_bytes(&work, &(start..end)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_is_the_slower_of_reading_and_computing() {
+        let second = 1_000_000_000;
+        let reads = device(1, 1_000, 0);
+        assert_eq!(stage_ns(&work(true), &reads, &(1..3), 1), Some(5 + 2 * second / 10));
+        let computes = device(1, 1_000, 1_000);
+        assert_eq!(stage_ns(&work(true), &computes, &(1..3), 1), Some(5 + 2 * second / 5));
+        assert_eq!(stage_ns(&work(true), &computes, &(1..3), 10), Some(5 + 2 * second * 2));
+        assert_eq!(stage_ns(&work(true), &computes, &(3..4), 1), Some(5 + second / 5 + 2 * second));
+        assert_eq!(stage_ns(&work(true), &device(1, 0, 1), &(1..3), 1), None, "no speed, no prediction");
+    }
+
+    #[test]
+    fn a_token_pays_each_hop_one_way_and_none_within_a_device() {
+        let link = Link { rtt_ns: 1_000, bytes_per_second: 1_000_000_000 };
+        let devices: Vec<Device> = (1..=2).map(|id| device(id, u64::MAX, 0)).collect();
+        let mut fleet = Fleet { devices, links: BTreeMap::new(), default_link: link };
+        let (a, b) = (DeviceId([1; 16]), DeviceId([2; 16]));
+        let split = [(a, 0..2), (b, 2..4)];
+        // Each matrix takes 1 ns at this speed (rounded up): two blocks, then two blocks and the head.
+        let (first, second) = (5 + 2, 5 + 3);
+        assert_eq!(token_ns(&work(true), &fleet, a, &split), Some(first + 500 + 50 + second + 500 + TOKEN_BYTES));
+        assert_eq!(token_ns(&work(true), &fleet, a, &[(a, 0..4)]), Some(5 + 5));
+        assert_eq!(bottleneck_ns(&work(true), &fleet, a, &split), Some(TOKEN_BYTES));
+        fleet.links.insert((b, a), Link { rtt_ns: 0, bytes_per_second: 0 });
+        assert_eq!(token_ns(&work(true), &fleet, a, &split), None, "the way back carries nothing");
+    }
+
+    #[test]
+    fn absurd_figures_saturate() {
+        let huge = Layer { flops_per_token: u64::MAX, weight_bytes: u64::MAX, kv_bytes_per_token: u64::MAX };
+        let work = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work(false) };
+        assert_eq!(stage_bytes(&work, &(0..4)), u64::MAX);
+        assert_eq!(layer_ns(&device(1, 1, 1), &huge, u32::MAX), Some(NS_MAX));
+        assert_eq!(usable_bytes(&device(1, 1, 1), 10), (u128::from(u64::MAX) * 9 / 10) as u64);
+        assert_eq!(stage_bytes(&work, &(9..2)), 7.max(work.scratch_bytes), "a range that does not exist holds nothing");
+    }
+}

@@ -1,0 +1,341 @@
+//! Which device should hold which layers: turns a question into numbers for the search and the answer into a plan.
+//!
+//! Solo is just the placement with one stage, so it wins where it fits and is fastest; slow devices are left out because
+//! a placement without them scores better. On equal cost fewer stages win, then the head as first stage, then lower ids.
+//! Next: `layers/search.rs`.
+pub(crate) mod search;
+
+use crate::cost::{self, StageBytes};
+use crate::explain::{self, Verdict};
+use crate::fleet::{Device, DeviceId, Fleet};
+use crate::plan::{Goal, InvalidPlan, LAYERS_MAX, LossPlan, Options, Plan, PlanError, REASONS_MAX};
+use crate::repair;
+use crate::work::Work;
+use alloc::{boxed::Box, collections::BTreeSet, format, vec::Vec};
+use core::ops::Range;
+use search::{DEVICES_MAX, DeviceCosts, Guide, NEVER, Outcome, Problem, Rule, Score, search};
+
+/// Bits below the nanoseconds in a score: stages × 2 (128 stages at most), and 1 if the head does not hold the first.
+const TIE_BITS: u32 = 10;
+
+/// What one more stage adds to a score when times are equal.
+const ONE_STAGE: Score = 2;
+
+/// What a first stage away from the head adds when times and stages are equal.
+const AWAY_FROM_HEAD: Score = 1;
+
+/// Largest total of a job's bytes: 1 EiB, so that sums stay inside 64 bits.
+const WORK_BYTES_MAX: u64 = 1 << 60;
+
+/// The plan with the least predicted time for this work on this fleet, with the reasons and, if asked for, the plans for
+/// the loss of each node used but the head (whose loss ends its requests).
+///
+/// # Errors
+/// Names what is short and by how much; nothing is kept between calls.
+pub fn plan(work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanError> {
+    validate(work, fleet, options)?;
+    let pool = Pool::new(work, fleet, options);
+    if pool.candidates.is_empty() {
+        return Err(pool.shortage(0));
+    }
+    let solution = match options.goal {
+        Goal::Latency => solve(&pool.problem(None)),
+        Goal::Throughput => least_bottleneck(&pool),
+    };
+    let Some(stages) = solution.stages else {
+        return Err(pool.shortage(solution.furthest));
+    };
+    let plan = Plan::new(&pool.name(&stages), work, fleet, options).map_err(unsound)?;
+    let reasons = explain::reasons(work, fleet, options, &plan, &pool.verdicts(&solution.best_with, solution.exact));
+    let plan = plan.explained(solution.exact && !pool.shortlisted(), reasons);
+    if !options.losses {
+        return Ok(plan);
+    }
+    let losses = losses(&plan, work, fleet, options);
+    Ok(plan.with_losses(losses))
+}
+
+/// What would be done if each of the plan's devices but the head were lost: the smallest change.
+fn losses(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Vec<LossPlan> {
+    let used = plan.stages().iter().map(|stage| stage.device).filter(|&device| device != options.head);
+    let alone = Options { losses: false, ..options.clone() };
+    used.map(|lost| {
+        let mut left = fleet.clone();
+        left.devices.retain(|device| device.id != lost);
+        LossPlan { lost, plan: repair::repair(plan, work, &left, &alone) }
+    })
+    .collect()
+}
+
+/// Refuses questions that have no meaning or whose sums would overflow.
+pub(crate) fn validate(work: &Work, fleet: &Fleet, options: &Options) -> Result<(), PlanError> {
+    let invalid = |reason: Box<str>| Err(PlanError::Invalid(reason));
+    if work.layers.is_empty() {
+        return invalid("it has no layers".into());
+    }
+    if work.layers.len() > LAYERS_MAX {
+        return invalid(format!("it has {} layers, at most {LAYERS_MAX} are planned for", work.layers.len()).into());
+    }
+    let all = 0..work.layers.len() as u32;
+    let bytes = cost::stage_bytes(work, &all).saturating_add(work.embed_bytes);
+    if bytes > WORK_BYTES_MAX || work.scratch_bytes > WORK_BYTES_MAX / DEVICES_MAX as u64 {
+        return invalid("its weights, cache and scratch are more than 1 EiB: a size or count must be wrong".into());
+    }
+    if options.headroom_percent > 50 {
+        return invalid(format!("a headroom of {} % leaves too little: 0 to 50", options.headroom_percent).into());
+    }
+    if fleet.devices.len() > REASONS_MAX {
+        return invalid(format!("the fleet has {} nodes, at most {REASONS_MAX}", fleet.devices.len()).into());
+    }
+    let ids: BTreeSet<DeviceId> = fleet.devices.iter().map(|device| device.id).collect();
+    if ids.len() != fleet.devices.len() {
+        return invalid("two nodes of the fleet have the same id".into());
+    }
+    Ok(())
+}
+
+/// A placement that the search found and the constructor refuses would be our own mistake: reported, not hidden.
+pub(crate) fn unsound(error: InvalidPlan) -> PlanError {
+    PlanError::Invalid(format!("the search found a placement that breaks a rule ({error}); this is a bug").into())
+}
+
+/// A solved question.
+pub(crate) struct Solution {
+    /// Candidate and layers of each stage.
+    pub stages: Option<Vec<(usize, Range<usize>)>>,
+    /// Per candidate, the least nanoseconds of a placement that uses it.
+    pub best_with: Vec<Option<u64>>,
+    pub furthest: usize,
+    pub exact: bool,
+}
+
+/// Solves a problem whose scores are nanoseconds above the tie bits.
+fn solve(problem: &Problem) -> Solution {
+    solution(search(problem), TIE_BITS)
+}
+
+fn solution(outcome: Outcome, bits: u32) -> Solution {
+    let ns = |score: &Score| (*score < NEVER).then(|| (score >> bits) as u64);
+    Solution {
+        best_with: outcome.best_with.iter().map(ns).collect(),
+        stages: outcome.best.map(|(_, stages)| stages),
+        furthest: outcome.furthest,
+        exact: outcome.exact,
+    }
+}
+
+/// The least slowest stage; among placements with that, the least time per token.
+fn least_bottleneck(pool: &Pool) -> Solution {
+    let outcome = search(&pool.bottleneck_problem());
+    let bound = outcome.best.as_ref().map(|&(bound, _)| bound);
+    let slowest = solution(outcome, 0);
+    let Some(bound) = bound else {
+        return slowest;
+    };
+    let within = solve(&pool.problem(Some(bound as u64)));
+    // A beam may lose sight of every placement within the bound: then the one already found stands.
+    Solution { stages: within.stages.or(slowest.stages), ..slowest }
+}
+
+/// The devices that can take part, and the numbers about them.
+pub(crate) struct Pool<'a> {
+    work: &'a Work,
+    fleet: &'a Fleet,
+    options: &'a Options,
+    bytes: StageBytes<'a>,
+    /// By id, so that ties break the same way everywhere.
+    pub candidates: Vec<&'a Device>,
+    /// Why the others cannot.
+    rejected: Vec<(DeviceId, Verdict)>,
+}
+
+impl<'a> Pool<'a> {
+    pub(crate) fn new(work: &'a Work, fleet: &'a Fleet, options: &'a Options) -> Self {
+        let mut pool =
+            Self { work, fleet, options, bytes: StageBytes::new(work), candidates: Vec::new(), rejected: Vec::new() };
+        let least = (0..work.layers.len() as u32).map(|layer| pool.bytes.of(&(layer..layer + 1))).min();
+        let mut devices: Vec<&Device> = fleet.devices.iter().collect();
+        devices.sort_by_key(|device| device.id);
+        for device in devices {
+            let offered = cost::usable_bytes(device, options.headroom_percent);
+            if device.excluded {
+                pool.rejected.push((device.id, Verdict::Excluded));
+            } else if device.bytes_per_second == 0 {
+                pool.rejected.push((device.id, Verdict::NoSpeed));
+            } else if least.is_none_or(|need| need > offered) {
+                pool.rejected.push((device.id, Verdict::TooSmall { need: least.unwrap_or(0), offered }));
+            } else {
+                pool.candidates.push(device);
+            }
+        }
+        pool.shortlist(DEVICES_MAX);
+        pool
+    }
+
+    /// Keeps at most `limit` candidates: half by speed, half by memory.
+    fn shortlist(&mut self, limit: usize) {
+        if self.candidates.len() <= limit {
+            return;
+        }
+        let mut order = self.candidates.clone();
+        order.sort_by_key(|device| (core::cmp::Reverse(device.bytes_per_second), device.id));
+        order[limit / 2..].sort_by_key(|device| (core::cmp::Reverse(device.memory), device.id));
+        self.retain(&order[..limit].iter().map(|device| device.id).collect());
+    }
+
+    /// Keeps only these candidates.
+    pub(crate) fn retain(&mut self, kept: &BTreeSet<DeviceId>) {
+        let (stay, go): (Vec<&Device>, Vec<&Device>) =
+            self.candidates.iter().partition(|device| kept.contains(&device.id));
+        self.candidates = stay;
+        self.rejected.extend(go.into_iter().map(|device| (device.id, Verdict::NotShortlisted)));
+    }
+
+    /// Whether any candidate was left out before the search.
+    pub(crate) fn shortlisted(&self) -> bool {
+        self.rejected.iter().any(|(_, verdict)| *verdict == Verdict::NotShortlisted)
+    }
+
+    /// Scores are nanoseconds per token, then stages, then whether the head is first; `bound` limits each stage and link.
+    pub(crate) fn problem(&self, bound: Option<u64>) -> Problem {
+        let bounded = |busy: Option<u64>| busy.is_some_and(|ns| bound.is_none_or(|bound| ns <= bound));
+        let hop = |from: DeviceId, to: DeviceId, bytes: u64| match cost::between_ns(self.fleet, from, to, bytes) {
+            Some(ns) if bounded(cost::busy_ns(self.fleet, from, to, bytes)) => Score::from(ns) << TIE_BITS,
+            _ => NEVER,
+        };
+        let head = self.options.head;
+        let mut problem = self.linked(Rule::Sum, &hop);
+        for (device, enter) in self.candidates.iter().zip(&mut problem.enter) {
+            *enter += if device.id == head { 0 } else { AWAY_FROM_HEAD };
+        }
+        problem.devices = self.candidates.iter().map(|device| self.costs(device, TIE_BITS, ONE_STAGE, bound)).collect();
+        problem
+    }
+
+    /// Scores are the nanoseconds of the slowest stage or link.
+    fn bottleneck_problem(&self) -> Problem {
+        let busy = |from: DeviceId, to: DeviceId, bytes: u64| {
+            cost::busy_ns(self.fleet, from, to, bytes).map_or(NEVER, Score::from)
+        };
+        let mut problem = self.linked(Rule::Max, &busy);
+        problem.devices = self.candidates.iter().map(|device| self.costs(device, 0, 0, None)).collect();
+        problem
+    }
+
+    /// A problem with its links and no devices yet.
+    fn linked(&self, rule: Rule, hop: &dyn Fn(DeviceId, DeviceId, u64) -> Score) -> Problem {
+        let (head, activation) = (self.options.head, self.work.activation_bytes);
+        let ids: Vec<DeviceId> = self.candidates.iter().map(|device| device.id).collect();
+        let row = |from: DeviceId| ids.iter().map(|&to| hop(from, to, activation)).collect();
+        Problem {
+            rule,
+            guide: Guide::Fill,
+            layers: self.work.layers.len(),
+            devices: Vec::new(),
+            enter: ids.iter().map(|&id| hop(head, id, cost::TOKEN_BYTES)).collect(),
+            leave: ids.iter().map(|&id| hop(id, head, cost::TOKEN_BYTES)).collect(),
+            hops: ids.iter().map(|&id| row(id)).collect(),
+            budget: search::BUDGET,
+        }
+    }
+
+    /// One device's times as scores, and what fits there (in memory, and in time if there is a bound).
+    fn costs(&self, device: &Device, bits: u32, one_stage: Score, bound: Option<u64>) -> DeviceCosts {
+        let work = self.work;
+        let layers = work.layers.len();
+        // A candidate has a speed, so every prediction exists.
+        let ns = |ns: Option<u64>| ns.unwrap_or(cost::NS_MAX);
+        let mut before_ns = Vec::with_capacity(layers + 1);
+        before_ns.push(0u64);
+        for (index, layer) in work.layers.iter().enumerate() {
+            before_ns.push(before_ns[index] + ns(cost::layer_ns(device, layer, 1)));
+        }
+        let step_ns = device.step_ns.min(cost::NS_MAX);
+        let head_ns = ns(cost::head_ns(work, device, 1));
+        let offered = cost::usable_bytes(device, self.options.headroom_percent);
+        let fits = |start: usize, end: usize| {
+            let last = if end == layers { head_ns } else { 0 };
+            let stage_ns = before_ns[end] - before_ns[start] + step_ns + last;
+            self.bytes.of(&(start as u32..end as u32)) <= offered && bound.is_none_or(|bound| stage_ns <= bound)
+        };
+        let mut from = Vec::with_capacity(layers + 1);
+        let mut start = 1;
+        for end in 0..=layers {
+            while start < end && !fits(start, end) {
+                start += 1;
+            }
+            from.push(start.min(end));
+        }
+        let scratch = work.scratch_bytes;
+        let mean = (self.bytes.of(&(0..layers as u32)) - scratch) / layers as u64;
+        let capacity = offered.saturating_sub(scratch) / mean.max(1);
+        let score = |ns: u64| Score::from(ns) << bits;
+        DeviceCosts {
+            before: before_ns.iter().map(|&ns| score(ns)).collect(),
+            open: score(step_ns) + one_stage,
+            first: 0,
+            last: score(head_ns),
+            whole: score(head_ns),
+            from,
+            longest_first: (1..layers).take_while(|&end| fits(0, end)).count(),
+            fits_whole: fits(0, layers),
+            capacity: usize::try_from(capacity).unwrap_or(usize::MAX).min(layers),
+        }
+    }
+
+    /// Stages by device id.
+    pub(crate) fn name(&self, stages: &[(usize, Range<usize>)]) -> Vec<(DeviceId, Range<u32>)> {
+        let named = |(device, layers): &(usize, Range<usize>)| {
+            (self.candidates[*device].id, layers.start as u32..layers.end as u32)
+        };
+        stages.iter().map(named).collect()
+    }
+
+    /// What became of each device, candidates in order after the rejected.
+    pub(crate) fn verdicts(&self, best_with: &[Option<u64>], exact: bool) -> Vec<(DeviceId, Verdict)> {
+        let judged = self.candidates.iter().zip(best_with).map(|(device, &best_with)| match best_with {
+            Some(ns) => (device.id, Verdict::Considered { best_with_ns: ns, exact }),
+            None => (device.id, Verdict::NoPlacement { exact }),
+        });
+        self.rejected.iter().cloned().chain(judged).collect()
+    }
+
+    /// Why nothing was found, with the figure that is short. `furthest` is the most layers any arrangement covered.
+    pub(crate) fn shortage(&self, furthest: usize) -> PlanError {
+        let blocks = self.work.layers.len() as u32;
+        let allowed = self.fleet.devices.iter().filter(|device| !device.excluded && device.bytes_per_second > 0);
+        let offers: Vec<u64> =
+            allowed.map(|device| cost::usable_bytes(device, self.options.headroom_percent)).collect();
+        let Some(&largest) = offers.iter().max() else {
+            return PlanError::NoDevices;
+        };
+        let offered = offers.iter().fold(0u64, |sum, &offer| sum.saturating_add(offer));
+        // What the ends and the scratch of every stage take as well, at the number of stages there would be.
+        let stages = (self.candidates.len() as u64).max(1);
+        let mut need = self.bytes.of(&(0..blocks)).saturating_add(self.work.scratch_bytes.saturating_mul(stages - 1));
+        if self.work.tied && stages > 1 {
+            need = need.saturating_add(self.work.embed_bytes.min(self.work.head_bytes));
+        }
+        if need > offered {
+            return PlanError::Memory { need, offered, missing: need - offered };
+        }
+        for layer in 0..blocks {
+            let need = self.bytes.of(&(layer..layer + 1));
+            if need > largest {
+                return PlanError::LayerTooLarge { layer, need, largest, missing: need - largest };
+            }
+        }
+        if self.fits_with_any_links() {
+            return PlanError::Unlinked;
+        }
+        let missing = self.bytes.of(&(furthest as u32..blocks));
+        PlanError::Packing { need, offered, placed: furthest as u32, layers: blocks, missing }
+    }
+
+    /// Whether memory alone would allow a placement.
+    fn fits_with_any_links(&self) -> bool {
+        let mut problem = self.linked(Rule::Sum, &|_, _, _| 0);
+        problem.devices = self.candidates.iter().map(|device| self.costs(device, 0, 0, None)).collect();
+        search(&problem).best.is_some()
+    }
+}

@@ -1,0 +1,146 @@
+//! The planner beside every possible placement, on fleets small enough to try them all.
+mod fleets;
+
+use fleets::{Random, fleet, id, options, work};
+use partitioner::{DeviceId, Fleet, Goal, Options, Plan, PlanError, Work, cost, moved_bytes, plan, repair};
+use std::ops::Range;
+
+type Placement = Vec<(DeviceId, Range<u32>)>;
+
+/// Every valid placement: all orders of all subsets, all cuts, kept if the constructor accepts them.
+fn every_plan(work: &Work, fleet: &Fleet, options: &Options) -> Vec<Plan> {
+    let mut found = Vec::new();
+    extend(work, fleet, options, &mut Vec::new(), &mut found);
+    found
+}
+
+fn extend(work: &Work, fleet: &Fleet, options: &Options, so_far: &mut Placement, found: &mut Vec<Plan>) {
+    let layers = work.layers.len() as u32;
+    let start = so_far.last().map_or(0, |(_, range)| range.end);
+    if start == layers {
+        found.extend(Plan::new(so_far, work, fleet, options));
+        return;
+    }
+    for device in &fleet.devices {
+        if so_far.iter().any(|(used, _)| *used == device.id) {
+            continue;
+        }
+        for end in start + 1..=layers {
+            so_far.push((device.id, start..end));
+            extend(work, fleet, options, so_far, found);
+            so_far.pop();
+        }
+    }
+}
+
+/// What ties break by after the goal: time, stages, the head not first.
+fn order(plan: &Plan, options: &Options) -> (u64, usize, bool) {
+    (plan.token_ns(), plan.stages().len(), plan.stages()[0].device != options.head)
+}
+
+fn slowest(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> u64 {
+    cost::bottleneck_ns(work, fleet, options.head, &plan.placement()).expect("a plan has predictions")
+}
+
+/// Checks what a failed plan claims, given that no placement exists.
+fn check_shortage(error: &PlanError, seed: u64) {
+    match error {
+        PlanError::Memory { need, offered, missing } => assert_eq!(*missing, need - offered, "seed {seed}"),
+        PlanError::LayerTooLarge { need, largest, missing, .. } => assert_eq!(*missing, need - largest, "seed {seed}"),
+        PlanError::Packing { placed, layers, missing, .. } => assert!(placed < layers && *missing > 0, "seed {seed}"),
+        PlanError::NoDevices | PlanError::Unlinked => {}
+        PlanError::Invalid(reason) => panic!("seed {seed}: {reason}"),
+    }
+}
+
+#[test]
+fn plans_equal_the_best_of_all_placements() {
+    let (mut planned, mut split, mut refused) = (0, 0, 0);
+    for seed in 0..600 {
+        let mut random = Random::new(seed);
+        let (devices, layers) = (1 + random.below(4) as usize, 1 + random.below(5) as usize);
+        let (work, fleet) = (work(&mut random, layers), fleet(&mut random, devices));
+        for goal in [Goal::Latency, Goal::Throughput] {
+            let options = options(goal);
+            let all = every_plan(&work, &fleet, &options);
+            let key = |plan: &Plan| {
+                let first = match goal {
+                    Goal::Latency => 0,
+                    Goal::Throughput => slowest(plan, &work, &fleet, &options),
+                };
+                (first, order(plan, &options))
+            };
+            match (plan(&work, &fleet, &options), all.iter().min_by_key(|plan| key(plan))) {
+                (Ok(found), Some(best)) => {
+                    assert_eq!(key(&found), key(best), "seed {seed}, {goal:?}: found {found:?}, best {best:?}");
+                    assert!(found.exact());
+                    assert_eq!(found.check(&work, &fleet, &options), Ok(()));
+                    planned += 1;
+                    split += usize::from(found.stages().len() > 1);
+                }
+                (Err(error), None) => {
+                    check_shortage(&error, seed);
+                    refused += 1;
+                }
+                (found, best) => panic!("seed {seed}, {goal:?}: found {found:?}, best {best:?}"),
+            }
+        }
+    }
+    assert!(planned > 300 && split > 100 && refused > 100, "{planned} planned, {split} split, {refused} refused");
+}
+
+#[test]
+fn repairs_move_the_fewest_bytes_of_all_placements() {
+    let (mut repaired, mut moved_some) = (0, 0);
+    for seed in 0..600 {
+        let mut random = Random::new(seed);
+        let (devices, layers) = (2 + random.below(3) as usize, 2 + random.below(4) as usize);
+        let (work, before) = (work(&mut random, layers), fleet(&mut random, devices));
+        let options = options(Goal::Latency);
+        let Ok(current) = plan(&work, &before, &options) else {
+            continue;
+        };
+        let mut after = before.clone();
+        let lost = current.stages()[random.below(current.stages().len() as u64) as usize].device;
+        after.devices.retain(|device| device.id != lost);
+        let key = |plan: &Plan| (moved_bytes(&current, plan, &work), order(plan, &options));
+        let all = every_plan(&work, &after, &options);
+        match (repair(&current, &work, &after, &options), all.iter().min_by_key(|plan| key(plan))) {
+            (Ok(found), Some(best)) => {
+                assert_eq!(key(&found), key(best), "seed {seed}: found {found:?}, best {best:?}, was {current:?}");
+                repaired += 1;
+                moved_some += usize::from(moved_bytes(&current, &found, &work) > 0);
+            }
+            (Err(error), None) => check_shortage(&error, seed),
+            (found, best) => panic!("seed {seed}: found {found:?}, best {best:?}"),
+        }
+        let same = repair(&current, &work, &before, &options).expect("the plan itself is a repair");
+        assert_eq!(moved_bytes(&current, &same, &work), 0, "seed {seed}: nothing left, nothing moves");
+    }
+    assert!(repaired > 100 && moved_some > 90, "{repaired} repaired, {moved_some} moved something");
+}
+
+#[test]
+fn every_used_device_but_the_head_has_a_plan_for_its_loss() {
+    let mut survivable = 0;
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let (work, fleet) = (work(&mut random, 5), fleet(&mut random, 5));
+        let options = Options { losses: true, ..options(Goal::Latency) };
+        let Ok(plan) = plan(&work, &fleet, &options) else {
+            continue;
+        };
+        let used: Vec<DeviceId> =
+            plan.stages().iter().map(|stage| stage.device).filter(|&used| used != id(0)).collect();
+        let lost: Vec<DeviceId> = plan.losses().iter().map(|loss| loss.lost).collect();
+        assert_eq!(used, lost, "seed {seed}");
+        for loss in plan.losses() {
+            let mut left = fleet.clone();
+            left.devices.retain(|device| device.id != loss.lost);
+            let alone = Options { losses: false, ..options.clone() };
+            assert_eq!(loss.plan, repair(&plan, &work, &left, &alone), "seed {seed}");
+            survivable += usize::from(loss.plan.is_ok());
+        }
+    }
+    assert!(survivable > 100, "{survivable}");
+}

@@ -1,0 +1,85 @@
+//! Random small fleets and jobs from a seed, for the tests of the planner.
+use partitioner::{Device, DeviceId, Fleet, Goal, Layer, Link, Options, Work};
+use std::collections::BTreeMap;
+
+/// A xorshift generator: enough for tests, the same everywhere.
+pub(crate) struct Random(u64);
+
+impl Random {
+    /// A stream of its own for each seed.
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    /// A number below `limit`.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % limit
+    }
+}
+
+/// Device number `n`.
+pub(crate) fn id(n: usize) -> DeviceId {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&(n as u64).to_be_bytes());
+    DeviceId(bytes)
+}
+
+/// A job with uneven layers.
+pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
+    let layer = |random: &mut Random| Layer {
+        flops_per_token: 50 + random.below(200),
+        weight_bytes: 60 + random.below(80),
+        kv_bytes_per_token: 1 + random.below(3),
+    };
+    let embed_bytes = random.below(150);
+    Work {
+        layers: (0..layers).map(|_| layer(random)).collect(),
+        embed_bytes,
+        head_bytes: embed_bytes + random.below(20),
+        tied: random.below(2) == 0,
+        head_flops: random.below(400),
+        activation_bytes: 10 + random.below(50),
+        context: random.below(10) as u32,
+        sequences: 1 + random.below(3) as u32,
+        scratch_bytes: random.below(30),
+    }
+}
+
+/// Devices of very different sizes and speeds; some excluded, some unmeasured, some links dead.
+pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
+    let device = |random: &mut Random, n: usize| Device {
+        id: id(n),
+        name: format!("node-{n}"),
+        machine: n as u64,
+        memory: 100 + random.below(900),
+        bytes_per_second: if random.below(12) == 0 { 0 } else { 100 + random.below(2_000) },
+        flops_per_second: random.below(3) * (100 + random.below(5_000)),
+        step_ns: random.below(50_000_000),
+        numerics: random.below(2),
+        excluded: random.below(12) == 0,
+    };
+    let link = |random: &mut Random| Link {
+        rtt_ns: random.below(100_000_000),
+        bytes_per_second: if random.below(10) == 0 { 0 } else { 500 + random.below(20_000) },
+    };
+    let mut links = BTreeMap::new();
+    for from in 0..devices {
+        for to in (0..devices).filter(|&to| to != from) {
+            if random.below(3) > 0 {
+                links.insert((id(from), id(to)), link(random));
+            }
+        }
+    }
+    let mut list: Vec<Device> = (0..devices).map(|n| device(random, n)).collect();
+    let swap = random.below(devices as u64) as usize;
+    list.swap(0, swap);
+    Fleet { devices: list, links, default_link: link(random) }
+}
+
+/// Options whose head is device 0.
+pub(crate) fn options(goal: Goal) -> Options {
+    Options { goal, head: id(0), headroom_percent: 10, losses: false }
+}
