@@ -3,3 +3,13 @@
 //! `stage` is what the rest of the program sees. Next: `stage.rs`.
 
 pub mod stage;
+
+pub mod chat_template;
+pub mod quant;
+pub mod sampler;
+pub mod tokenizer;
+pub mod weights;
+
+pub use chat_template::{ChatMessage, ChatTemplate, ChatTemplateError};
+pub use sampler::{SampleError, Sampler, SamplerSettings};
+pub use tokenizer::{Tokenizer, TokenizerError};

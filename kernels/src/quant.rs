@@ -1,0 +1,329 @@
+//! How weights are stored: blocks of quantised numbers as ggml lays them out, and what they mean.
+//!
+//! [`QuantType::dequantize_f64`] is the exact meaning of every format and the reference for each kernel; the f32 form is
+//! that value rounded once, which is what ggml's own scalar code gives.
+use half::{bf16, f16};
+
+/// A storage format of a tensor's rows. A row is a whole number of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum QuantType {
+    /// IEEE single, little-endian.
+    F32,
+    /// IEEE half.
+    F16,
+    /// The upper half of an IEEE single.
+    Bf16,
+    /// 32 weights: f16 scale, 4 bit each, minus 8.
+    Q4_0,
+    /// 32 weights: f16 scale, f16 minimum, 4 bit each.
+    Q4_1,
+    /// 32 weights: f16 scale, signed bytes.
+    Q8_0,
+    /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bit each.
+    Q4K,
+    /// 256 weights: as `Q4K` with a fifth bit apart.
+    Q5K,
+    /// 256 weights: 16 groups of 16 with 8-bit scales, 6 bit each, minus 32.
+    Q6K,
+}
+
+/// Every format, for tests that go through all of them.
+pub const QUANT_TYPES: [QuantType; 9] = [
+    QuantType::F32,
+    QuantType::F16,
+    QuantType::Bf16,
+    QuantType::Q4_0,
+    QuantType::Q4_1,
+    QuantType::Q8_0,
+    QuantType::Q4K,
+    QuantType::Q5K,
+    QuantType::Q6K,
+];
+
+/// Weights in a block of the 32-wide formats.
+pub const BLOCK: usize = 32;
+/// Weights in a block of the K formats.
+pub const SUPER_BLOCK: usize = 256;
+
+impl QuantType {
+    /// The format of a ggml type number, `None` for one that is not computed here.
+    #[must_use]
+    pub fn from_ggml(id: u32) -> Option<Self> {
+        QUANT_TYPES.into_iter().find(|q| q.ggml_id() == id)
+    }
+
+    /// Its number in GGUF.
+    #[must_use]
+    pub fn ggml_id(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q8_0 => 8,
+            Self::Q4K => 12,
+            Self::Q5K => 13,
+            Self::Q6K => 14,
+            Self::Bf16 => 30,
+        }
+    }
+
+    /// Its usual name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+        }
+    }
+
+    /// Weights in a block.
+    #[must_use]
+    pub fn block_len(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => 1,
+            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 => BLOCK,
+            Self::Q4K | Self::Q5K | Self::Q6K => SUPER_BLOCK,
+        }
+    }
+
+    /// Bytes of a block.
+    #[must_use]
+    pub fn block_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q8_0 => 34,
+            Self::Q4K => 144,
+            Self::Q5K => 176,
+            Self::Q6K => 210,
+        }
+    }
+
+    /// Bytes of a row of `cols` weights; `None` when `cols` is no whole number of blocks (or overflows).
+    #[must_use]
+    pub fn row_bytes(self, cols: usize) -> Option<usize> {
+        if !cols.is_multiple_of(self.block_len()) {
+            return None;
+        }
+        (cols / self.block_len()).checked_mul(self.block_bytes())
+    }
+
+    /// The exact weights of whole blocks.
+    ///
+    /// # Panics
+    /// If `bytes` is not whole blocks or `out` not their number of weights: shapes are checked when a file is opened.
+    pub fn dequantize_f64(self, bytes: &[u8], out: &mut [f64]) {
+        self.each(bytes, out);
+    }
+
+    /// The weights of whole blocks, rounded once to f32.
+    ///
+    /// # Panics
+    /// As [`Self::dequantize_f64`].
+    pub fn dequantize(self, bytes: &[u8], out: &mut [f32]) {
+        self.each(bytes, out);
+    }
+
+    fn each<R: Real>(self, bytes: &[u8], out: &mut [R]) {
+        let (block_bytes, block_len) = (self.block_bytes(), self.block_len());
+        assert!(bytes.len().is_multiple_of(block_bytes), "{} bytes are no whole {} blocks", bytes.len(), self.name());
+        assert_eq!(
+            bytes.len() / block_bytes * block_len,
+            out.len(),
+            "weights in {} bytes of {}",
+            bytes.len(),
+            self.name()
+        );
+        for (block, out) in bytes.chunks_exact(block_bytes).zip(out.chunks_exact_mut(block_len)) {
+            match self {
+                Self::F32 => out[0] = R::new(f64::from(f32::from_le_bytes([block[0], block[1], block[2], block[3]]))),
+                Self::F16 => out[0] = R::new(half_at(block, 0)),
+                Self::Bf16 => out[0] = R::new(bf16::from_le_bytes([block[0], block[1]]).to_f64()),
+                Self::Q4_0 => q4(half_at(block, 0), -8.0 * half_at(block, 0), &block[2..], out),
+                Self::Q4_1 => q4(half_at(block, 0), half_at(block, 2), &block[4..], out),
+                Self::Q8_0 => q8_0(block, out),
+                Self::Q4K => q45_k(block, None, &block[16..], out),
+                Self::Q5K => q45_k(block, Some(&block[16..48]), &block[48..], out),
+                Self::Q6K => q6_k(block, out),
+            }
+        }
+    }
+}
+
+/// What a weight is written as. Every format's exact value fits f64; f32 is its one rounding.
+trait Real: Copy {
+    fn new(exact: f64) -> Self;
+}
+
+impl Real for f64 {
+    fn new(exact: f64) -> Self {
+        exact
+    }
+}
+
+impl Real for f32 {
+    fn new(exact: f64) -> Self {
+        exact as Self
+    }
+}
+
+fn half_at(block: &[u8], at: usize) -> f64 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f64()
+}
+
+/// 16 bytes: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble.
+fn q4<R: Real>(scale: f64, minimum: f64, nibbles: &[u8], out: &mut [R]) {
+    for (j, &byte) in nibbles[..16].iter().enumerate() {
+        out[j] = R::new(scale * f64::from(byte & 15) + minimum);
+        out[16 + j] = R::new(scale * f64::from(byte >> 4) + minimum);
+    }
+}
+
+fn q8_0<R: Real>(block: &[u8], out: &mut [R]) {
+    let scale = half_at(block, 0);
+    for (out, &byte) in out.iter_mut().zip(&block[2..]) {
+        *out = R::new(scale * f64::from(byte.cast_signed()));
+    }
+}
+
+/// The 6-bit (scale, minimum) of group `j` of 8, packed in 12 bytes: the first four groups plainly, the upper two bits
+/// of whose bytes complete the other four.
+#[must_use]
+pub fn k_scale_min(packed: &[u8], j: usize) -> (u8, u8) {
+    if j < 4 {
+        (packed[j] & 63, packed[j + 4] & 63)
+    } else {
+        ((packed[j + 4] & 15) | ((packed[j - 4] >> 6) << 4), (packed[j + 4] >> 4) | ((packed[j] >> 6) << 4))
+    }
+}
+
+/// Groups 2p (low nibbles) and 2p + 1 (high nibbles) share bytes `32 p .. 32 p + 32`; group g's fifth bits are bit g.
+fn q45_k<R: Real>(block: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], out: &mut [R]) {
+    let (scale, minimum, packed) = (half_at(block, 0), half_at(block, 2), &block[4..16]);
+    for (group, out) in out.chunks_exact_mut(32).enumerate() {
+        let (s, m) = k_scale_min(packed, group);
+        let (s, m) = (scale * f64::from(s), minimum * f64::from(m));
+        for (l, out) in out.iter_mut().enumerate() {
+            let byte = nibbles[group / 2 * 32 + l];
+            let low = if group % 2 == 0 { byte & 15 } else { byte >> 4 };
+            let high = fifth.map_or(0, |bits| (bits[l] >> group & 1) << 4);
+            *out = R::new(s * f64::from(low | high) - m);
+        }
+    }
+}
+
+/// Two halves of 128; within a half, quarter `k` of 32 takes its low 4 bits from byte `32 (k % 2) + l` (upper nibble
+/// for k ≥ 2) and its high 2 bits from bits 2k of byte `l` of the half's 32 high bytes.
+fn q6_k<R: Real>(block: &[u8], out: &mut [R]) {
+    let (low, high, scales, scale) = (&block[..128], &block[128..192], &block[192..208], half_at(block, 208));
+    for (i, out) in out.iter_mut().enumerate() {
+        let (half, k, l) = (i / 128, i % 128 / 32, i % 32);
+        let byte = low[half * 64 + 32 * (k % 2) + l];
+        let nibble = if k < 2 { byte & 15 } else { byte >> 4 };
+        let q = nibble | (high[half * 32 + l] >> (2 * k) & 3) << 4;
+        let group = f64::from(scales[i / 16].cast_signed());
+        *out = R::new(scale * group * (f64::from(q) - 32.0));
+    }
+}
+
+/// Stores rows in one of the formats that have a quantiser here: F32, F16, BF16, Q8_0, Q4_0, Q4_1 (the rounding of
+/// ggml's reference quantisers). `None` for the K formats, whose files come from elsewhere.
+///
+/// # Panics
+/// If `weights` is no whole number of blocks.
+#[must_use]
+pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
+    let bytes = kind.row_bytes(weights.len()).expect("a whole number of blocks");
+    let mut out = Vec::with_capacity(bytes);
+    for block in weights.chunks_exact(kind.block_len()) {
+        match kind {
+            QuantType::F32 => out.extend(block[0].to_le_bytes()),
+            QuantType::F16 => out.extend(f16::from_f32(block[0]).to_le_bytes()),
+            QuantType::Bf16 => out.extend(bf16::from_f32(block[0]).to_le_bytes()),
+            QuantType::Q8_0 => quantize_q8_0(block, &mut out),
+            QuantType::Q4_0 => {
+                let extreme = block.iter().fold(0.0f32, |m, &w| if w.abs() > m.abs() { w } else { m });
+                quantize_q4(block, extreme / -8.0, None, &mut out);
+            }
+            QuantType::Q4_1 => {
+                let low = block.iter().copied().fold(f32::INFINITY, f32::min);
+                let high = block.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                quantize_q4(block, (high - low) / 15.0, Some(low), &mut out);
+            }
+            QuantType::Q4K | QuantType::Q5K | QuantType::Q6K => return None,
+        }
+    }
+    Some(out)
+}
+
+fn quantize_q8_0(block: &[f32], out: &mut Vec<u8>) {
+    let scale = block.iter().fold(0.0f32, |m, w| m.max(w.abs())) / 127.0;
+    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+    out.extend(f16::from_f32(scale).to_le_bytes());
+    out.extend(block.iter().map(|w| ((w * inverse).round() as i8).cast_unsigned()));
+}
+
+fn quantize_q4(block: &[f32], scale: f32, minimum: Option<f32>, out: &mut Vec<u8>) {
+    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+    out.extend(f16::from_f32(scale).to_le_bytes());
+    out.extend(minimum.map(|m| f16::from_f32(m).to_le_bytes()).into_iter().flatten());
+    // Without a minimum the code 8 stands for zero.
+    let code = |w: f32| ((minimum.map_or(w * inverse + 8.0, |m| (w - m) * inverse) + 0.5) as u8).min(15);
+    out.extend((0..16).map(|j| code(block[j]) | code(block[16 + j]) << 4));
+}
+
+/// Random valid blocks of any format whose weights stay near `-1 ..= 1`: what kernels are tested and measured on.
+#[must_use]
+pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        // xorshift64*: quality is irrelevant, reproducibility on every platform is not.
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32
+    };
+    let mut out = vec![0u8; blocks * kind.block_bytes()];
+    for block in out.chunks_exact_mut(kind.block_bytes()) {
+        block.fill_with(|| next() as u8);
+        // A half in (0.5 ..= 1) × size, so that no weight is infinite or NaN.
+        let mut unit = |size: f32| f16::from_f32(size * (0.5 + next() as f32 / 2f32.powi(33))).to_le_bytes();
+        match kind {
+            QuantType::F32 => block.copy_from_slice(&f16::from_le_bytes(unit(1.0)).to_f32().to_le_bytes()),
+            QuantType::F16 => block.copy_from_slice(&unit(1.0)),
+            QuantType::Bf16 => {
+                block.copy_from_slice(&bf16::from_f32(f16::from_le_bytes(unit(1.0)).to_f32()).to_le_bytes());
+            }
+            QuantType::Q4_0 => block[..2].copy_from_slice(&unit(0.125)),
+            QuantType::Q4_1 => {
+                block[..2].copy_from_slice(&unit(0.125));
+                block[2..4].copy_from_slice(&unit(-1.0));
+            }
+            QuantType::Q8_0 => block[..2].copy_from_slice(&unit(1.0 / 128.0)),
+            QuantType::Q4K | QuantType::Q5K => {
+                let codes = if kind == QuantType::Q4K { 16.0 } else { 32.0 };
+                block[..2].copy_from_slice(&unit(2.0 / 63.0 / codes));
+                block[2..4].copy_from_slice(&unit(1.0 / 63.0));
+            }
+            QuantType::Q6K => block[208..210].copy_from_slice(&unit(1.0 / 128.0 / 32.0)),
+        }
+        // Signs of the plain formats come last: their blocks are one number.
+        if matches!(kind, QuantType::F32 | QuantType::F16 | QuantType::Bf16) && next() % 2 == 1 {
+            *block.last_mut().expect("a block has bytes") ^= 0x80;
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,386 @@
+//! Text to token ids and back, as the model's own vocabulary has it, built from the metadata of its weights file.
+//!
+//! Byte-level vocabularies go through wordchipper, or HF `tokenizers` where one rank per token cannot express their merges;
+//! SentencePiece vocabularies through HF `tokenizers`. Special tokens are cut out here, before either sees the text.
+//! Next: `tokenizer/byte_pair.rs`.
+use std::collections::BTreeMap;
+
+use crate::weights::{Metadata, WeightsError};
+
+mod byte_pair;
+mod sentence_piece;
+mod split;
+mod stream;
+
+pub use stream::Decoder;
+
+/// Text encoded at once at most: some four million tokens, far above any context, so that nobody makes a node chew on a
+/// gigabyte.
+pub const TEXT_BYTES_MAX: usize = 16 << 20;
+/// Bytes of one token at most (vocabularies have runs of up to 256 spaces).
+const TOKEN_BYTES_MAX: usize = 4096;
+/// Tokens at most: above 262,144, the largest in use, with room.
+const TOKENS_MAX: usize = 1 << 20;
+
+/// Texts of tokens that end a generation in one model family or another; used where they are control tokens.
+const END_TEXTS: [&str; 12] = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "<|return|>",
+    "<｜end▁of▁sentence｜>",
+];
+
+/// A model's vocabulary with its rules. Immutable, `Sync`.
+pub struct Tokenizer {
+    words: Words,
+    vocabulary: Vocabulary,
+    specials: Specials,
+    bos: Option<u32>,
+    add_bos: bool,
+    eos: Vec<u32>,
+}
+
+/// How plain text becomes ids.
+enum Words {
+    BytePair(byte_pair::BytePair),
+    SentencePiece(sentence_piece::SentencePiece),
+}
+
+/// What a token is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Normal,
+    Unknown,
+    /// Structure, such as the end of a turn: made from text only when asked, shown as nothing.
+    Control,
+    /// Always cut out of text whole.
+    UserDefined,
+    Unused,
+    /// One byte, for what the vocabulary cannot spell.
+    Byte,
+}
+
+/// Tokens as the file has them.
+struct Vocabulary {
+    /// As written in the file.
+    texts: Vec<String>,
+    kinds: Vec<Kind>,
+    /// What each stands for in text.
+    bytes: Vec<Box<[u8]>>,
+}
+
+impl Tokenizer {
+    /// Builds the tokenizer that the header's `tokenizer.ggml.*` keys describe.
+    ///
+    /// # Errors
+    /// [`TokenizerError`]: keys missing or inconsistent, or a kind of tokenizer that is not supported.
+    pub fn from_metadata(metadata: &Metadata) -> Result<Self, TokenizerError> {
+        let model = metadata.text("tokenizer.ggml.model")?.ok_or_else(|| missing("tokenizer.ggml.model"))?;
+        let mut vocabulary = Vocabulary::read(metadata)?;
+        let count = vocabulary.texts.len();
+        let (words, default_add_bos) = match model {
+            "gpt2" => {
+                let (words, bytes, add_bos) = byte_pair::BytePair::read(metadata, &vocabulary)?;
+                vocabulary.bytes = bytes;
+                (Words::BytePair(words), add_bos)
+            }
+            "llama" => {
+                let (words, bytes) = sentence_piece::SentencePiece::read(metadata, &vocabulary)?;
+                vocabulary.bytes = bytes;
+                (Words::SentencePiece(words), true)
+            }
+            other => {
+                return Err(TokenizerError::Unsupported(format!(
+                    "tokenizer model {other:?}; supported: gpt2 (byte-level BPE), llama (SentencePiece)"
+                )));
+            }
+        };
+        let id = |key: &str| -> Result<Option<u32>, TokenizerError> {
+            match metadata.unsigned(key)? {
+                None => Ok(None),
+                Some(id) if id < count as u64 => Ok(Some(id as u32)),
+                Some(id) => Err(TokenizerError::Malformed(format!("{key}: token {id} of a vocabulary of {count}"))),
+            }
+        };
+        let bos = id("tokenizer.ggml.bos_token_id")?;
+        let mut eos = Vec::new();
+        for key in ["eos_token_id", "eot_token_id", "eom_token_id"] {
+            eos.extend(id(&format!("tokenizer.ggml.{key}"))?);
+        }
+        eos.extend(vocabulary.control_tokens(&END_TEXTS));
+        let mut seen = std::collections::BTreeSet::new();
+        eos.retain(|id| seen.insert(*id));
+        let add_bos = metadata.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(default_add_bos) && bos.is_some();
+        let specials = Specials::new(&vocabulary);
+        Ok(Self { words, vocabulary, specials, bos, add_bos, eos })
+    }
+
+    /// Token ids of a text, without a beginning-of-text token.
+    ///
+    /// `parse_special`: text that spells a control token (`<|im_start|>`) becomes that token: right for rendered chat
+    /// templates, wrong for text from somebody else.
+    ///
+    /// # Errors
+    /// [`TokenizerError::TooLong`], or a text that the vocabulary's own rules cannot encode.
+    pub fn encode(&self, text: &str, parse_special: bool) -> Result<Vec<u32>, TokenizerError> {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(TokenizerError::TooLong { bytes: text.len() });
+        }
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut rest = text;
+        // SentencePiece models put a space before text that begins or follows a special token.
+        while let Some((at, id, len)) = self.specials.find(rest, parse_special) {
+            self.encode_plain(&rest[..at], &mut ids)?;
+            ids.push(id);
+            rest = &rest[at + len..];
+        }
+        self.encode_plain(rest, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// Token ids of a prompt: as [`Self::encode`] with control tokens parsed, beginning-of-text first where the model
+    /// wants one and the prompt does not begin with it.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = self.encode(text, true)?;
+        if self.add_bos
+            && let Some(bos) = self.bos
+            && ids.first() != Some(&bos)
+        {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        match &self.words {
+            _ if text.is_empty() => Ok(()),
+            Words::BytePair(words) => words.encode(text, ids),
+            Words::SentencePiece(words) => words.encode(text, ids),
+        }
+    }
+
+    /// The text of tokens: control tokens show nothing, broken UTF-8 shows as U+FFFD, unknown ids are left out.
+    #[must_use]
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let mut bytes: Vec<u8> = Vec::new();
+        for &id in ids {
+            bytes.extend(self.text_bytes(id));
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        // The space that encoding put before the text.
+        let strip = matches!(&self.words, Words::SentencePiece(words) if words.space_prefix());
+        if strip { text.strip_prefix(' ').unwrap_or(&text).to_owned() } else { text.into_owned() }
+    }
+
+    /// Decodes token by token for a stream.
+    #[must_use]
+    pub fn decoder(&self) -> Decoder<'_> {
+        Decoder::new(self)
+    }
+
+    /// The bytes a token stands for, control tokens as they are spelt; `None` for an id outside the vocabulary.
+    #[must_use]
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.vocabulary.bytes.get(id as usize).map(|b| &**b)
+    }
+
+    /// The bytes a token adds to text: nothing for control tokens and ids outside the vocabulary.
+    #[must_use]
+    pub fn text_bytes(&self, id: u32) -> &[u8] {
+        if self.is_control(id) { &[] } else { self.token_bytes(id).unwrap_or_default() }
+    }
+
+    /// A control token.
+    #[must_use]
+    pub fn is_control(&self, id: u32) -> bool {
+        self.vocabulary.kinds.get(id as usize) == Some(&Kind::Control)
+    }
+
+    /// The id of the token spelt like that in the file.
+    #[must_use]
+    pub fn token_id(&self, text: &str) -> Option<u32> {
+        self.vocabulary.texts.iter().position(|t| t == text).map(|i| i as u32)
+    }
+
+    /// Beginning-of-text token.
+    #[must_use]
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// Whether a prompt must begin with [`Self::bos`].
+    #[must_use]
+    pub fn add_bos(&self) -> bool {
+        self.add_bos
+    }
+
+    /// Tokens that end a generation; the model's own first.
+    #[must_use]
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// Tokens in the vocabulary.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.vocabulary.texts.len()
+    }
+
+    /// A vocabulary has at least one token; for the lint's sake.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.vocabulary.texts.is_empty()
+    }
+
+    /// Which implementation encodes: `wordchipper` or `tokenizers`.
+    #[must_use]
+    pub fn engine(&self) -> &'static str {
+        match &self.words {
+            Words::BytePair(words) => words.engine(),
+            Words::SentencePiece(_) => "tokenizers",
+        }
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer").field("tokens", &self.len()).field("engine", &self.engine()).finish_non_exhaustive()
+    }
+}
+
+impl Vocabulary {
+    fn read(metadata: &Metadata) -> Result<Self, TokenizerError> {
+        const TOKENS: &str = "tokenizer.ggml.tokens";
+        const KINDS: &str = "tokenizer.ggml.token_type";
+        let tokens = metadata.texts(TOKENS)?.ok_or_else(|| missing(TOKENS))?;
+        let mut texts = Vec::new();
+        for token in tokens {
+            if texts.len() == TOKENS_MAX || token.len() > TOKEN_BYTES_MAX {
+                return Err(TokenizerError::Malformed(format!(
+                    "{TOKENS}: expected at most {TOKENS_MAX} tokens of at most {TOKEN_BYTES_MAX} bytes, found token {} \
+                     of {} bytes",
+                    texts.len(),
+                    token.len()
+                )));
+            }
+            texts.push(String::from_utf8_lossy(token).into_owned());
+        }
+        if texts.is_empty() {
+            return Err(TokenizerError::Malformed(format!("{TOKENS} is empty")));
+        }
+        let kinds: Vec<Kind> = match metadata.numbers(KINDS)? {
+            None => vec![Kind::Normal; texts.len()],
+            Some(numbers) => numbers.into_iter().map(kind).collect::<Result<_, _>>()?,
+        };
+        if kinds.len() != texts.len() {
+            return Err(TokenizerError::Malformed(format!("{} tokens but {} kinds", texts.len(), kinds.len())));
+        }
+        Ok(Self { texts, kinds, bytes: Vec::new() })
+    }
+
+    /// Ids of the control (or user-defined) tokens with these texts.
+    fn control_tokens<'a>(&'a self, texts: &'a [&str]) -> impl Iterator<Item = u32> + 'a {
+        let special = |i: usize| matches!(self.kinds[i], Kind::Control | Kind::UserDefined);
+        (0..self.texts.len()).filter(move |&i| special(i) && texts.contains(&&*self.texts[i])).map(|i| i as u32)
+    }
+}
+
+fn kind(number: f64) -> Result<Kind, TokenizerError> {
+    match number as i64 {
+        // Some writers leave the kind of padding tokens undefined.
+        0 | 5 => Ok(Kind::Unused),
+        1 => Ok(Kind::Normal),
+        2 => Ok(Kind::Unknown),
+        3 => Ok(Kind::Control),
+        4 => Ok(Kind::UserDefined),
+        6 => Ok(Kind::Byte),
+        other => Err(TokenizerError::Malformed(format!("a token of kind {other}, expected 0 to 6"))),
+    }
+}
+
+/// Tokens that are cut out of text whole.
+struct Specials {
+    /// By first byte, longest first.
+    by_first_byte: BTreeMap<u8, Vec<Special>>,
+}
+
+struct Special {
+    text: String,
+    id: u32,
+    /// Only when control tokens are parsed.
+    control: bool,
+}
+
+impl Specials {
+    fn new(vocabulary: &Vocabulary) -> Self {
+        let mut by_first_byte: BTreeMap<u8, Vec<Special>> = BTreeMap::new();
+        for (i, (text, kind)) in vocabulary.texts.iter().zip(&vocabulary.kinds).enumerate() {
+            let control = *kind == Kind::Control;
+            let Some(&first) = text.as_bytes().first().filter(|_| control || *kind == Kind::UserDefined) else {
+                continue;
+            };
+            by_first_byte.entry(first).or_default().push(Special { text: text.clone(), id: i as u32, control });
+        }
+        for specials in by_first_byte.values_mut() {
+            // Stable: of two with one text the lower id wins.
+            specials.sort_by_key(|s| std::cmp::Reverse(s.text.len()));
+        }
+        Self { by_first_byte }
+    }
+
+    /// The first special token in the text, the longest where several begin: (position, id, bytes).
+    fn find(&self, text: &str, parse_control: bool) -> Option<(usize, u32, usize)> {
+        text.bytes().enumerate().find_map(|(at, byte)| {
+            // A text starts with a character, so a match never begins inside one.
+            let candidates = self.by_first_byte.get(&byte)?;
+            let found = candidates
+                .iter()
+                .find(|s| (parse_control || !s.control) && text.as_bytes()[at..].starts_with(s.text.as_bytes()))?;
+            Some((at, found.id, found.text.len()))
+        })
+    }
+}
+
+fn missing(key: &str) -> TokenizerError {
+    TokenizerError::Malformed(format!("metadata key {key:?} is missing"))
+}
+
+/// Why there is no tokenizer, or no tokens.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    /// The metadata contradicts itself.
+    #[error("malformed tokenizer: {0}")]
+    Malformed(String),
+    /// A sound description of something that is not supported.
+    #[error("unsupported tokenizer: {0}")]
+    Unsupported(String),
+    /// More text than is encoded at once.
+    #[error("the text has {bytes} bytes; at most {TEXT_BYTES_MAX} are encoded at once")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The vocabulary's rules failed on a text.
+    #[error("the text cannot be encoded: {0}")]
+    Encode(String),
+}
+
+impl From<WeightsError> for TokenizerError {
+    fn from(error: WeightsError) -> Self {
+        Self::Malformed(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,232 @@
+//! Byte-level BPE: words are bytes, merged pair by pair in the order the vocabulary was made.
+//!
+//! wordchipper ranks a merge by the id of the token it makes. To keep the model's order its ids are re-numbered inside
+//! (byte b is b, merge i is 256 + i). Where two merges make one token no single rank can hold both, and HF `tokenizers`,
+//! which ranks merges themselves, takes over.
+use std::collections::{BTreeMap, HashMap};
+
+use tokenizers::Model as _;
+use tokenizers::models::bpe::BPE;
+use wordchipper::UnifiedTokenVocab;
+use wordchipper::encoders::token_span_encoder::{SpanEncoder, SpanEncoderSelector};
+use wordchipper::spanners::TextSpanningConfig;
+use wordchipper::support::regex::RegexPattern;
+use wordchipper::vocab::{ByteMapVocab, PairMapVocab, PairTokenMap, SpanMapVocab, SpanTokenMap};
+
+use super::split::{Rules, Splitter};
+use super::{Kind, TokenizerError, Vocabulary};
+use crate::weights::Metadata;
+
+const MERGES: &str = "tokenizer.ggml.merges";
+/// Merges at most: Llama 3 lists 280,147 for its 128,256 tokens.
+const MERGES_MAX: usize = 1 << 22;
+
+/// A byte-level vocabulary.
+pub(super) struct BytePair {
+    splitter: Splitter,
+    /// Words that are tokens are taken whole; empty where merges decide alone.
+    whole: HashMap<Box<[u8]>, u32>,
+    /// Bytes without a token of their own: dropped before merging, as HF does.
+    missing: [bool; 256],
+    compose: bool,
+    engine: Engine,
+}
+
+enum Engine {
+    Ranked {
+        vocab: UnifiedTokenVocab<u32>,
+        make: Box<dyn Fn() -> Box<dyn SpanEncoder<u32>> + Send + Sync>,
+        back: Vec<u32>,
+    },
+    Listed {
+        bpe: BPE,
+        chars: [char; 256],
+    },
+}
+
+impl BytePair {
+    /// Also returns what each token stands for, and whether prompts begin with beginning-of-text by default.
+    pub(super) fn read(
+        metadata: &Metadata,
+        vocabulary: &Vocabulary,
+    ) -> Result<(Self, Vec<Box<[u8]>>, bool), TokenizerError> {
+        let rules = Rules::named(metadata.text("tokenizer.ggml.pre")?)?;
+        let chars = byte_chars();
+        let bytes = token_bytes(vocabulary, &chars);
+        let merges = read_merges(metadata)?;
+        // What merging may make; structure and padding are no words.
+        let normal = |i: usize| matches!(vocabulary.kinds[i], Kind::Normal | Kind::Byte | Kind::Unknown);
+        let mut ids: HashMap<&str, u32> = HashMap::new();
+        for i in (0..vocabulary.texts.len()).filter(|&i| normal(i)) {
+            ids.entry(&vocabulary.texts[i]).or_insert(i as u32);
+        }
+        let mut missing = [false; 256];
+        for (byte, c) in chars.iter().enumerate() {
+            missing[byte] = !ids.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
+        }
+        let whole = if rules.whole_words {
+            (0..bytes.len()).rev().filter(|&i| normal(i)).map(|i| (bytes[i].clone(), i as u32)).collect()
+        } else {
+            HashMap::new()
+        };
+        let engine = match ranked(&ids, &merges, &chars)? {
+            Some(engine) => engine,
+            None => listed(&ids, &merges, chars)?,
+        };
+        let words = Self { splitter: rules.compile()?, whole, missing, compose: rules.compose, engine };
+        Ok((words, bytes, rules.add_bos))
+    }
+
+    pub(super) fn engine(&self) -> &'static str {
+        match self.engine {
+            Engine::Ranked { .. } => "wordchipper",
+            Engine::Listed { .. } => "tokenizers",
+        }
+    }
+
+    pub(super) fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        let composed;
+        let text = if self.compose && !text.is_ascii() {
+            composed = compose(text);
+            &composed
+        } else {
+            text
+        };
+        let mut merge = self.merger();
+        let mut result = Ok(());
+        let mut kept = Vec::new();
+        self.splitter.for_each_word(text, &mut |range| {
+            let mut word = &text.as_bytes()[range];
+            if word.iter().any(|&b| self.missing[usize::from(b)]) {
+                kept.clear();
+                kept.extend(word.iter().filter(|&&b| !self.missing[usize::from(b)]));
+                word = &kept;
+            }
+            if let Some(&id) = self.whole.get(word) {
+                ids.push(id);
+            } else if !word.is_empty() && result.is_ok() {
+                result = merge(word, ids);
+            }
+        });
+        result
+    }
+
+    fn merger(&self) -> Box<dyn FnMut(&[u8], &mut Vec<u32>) -> Result<(), TokenizerError> + '_> {
+        match &self.engine {
+            Engine::Ranked { vocab, make, back } => {
+                let (mut encoder, mut inner) = (make(), Vec::new());
+                Box::new(move |word, ids| {
+                    inner.clear();
+                    encoder.encode_append_compound_span(vocab, word, &mut inner);
+                    ids.extend(inner.iter().map(|&t| back[t as usize]));
+                    Ok(())
+                })
+            }
+            Engine::Listed { bpe, chars } => {
+                let mut spelt = String::new();
+                Box::new(move |word, ids| {
+                    spelt.clear();
+                    spelt.extend(word.iter().map(|&b| chars[usize::from(b)]));
+                    let tokens = bpe.tokenize(&spelt).map_err(|e| TokenizerError::Encode(e.to_string()))?;
+                    ids.extend(tokens.iter().map(|t| t.id));
+                    Ok(())
+                })
+            }
+        }
+    }
+}
+
+/// The printable characters that byte-level vocabularies write bytes with: printable Latin-1 as it is, the others from
+/// U+0100 on.
+fn byte_chars() -> [char; 256] {
+    let mut next = 0x100;
+    std::array::from_fn(|byte| {
+        let printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+        let code = if printable { byte as u32 } else { next };
+        next += u32::from(!printable);
+        char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
+    })
+}
+
+/// What tokens stand for: written bytes for words, their text for everything else.
+fn token_bytes(vocabulary: &Vocabulary, chars: &[char; 256]) -> Vec<Box<[u8]>> {
+    let bytes: BTreeMap<char, u8> = chars.iter().enumerate().map(|(b, &c)| (c, b as u8)).collect();
+    let decode = |(text, kind): (&String, &Kind)| {
+        let spelt = matches!(kind, Kind::Normal | Kind::Byte | Kind::Unknown | Kind::Unused);
+        let raw = if spelt { text.chars().map(|c| bytes.get(&c).copied()).collect() } else { None };
+        raw.unwrap_or_else(|| text.as_bytes().into())
+    };
+    vocabulary.texts.iter().zip(&vocabulary.kinds).map(decode).collect()
+}
+
+fn read_merges(metadata: &Metadata) -> Result<Vec<(String, String)>, TokenizerError> {
+    let merges = metadata.texts(MERGES)?.ok_or_else(|| super::missing(MERGES))?;
+    let mut pairs = Vec::new();
+    for merge in merges {
+        let text = std::str::from_utf8(merge).ok().and_then(|m| m.split_once(' '));
+        // A space is never part of a spelling; the first character may be one in odd files, where it is no separator.
+        let pair = text.filter(|(a, b)| !a.is_empty() && !b.is_empty() && pairs.len() < MERGES_MAX);
+        let (a, b) = pair.ok_or_else(|| {
+            let shown: String = String::from_utf8_lossy(merge).chars().take(80).collect();
+            TokenizerError::Malformed(format!(
+                "{MERGES}: expected at most {MERGES_MAX} pairs like \"a b\", found {shown:?} at {}",
+                pairs.len()
+            ))
+        })?;
+        pairs.push((a.to_owned(), b.to_owned()));
+    }
+    Ok(pairs)
+}
+
+/// Ranks by token, where that keeps the order of the merges; `None` where it cannot.
+fn ranked(
+    ids: &HashMap<&str, u32>,
+    merges: &[(String, String)],
+    chars: &[char; 256],
+) -> Result<Option<Engine>, TokenizerError> {
+    let mut inner: HashMap<String, u32> = chars.iter().enumerate().map(|(b, c)| (c.to_string(), b as u32)).collect();
+    let mut raw: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).collect();
+    // Bytes without a token never reach the encoder.
+    let mut back: Vec<u32> = chars.iter().map(|c| ids.get(&*c.to_string()).copied().unwrap_or(0)).collect();
+    let (mut pairs, mut spans) = (PairTokenMap::<u32>::default(), SpanTokenMap::<u32>::default());
+    for (a, b) in merges {
+        let made = format!("{a}{b}");
+        let &id = ids.get(&*made).ok_or_else(|| {
+            TokenizerError::Malformed(format!("{MERGES}: {a:?} and {b:?} make no token of the vocabulary"))
+        })?;
+        let (Some(&ia), Some(&ib)) = (inner.get(a), inner.get(b)) else {
+            // Made by a later merge, if at all.
+            return Ok(None);
+        };
+        let token = back.len() as u32;
+        back.push(id);
+        raw.push([&*raw[ia as usize], &*raw[ib as usize]].concat());
+        spans.insert(raw[token as usize].clone(), token);
+        pairs.insert((ia, ib), token);
+        if inner.insert(made, token).is_some() {
+            return Ok(None);
+        }
+    }
+    let table = ByteMapVocab::from_byte_to_token(&(0..256).collect::<Vec<u32>>());
+    // Splitting is done here, by `Splitter`; the pattern is never used.
+    let config = TextSpanningConfig::from_pattern(RegexPattern::Basic(".".to_owned()));
+    let vocab = SpanMapVocab::new(table.clone(), spans)
+        .and_then(|spans| UnifiedTokenVocab::new(config, spans, PairMapVocab::new(table, pairs)?));
+    let Ok(vocab) = vocab else { return Ok(None) };
+    // The default encoder builds a table for 100 ms; this one starts at once, with equal output.
+    let builder = SpanEncoderSelector::PriorityMerge.span_encoder_builder(&vocab);
+    Ok(Some(Engine::Ranked { vocab, make: Box::new(move || builder()), back }))
+}
+
+fn listed(ids: &HashMap<&str, u32>, merges: &[(String, String)], chars: [char; 256]) -> Result<Engine, TokenizerError> {
+    let vocab: tokenizers::models::bpe::Vocab = ids.iter().map(|(text, &id)| ((*text).to_owned(), id)).collect();
+    let bpe = BPE::builder().vocab_and_merges(vocab, merges.to_vec()).build();
+    let bpe = bpe.map_err(|e| TokenizerError::Malformed(format!("{MERGES}: {e}")))?;
+    Ok(Engine::Listed { bpe, chars })
+}
+
+fn compose(text: &str) -> String {
+    let mut normalized = tokenizers::NormalizedString::from(text);
+    normalized.nfc();
+    normalized.get().to_owned()
+}

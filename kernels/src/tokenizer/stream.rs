@@ -1,0 +1,80 @@
+//! Tokens of a stream become text as soon as they are whole characters.
+use super::Tokenizer;
+
+/// Decodes token by token; bytes of a character that is not complete yet are held back.
+///
+/// The pieces joined equal the lossy UTF-8 of all bytes.
+#[derive(Debug)]
+pub struct Decoder<'a> {
+    tokenizer: &'a Tokenizer,
+    pending: Vec<u8>,
+}
+
+impl<'a> Decoder<'a> {
+    pub(super) fn new(tokenizer: &'a Tokenizer) -> Self {
+        Self { tokenizer, pending: Vec::new() }
+    }
+
+    /// Takes a token; returns the text that is complete now (possibly none).
+    pub fn push(&mut self, id: u32) -> String {
+        self.pending.extend(self.tokenizer.text_bytes(id));
+        take_complete(&mut self.pending)
+    }
+
+    /// Ends the stream: what was held back, as U+FFFD.
+    pub fn finish(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    }
+}
+
+/// Removes what is decided from the front: valid characters, and U+FFFD for bytes that no continuation can mend.
+fn take_complete(pending: &mut Vec<u8>) -> String {
+    let mut text = String::new();
+    let mut done = 0;
+    for chunk in pending.utf8_chunks() {
+        text.push_str(chunk.valid());
+        done += chunk.valid().len();
+        let invalid = chunk.invalid();
+        let last = done + invalid.len() == pending.len();
+        // At the end, a prefix of a character may still be completed.
+        if last && std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_none()) {
+            break;
+        }
+        if !invalid.is_empty() {
+            text.push(char::REPLACEMENT_CHARACTER);
+            done += invalid.len();
+        }
+    }
+    pending.drain(..done);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::take_complete;
+
+    /// Every way to cut a byte string into pieces of one to three bytes gives its lossy text.
+    #[test]
+    fn pieces_join_to_the_lossy_text() {
+        let cases: [&[u8]; 6] = [
+            "naïve 日本語 🙂 end".as_bytes(),
+            b"\xff\xfeabc\xe2\x82",
+            b"\xf0\x9f\x99\x41\x80",
+            b"\xed\xa0\x80x\xc0\x80",
+            b"",
+            b"\xf0\x9f\x99\x82\xf0\x9f",
+        ];
+        for bytes in cases {
+            for step in 1..=3 {
+                let (mut pending, mut text) = (Vec::new(), String::new());
+                for piece in bytes.chunks(step) {
+                    pending.extend(piece);
+                    text.push_str(&take_complete(&mut pending));
+                    assert!(pending.len() < 4, "more than a character was held back");
+                }
+                text.push_str(&String::from_utf8_lossy(&pending));
+                assert_eq!(text, String::from_utf8_lossy(bytes), "{bytes:x?} by {step}");
+            }
+        }
+    }
+}

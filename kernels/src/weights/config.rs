@@ -1,0 +1,557 @@
+//! What a model is: its sizes, its rotary embedding, which tensors its architecture must have, and what each part costs.
+use std::collections::BTreeMap;
+use std::f64::consts::PI;
+use std::ops::Range;
+
+use super::metadata::Metadata;
+use super::{TensorInfo, WeightsError};
+
+/// Per-dimension factors that Llama 3 files carry for their long-context rotary embedding.
+pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// Blocks at most: the deepest published model has 126; a hostile count must not become a loop.
+const LAYERS_MAX: usize = 4096;
+/// Largest hidden, feed-forward or head width: well above any model, small enough that products of two fit 64 bit.
+const WIDTH_MAX: usize = 1 << 20;
+/// Largest context: above it positions are no longer exact in f32.
+const CONTEXT_MAX: usize = 1 << 24;
+/// Bytes of one element of a key or value cache (f32: caches are part of the numerics contract).
+pub const KV_ELEMENT_BYTES: u64 = 4;
+/// Bytes of one element of a hidden row at a boundary.
+const ACTIVATION_ELEMENT_BYTES: u64 = 4;
+
+/// Families of models that are computed here. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary
+/// embedding and SwiGLU; they differ in what [`ModelConfig`]'s options say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on neighbouring pairs.
+    Llama,
+    /// Biases on query, key and value; rotary embedding on halves.
+    Qwen2,
+    /// RMSNorm on each head of query and key; rotary embedding on halves.
+    Qwen3,
+}
+
+impl Architecture {
+    const ALL: [Self; 3] = [Self::Llama, Self::Qwen2, Self::Qwen3];
+
+    /// As `general.architecture` spells it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+
+    fn parse(name: &str) -> Result<Self, WeightsError> {
+        Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| {
+            let supported: Vec<_> = Self::ALL.iter().map(|a| a.name()).collect();
+            WeightsError::Unsupported(format!(
+                "the model's architecture is {name:?}; supported: {}",
+                supported.join(", ")
+            ))
+        })
+    }
+}
+
+/// Sizes and options of a model, consistent with the shapes of its tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Its family.
+    pub architecture: Architecture,
+    /// `general.name`, or the architecture's.
+    pub name: String,
+    /// Transformer blocks.
+    pub layers: usize,
+    /// Elements of a hidden row.
+    pub width: usize,
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Elements of a head (query, key and value alike).
+    pub head_dim: usize,
+    /// Elements between the feed-forward matrices.
+    pub ffn: usize,
+    /// Tokens: rows of the embedding, length of the logits.
+    pub vocab: usize,
+    /// Positions the model was made for.
+    pub context: usize,
+    /// Epsilon of every RMSNorm.
+    pub norm_eps: f32,
+    /// Rotary embedding.
+    pub rope: Rope,
+    /// Biases on query, key and value (`blk.N.attn_{q,k,v}.bias`).
+    pub attention_bias: bool,
+    /// RMSNorm on each head of query and key (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
+    pub qk_norm: bool,
+    /// The output head is the embedding (`token_embd.weight`); else `output.weight`.
+    pub tied: bool,
+}
+
+/// Rotary position embedding.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Which elements turn together.
+    pub kind: RopeKind,
+    /// Base of the geometric series of wavelengths.
+    pub base: f32,
+    /// Elements of a head that turn, the first ones; even, at most `head_dim`.
+    pub dims: usize,
+    /// Stretching to a longer context.
+    pub scaling: RopeScaling,
+}
+
+/// Which two elements of a head form a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeKind {
+    /// `2i` and `2i + 1`.
+    Interleaved,
+    /// `i` and `i + dims / 2`.
+    Halves,
+}
+
+/// How angles are stretched beyond the context of the original training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all (per-dimension factors of the file may still apply).
+    None,
+    /// All angles divided by the factor.
+    Linear {
+        /// By how much.
+        factor: f64,
+    },
+    /// YaRN: long wavelengths divided, short ones kept, a ramp between, cosine and sine scaled.
+    Yarn {
+        /// By how much.
+        factor: f64,
+        /// Context of the original training.
+        original_context: usize,
+        /// Further scale of cosine and sine.
+        attention_factor: f64,
+        /// Turns within the original context above which a dimension is kept.
+        beta_fast: f64,
+        /// Turns below which it is divided.
+        beta_slow: f64,
+    },
+}
+
+/// What a table of cosines and sines is made from: angle of pair `i` at position `p` is `p × inverse[i]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RotaryFrequencies {
+    /// One per pair, `dims / 2`.
+    pub inverse: Vec<f64>,
+    /// Scale of cosine and sine; 1 without YaRN.
+    pub magnitude: f32,
+}
+
+/// Costs of a model, in the planner's units.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelCosts {
+    /// First to last.
+    pub layers: Vec<LayerCosts>,
+    /// Bytes of the token embedding.
+    pub embed_bytes: u64,
+    /// Bytes of final norm and output head; with tied embeddings the head's are the embedding's.
+    pub head_bytes: u64,
+    /// Embedding and head are one matrix.
+    pub tied: bool,
+    /// Flops per token of the head.
+    pub head_flops: u64,
+    /// Bytes of one hidden row.
+    pub activation_bytes: u64,
+}
+
+/// Costs of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerCosts {
+    /// Multiply-adds times two for one token, empty cache.
+    pub flops_per_token: u64,
+    /// Bytes as stored.
+    pub weight_bytes: u64,
+    /// Bytes of keys and values per position.
+    pub kv_bytes_per_token: u64,
+}
+
+impl ModelConfig {
+    /// Reads and checks the sizes. `tensor` looks tensors up: what a header leaves out follows from their shapes.
+    pub(super) fn read<'a>(
+        metadata: &Metadata,
+        tensor: impl Fn(&str) -> Option<&'a TensorInfo>,
+    ) -> Result<Self, WeightsError> {
+        let name = metadata.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
+        let architecture = Architecture::parse(name)?;
+        let keys = Keys { metadata, prefix: architecture.name() };
+        keys.refuse_unsupported()?;
+        let embedding = tensor("token_embd.weight").ok_or_else(|| missing_tensor("token_embd.weight"))?;
+        let width = keys.size("embedding_length", None, WIDTH_MAX)?;
+        let heads = keys.size("attention.head_count", None, WIDTH_MAX)?;
+        let kv_heads = keys.size("attention.head_count_kv", Some(heads), WIDTH_MAX)?;
+        let head_dim = keys.size("attention.key_length", width.checked_div(heads), WIDTH_MAX)?;
+        let value_dim = keys.size("attention.value_length", Some(head_dim), WIDTH_MAX)?;
+        let config = Self {
+            architecture,
+            name: metadata.text("general.name")?.unwrap_or(name).to_owned(),
+            layers: keys.size("block_count", None, LAYERS_MAX)?,
+            width,
+            heads,
+            kv_heads,
+            head_dim,
+            ffn: keys.size("feed_forward_length", None, WIDTH_MAX)?,
+            vocab: embedding.rows,
+            context: keys.context()?,
+            norm_eps: keys.norm_eps()?,
+            rope: keys.rope(architecture, head_dim)?,
+            attention_bias: tensor("blk.0.attn_q.bias").is_some(),
+            qk_norm: architecture == Architecture::Qwen3,
+            tied: tensor("output.weight").is_none(),
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(inconsistent("a number of heads that is a multiple of the key heads", &[heads, kv_heads]));
+        }
+        if value_dim != head_dim {
+            return Err(inconsistent("value heads as wide as key heads", &[value_dim, head_dim]));
+        }
+        if head_dim.checked_mul(heads).is_none_or(|q| q > WIDTH_MAX) {
+            return Err(inconsistent("heads that fit the largest width", &[heads, head_dim]));
+        }
+        if let Some(tokens) = metadata.texts("tokenizer.ggml.tokens")?.map(|t| t.size_hint().1)
+            && tokens != Some(config.vocab)
+        {
+            return Err(inconsistent(
+                "one embedding row per token (tokens, rows)",
+                &[tokens.unwrap_or_default(), config.vocab],
+            ));
+        }
+        Ok(config)
+    }
+
+    /// Elements of all query heads together.
+    #[must_use]
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Elements of all key (or value) heads together.
+    #[must_use]
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Name of the output head's matrix, `[vocab, width]`.
+    #[must_use]
+    pub fn head_tensor(&self) -> &'static str {
+        if self.tied { "token_embd.weight" } else { "output.weight" }
+    }
+
+    /// The tensors of one block without their `blk.N.` prefix, with shape `[rows, cols]`.
+    #[must_use]
+    pub fn block_tensors(&self) -> Vec<(&'static str, [usize; 2])> {
+        let Self { width, ffn, head_dim, .. } = *self;
+        let (q, kv) = (self.q_width(), self.kv_width());
+        let mut tensors = vec![
+            ("attn_norm.weight", [1, width]),
+            ("attn_q.weight", [q, width]),
+            ("attn_k.weight", [kv, width]),
+            ("attn_v.weight", [kv, width]),
+            ("attn_output.weight", [width, q]),
+            ("ffn_norm.weight", [1, width]),
+            ("ffn_gate.weight", [ffn, width]),
+            ("ffn_up.weight", [ffn, width]),
+            ("ffn_down.weight", [width, ffn]),
+        ];
+        if self.attention_bias {
+            tensors.extend([("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])]);
+        }
+        if self.qk_norm {
+            tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);
+        }
+        tensors
+    }
+
+    /// Whether a stage of these layers needs the tensor.
+    #[must_use]
+    pub fn belongs_to(&self, name: &str, layers: &Range<usize>) -> bool {
+        let (first, last) = (layers.contains(&0), !layers.is_empty() && layers.end == self.layers);
+        match name {
+            "token_embd.weight" => first || (last && self.tied),
+            "output.weight" | "output_norm.weight" => last,
+            ROPE_FACTORS => !layers.is_empty(),
+            _ => layer_of(name).is_some_and(|layer| layers.contains(&layer)),
+        }
+    }
+
+    /// Every tensor of the architecture is there with its shape, and none that would be silently left out.
+    pub(super) fn check_tensors(
+        &self,
+        tensors: &[TensorInfo],
+        by_name: &BTreeMap<String, usize>,
+    ) -> Result<(), WeightsError> {
+        let check = |name: &str, shape: [usize; 2]| {
+            let tensor = by_name.get(name).map(|&i| &tensors[i]).ok_or_else(|| missing_tensor(name))?;
+            if [tensor.rows, tensor.cols] == shape {
+                return Ok(());
+            }
+            Err(WeightsError::Malformed(format!(
+                "tensor {name:?}: expected {shape:?} rows and columns by the header's sizes, found {:?}",
+                [tensor.rows, tensor.cols]
+            )))
+        };
+        check("token_embd.weight", [self.vocab, self.width])?;
+        check("output_norm.weight", [1, self.width])?;
+        if !self.tied {
+            check("output.weight", [self.vocab, self.width])?;
+        }
+        let block = self.block_tensors();
+        for layer in 0..self.layers {
+            for (name, shape) in &block {
+                check(&format!("blk.{layer}.{name}"), *shape)?;
+            }
+        }
+        for tensor in tensors {
+            let known = match tensor.name.as_str() {
+                "token_embd.weight" | "output.weight" | "output_norm.weight" | ROPE_FACTORS => true,
+                name => layer_of(name).is_some_and(|layer| {
+                    layer < self.layers && block.iter().any(|(part, _)| name.ends_with(&format!(".{layer}.{part}")))
+                }),
+            };
+            if !known {
+                return Err(WeightsError::Unsupported(format!(
+                    "tensor {:?} is not part of a {} model of {} layers as computed here; results would be wrong without it",
+                    tensor.name,
+                    self.architecture.name(),
+                    self.layers
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn costs(&self, tensors: &[TensorInfo]) -> ModelCosts {
+        let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
+        let (width, ffn, vocab) = (self.width as u64, self.ffn as u64, self.vocab as u64);
+        let layer = LayerCosts {
+            flops_per_token: 2 * width * (2 * q + 2 * kv + 3 * ffn),
+            weight_bytes: 0,
+            kv_bytes_per_token: 2 * kv * KV_ELEMENT_BYTES,
+        };
+        let mut costs = ModelCosts {
+            layers: vec![layer; self.layers],
+            embed_bytes: 0,
+            head_bytes: 0,
+            tied: self.tied,
+            head_flops: 2 * width * vocab,
+            activation_bytes: width * ACTIVATION_ELEMENT_BYTES,
+        };
+        for tensor in tensors {
+            let bytes = tensor.range.end - tensor.range.start;
+            match tensor.name.as_str() {
+                "token_embd.weight" => costs.embed_bytes += bytes,
+                "output.weight" | "output_norm.weight" => costs.head_bytes += bytes,
+                name => {
+                    if let Some(layer) = layer_of(name).and_then(|l| costs.layers.get_mut(l)) {
+                        layer.weight_bytes += bytes;
+                    }
+                }
+            }
+        }
+        if self.tied {
+            costs.head_bytes += costs.embed_bytes;
+        }
+        costs
+    }
+}
+
+/// The block that a tensor belongs to, `blk.N.…`.
+fn layer_of(name: &str) -> Option<usize> {
+    let (number, _) = name.strip_prefix("blk.")?.split_once('.')?;
+    // "07" is not how layer 7 is spelt.
+    number.parse().ok().filter(|n: &usize| n.to_string() == number)
+}
+
+/// Metadata under an architecture's prefix.
+struct Keys<'a> {
+    metadata: &'a Metadata,
+    prefix: &'static str,
+}
+
+impl Keys<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.prefix)
+    }
+
+    fn size(&self, name: &str, default: Option<usize>, max: usize) -> Result<usize, WeightsError> {
+        let key = self.key(name);
+        let value = match self.metadata.unsigned(&key)? {
+            Some(value) => usize::try_from(value).unwrap_or(usize::MAX),
+            None => default.ok_or_else(|| missing(&key))?,
+        };
+        if value == 0 || value > max {
+            return Err(WeightsError::Malformed(format!("{key}: expected 1 to {max}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    fn float(&self, name: &str, default: Option<f64>, range: Range<f64>) -> Result<f64, WeightsError> {
+        let key = self.key(name);
+        let value = self.metadata.float(&key)?.or(default).ok_or_else(|| missing(&key))?;
+        if !range.contains(&value) {
+            return Err(WeightsError::Malformed(format!("{key}: expected a number in {range:?}, found {value}")));
+        }
+        Ok(value)
+    }
+
+    /// Options that change the arithmetic in ways that are not computed here.
+    fn refuse_unsupported(&self) -> Result<(), WeightsError> {
+        let refuse = |key: &str, what: &str| {
+            Err(WeightsError::Unsupported(format!("{}: {what} is not supported", self.key(key))))
+        };
+        if self.metadata.unsigned(&self.key("expert_count"))?.unwrap_or(0) > 0 {
+            return refuse("expert_count", "a mixture of experts");
+        }
+        if self.metadata.bool(&self.key("attention.causal"))? == Some(false) {
+            return refuse("attention.causal", "attention to later positions");
+        }
+        for key in ["attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "logit_scale"] {
+            if self.metadata.float(&self.key(key))?.unwrap_or(0.0) != 0.0 {
+                return refuse(key, "this option");
+            }
+        }
+        Ok(())
+    }
+
+    /// A sliding window bounds the context: within one window it is the same as full attention.
+    fn context(&self) -> Result<usize, WeightsError> {
+        let context = self.size("context_length", None, CONTEXT_MAX)?;
+        let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
+        Ok(if window == 0 { context } else { context.min(usize::try_from(window).unwrap_or(context)) })
+    }
+
+    fn norm_eps(&self) -> Result<f32, WeightsError> {
+        Ok(self.float("attention.layer_norm_rms_epsilon", None, 0.0..1.0)? as f32)
+    }
+
+    fn rope(&self, architecture: Architecture, head_dim: usize) -> Result<Rope, WeightsError> {
+        let base = self.float("rope.freq_base", Some(10_000.0), 1.000_001..1e12)? as f32;
+        let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
+        if dims % 2 == 1 {
+            return Err(inconsistent("an even number of rotary dimensions", &[dims]));
+        }
+        let kind = match architecture {
+            Architecture::Llama => RopeKind::Interleaved,
+            Architecture::Qwen2 | Architecture::Qwen3 => RopeKind::Halves,
+        };
+        Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
+    }
+
+    fn rope_scaling(&self) -> Result<RopeScaling, WeightsError> {
+        let factors = 1e-3..1e6;
+        let legacy = self.float("rope.scale_linear", Some(1.0), factors.clone())?;
+        let factor = self.float("rope.scaling.factor", Some(legacy), factors.clone())?;
+        let default = if factor == 1.0 { "none" } else { "linear" };
+        match self.metadata.text(&self.key("rope.scaling.type"))?.unwrap_or(default) {
+            "none" => Ok(RopeScaling::None),
+            "linear" if factor == 1.0 => Ok(RopeScaling::None),
+            "linear" => Ok(RopeScaling::Linear { factor }),
+            "yarn" => {
+                let context = self.size("context_length", None, CONTEXT_MAX)?;
+                Ok(RopeScaling::Yarn {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(context), CONTEXT_MAX)?,
+                    attention_factor: self.float("rope.scaling.attn_factor", Some(1.0), factors)?,
+                    beta_fast: self.float("rope.scaling.yarn_beta_fast", Some(32.0), 1e-3..1e6)?,
+                    beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
+                })
+            }
+            other => Err(WeightsError::Unsupported(format!(
+                "{}: {other:?} is not supported; supported: none, linear, yarn, and factors in {ROPE_FACTORS}",
+                self.key("rope.scaling.type")
+            ))),
+        }
+    }
+}
+
+impl Rope {
+    /// Inverse frequencies `base^(-2 i / dims)` with factors and scaling applied. Bit-equal on every machine: the power
+    /// is built from additions, multiplications and divisions only.
+    ///
+    /// # Errors
+    /// Factors of another length than `dims / 2`, or not positive.
+    pub fn frequencies(&self, factors: Option<&[f32]>) -> Result<RotaryFrequencies, WeightsError> {
+        let pairs = self.dims / 2;
+        if let Some(factors) = factors
+            && (factors.len() != pairs || factors.iter().any(|f| !(f.is_finite() && *f > 0.0)))
+        {
+            return Err(WeightsError::Malformed(format!(
+                "tensor {ROPE_FACTORS:?}: expected {pairs} positive factors, found {}",
+                factors.len()
+            )));
+        }
+        let step = root(1.0 / f64::from(self.base), pairs as i32);
+        let plain = |i: usize| power(step, i as i32) / factors.map_or(1.0, |f| f64::from(f[i]));
+        let (inverse, magnitude) = match self.scaling {
+            RopeScaling::None => ((0..pairs).map(plain).collect(), 1.0),
+            RopeScaling::Linear { factor } => ((0..pairs).map(|i| plain(i) / factor).collect(), 1.0),
+            RopeScaling::Yarn { factor, original_context, attention_factor, beta_fast, beta_slow } => {
+                // The dimension that turns `turns` times within the original context. Logarithms differ by at most an
+                // ulp between machines, which floor and ceil absorb.
+                let dimension = |turns: f64| {
+                    self.dims as f64 * (original_context as f64 / (turns * 2.0 * PI)).ln()
+                        / (2.0 * f64::from(self.base).ln())
+                };
+                let low = dimension(beta_fast).floor().max(0.0);
+                let high = dimension(beta_slow).ceil().min(self.dims as f64 - 1.0);
+                let blend = |i: usize| {
+                    let divided = ((i as f64 - low) / (high - low).max(0.001)).clamp(0.0, 1.0);
+                    plain(i) / factor * divided + plain(i) * (1.0 - divided)
+                };
+                let magnitude = (attention_factor * (1.0 + 0.1 * factor.ln())) as f32;
+                ((0..pairs).map(blend).collect(), magnitude)
+            }
+        };
+        Ok(RotaryFrequencies { inverse, magnitude })
+    }
+}
+
+/// `x^n` by repeated squaring.
+fn power(x: f64, n: i32) -> f64 {
+    let (mut result, mut square, mut n) = (1.0, x, n);
+    while n > 0 {
+        if n & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        n >>= 1;
+    }
+    result
+}
+
+/// The n-th root of `a` in `0 < a < 1`, by Newton from above, where it falls monotonically.
+fn root(a: f64, n: i32) -> f64 {
+    let mut x = 1.0f64;
+    loop {
+        let slope = f64::from(n) * power(x, n - 1);
+        let next = x - (power(x, n) - a) / slope;
+        // NaN from a slope that underflowed ends it as well.
+        if !(next < x) {
+            return x;
+        }
+        x = next;
+    }
+}
+
+fn missing(key: &str) -> WeightsError {
+    WeightsError::Malformed(format!("metadata key {key:?} is missing"))
+}
+
+fn missing_tensor(name: &str) -> WeightsError {
+    WeightsError::Malformed(format!("tensor {name:?} is missing"))
+}
+
+fn inconsistent(expected: &str, found: &[usize]) -> WeightsError {
+    WeightsError::Malformed(format!("expected {expected}, found {found:?}"))
+}
+
+#[cfg(test)]
+mod tests;

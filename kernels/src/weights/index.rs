@@ -1,0 +1,272 @@
+//! A file as content-addressed chunks: what a peer asks for by hash when it lacks a stage's weights.
+//!
+//! One index serves every format: it covers the file from end to end, header first, and says of each chunk which rows of
+//! which tensor it holds.
+use std::ops::Range;
+
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use serde::{Deserialize, Serialize};
+
+use super::ModelFile;
+
+/// Bytes of a chunk at most: a fraction of a second on a slow link, and 40 thousand chunks for 40 GB.
+pub const CHUNK_BYTES_MAX: u64 = 1 << 20;
+/// Bytes of an encoded index at most: a million chunks, i.e. a terabyte of weights.
+pub const INDEX_BYTES_MAX: usize = 64 << 20;
+const MAGIC: [u8; 4] = *b"MNIX";
+const VERSION: u32 = 1;
+const HEAD_BYTES: usize = 4 + 4 + 8 + 8 + 4;
+/// Length, tag, tensor, first row, rows, hash.
+const CHUNK_RECORD_BYTES: usize = 4 + 1 + 4 + 8 + 8 + 32;
+
+/// The chunks of a file. Built or decoded it always covers `0..file_len` without gap or overlap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardIndex {
+    file_len: u64,
+    header_len: u64,
+    chunks: Vec<Chunk>,
+}
+
+/// Consecutive bytes of the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Where; 1 to [`CHUNK_BYTES_MAX`] bytes.
+    pub range: Range<u64>,
+    /// What lies there.
+    pub content: Content,
+    /// blake3 of the bytes.
+    pub hash: [u8; 32],
+}
+
+/// What a chunk holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Content {
+    /// Part of the header.
+    Header,
+    /// Rows of the `tensor`-th tensor in file order, and the padding that follows the last one.
+    Rows {
+        /// Index into [`ModelFile::tensors`].
+        tensor: u32,
+        /// Which rows.
+        rows: Range<u64>,
+    },
+    /// Bytes of no tensor.
+    Padding,
+}
+
+impl ShardIndex {
+    /// Hashes a complete file on all cores. `progress` gets the bytes of each chunk done, from several threads.
+    ///
+    /// # Errors
+    /// [`IndexError::Partial`]: a file with holes has no content to name.
+    pub fn build(file: &ModelFile, progress: impl Fn(u64) + Sync) -> Result<Self, IndexError> {
+        if file.is_partial() {
+            return Err(IndexError::Partial);
+        }
+        let chunks = layout(file)
+            .into_par_iter()
+            .map(|(range, content)| {
+                // The layout lies inside the file, which is mapped whole.
+                let bytes = &file.bytes()[range.start as usize..range.end as usize];
+                let hash = blake3::hash(bytes).into();
+                progress(bytes.len() as u64);
+                Chunk { range, content, hash }
+            })
+            .collect();
+        Ok(Self { file_len: file.file_len(), header_len: file.header_range().end, chunks })
+    }
+
+    /// Length of the file.
+    #[must_use]
+    pub fn file_len(&self) -> u64 {
+        self.file_len
+    }
+
+    /// Bytes before the first tensor.
+    #[must_use]
+    pub fn header_len(&self) -> u64 {
+        self.header_len
+    }
+
+    /// All chunks, in file order.
+    #[must_use]
+    pub fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    /// The name of the file's content: blake3 of [`Self::encode`].
+    #[must_use]
+    pub fn content_id(&self) -> [u8; 32] {
+        blake3::hash(&self.encode()).into()
+    }
+
+    /// Numbers of the chunks that touch any of the ranges, ascending. The header's chunks are those of `0..header_len`.
+    #[must_use]
+    pub fn chunks_for(&self, ranges: &[Range<u64>]) -> Vec<usize> {
+        let mut wanted = std::collections::BTreeSet::new();
+        for range in ranges.iter().filter(|r| r.start < r.end) {
+            let first = self.chunks.partition_point(|c| c.range.end <= range.start);
+            let end = self.chunks.partition_point(|c| c.range.start < range.end);
+            wanted.extend(first..end);
+        }
+        wanted.into_iter().collect()
+    }
+
+    /// Whether these are the bytes of that chunk.
+    #[must_use]
+    pub fn verify(&self, chunk: usize, bytes: &[u8]) -> bool {
+        self.chunks.get(chunk).is_some_and(|c| {
+            c.range.end - c.range.start == bytes.len() as u64 && blake3::hash(bytes) == blake3::Hash::from(c.hash)
+        })
+    }
+
+    /// The canonical bytes: equal indexes have equal bytes on every machine.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEAD_BYTES + self.chunks.len() * CHUNK_RECORD_BYTES);
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend(self.file_len.to_le_bytes());
+        out.extend(self.header_len.to_le_bytes());
+        out.extend((self.chunks.len() as u32).to_le_bytes());
+        for chunk in &self.chunks {
+            out.extend(((chunk.range.end - chunk.range.start) as u32).to_le_bytes());
+            let (tag, tensor, rows) = match &chunk.content {
+                Content::Header => (0, 0, 0..0),
+                Content::Rows { tensor, rows } => (1, *tensor, rows.clone()),
+                Content::Padding => (2, 0, 0..0),
+            };
+            out.push(tag);
+            out.extend(tensor.to_le_bytes());
+            out.extend(rows.start.to_le_bytes());
+            out.extend((rows.end - rows.start).to_le_bytes());
+            out.extend(chunk.hash);
+        }
+        out
+    }
+
+    /// Reads what [`Self::encode`] wrote, from a peer that may lie: bounded, exact, canonical.
+    ///
+    /// # Errors
+    /// [`IndexError::Malformed`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, IndexError> {
+        let wrong = |what: &str| IndexError::Malformed(what.to_owned());
+        if bytes.len() > INDEX_BYTES_MAX {
+            return Err(wrong(&format!("{} bytes, at most {INDEX_BYTES_MAX}", bytes.len())));
+        }
+        let (head, records) = bytes.split_at_checked(HEAD_BYTES).ok_or_else(|| wrong("shorter than its head"))?;
+        if head[..4] != MAGIC || u32_at(head, 4) != VERSION {
+            return Err(wrong("not an index of version 1"));
+        }
+        let (file_len, header_len, count) = (u64_at(head, 8), u64_at(head, 16), u32_at(head, 24) as usize);
+        if count.checked_mul(CHUNK_RECORD_BYTES) != Some(records.len()) {
+            return Err(wrong(&format!("{count} chunks declared, {} bytes of them", records.len())));
+        }
+        let mut chunks = Vec::with_capacity(count);
+        let mut at = 0u64;
+        for record in records.chunks_exact(CHUNK_RECORD_BYTES) {
+            let len = u64::from(u32_at(record, 0));
+            if !(1..=CHUNK_BYTES_MAX).contains(&len) {
+                return Err(wrong(&format!("a chunk of {len} bytes")));
+            }
+            let (tensor, first, rows) = (u32_at(record, 5), u64_at(record, 9), u64_at(record, 17));
+            let content = match record[4] {
+                0 if at < header_len && (tensor, first, rows) == (0, 0, 0) => Content::Header,
+                // A row has at least one byte.
+                1 if at >= header_len && (1..=len).contains(&rows) => {
+                    let end = first.checked_add(rows).ok_or_else(|| wrong("rows beyond 64 bit"))?;
+                    Content::Rows { tensor, rows: first..end }
+                }
+                2 if at >= header_len && (tensor, first, rows) == (0, 0, 0) => Content::Padding,
+                tag => return Err(wrong(&format!("a chunk of kind {tag} at byte {at}"))),
+            };
+            let hash = record[25..].try_into().map_err(|_| wrong("a hash"))?;
+            // Fewer than 2^32 chunks of 2^20 bytes cannot overflow.
+            chunks.push(Chunk { range: at..at + len, content, hash });
+            at += len;
+            if chunks.last().is_some_and(|c| c.content == Content::Header && at > header_len) {
+                return Err(wrong("a header chunk beyond the header"));
+            }
+        }
+        if at != file_len || header_len > file_len {
+            return Err(wrong(&format!("chunks of {at} bytes for a file of {file_len}")));
+        }
+        Ok(Self { file_len, header_len, chunks })
+    }
+
+    /// Whether this index describes that file's tensors: lengths, and each row range where the file has it.
+    #[must_use]
+    pub fn matches(&self, file: &ModelFile) -> bool {
+        self.file_len == file.file_len()
+            && self.header_len == file.header_range().end
+            && layout(file).into_iter().eq(self.chunks.iter().map(|c| (c.range.clone(), c.content.clone())))
+    }
+}
+
+/// Serialised as its canonical bytes, so that what arrives has passed [`ShardIndex::decode`].
+impl Serialize for ShardIndex {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.encode().serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for ShardIndex {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::decode(&Vec::<u8>::deserialize(deserializer)?).map_err(serde::de::Error::custom)
+    }
+}
+
+/// The chunks of a file by its header alone.
+fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
+    let mut chunks = Vec::new();
+    split(&mut chunks, file.header_range(), &Content::Header);
+    let data = file.tensors().first().map_or(file.file_len(), |t| t.range.start);
+    split(&mut chunks, file.header_range().end..data, &Content::Padding);
+    let starts = file.tensors().iter().skip(1).map(|t| t.range.start).chain([file.file_len()]);
+    for ((number, tensor), next) in file.tensors().iter().enumerate().zip(starts) {
+        let (row_bytes, rows) = (tensor.row_bytes(), tensor.rows as u64);
+        // Rows of at most one chunk each: checked when the file was opened.
+        let step = (CHUNK_BYTES_MAX / row_bytes).max(1);
+        for first in (0..rows).step_by(step as usize) {
+            let last = rows.min(first + step);
+            let range = tensor.range.start + first * row_bytes..tensor.range.start + last * row_bytes;
+            chunks.push((range, Content::Rows { tensor: number as u32, rows: first..last }));
+        }
+        match chunks.last_mut() {
+            Some((range, _)) if next - range.start <= CHUNK_BYTES_MAX => range.end = next,
+            Some(_) | None => split(&mut chunks, tensor.range.end..next, &Content::Padding),
+        }
+    }
+    chunks
+}
+
+fn split(chunks: &mut Vec<(Range<u64>, Content)>, range: Range<u64>, content: &Content) {
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min(start + CHUNK_BYTES_MAX);
+        chunks.push((start..end, content.clone()));
+        start = end;
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+/// Why there is no index.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum IndexError {
+    /// The file has holes.
+    #[error("a file with holes cannot be indexed; expected the complete file")]
+    Partial,
+    /// The bytes are no index.
+    #[error("malformed shard index: {0}")]
+    Malformed(String),
+}
+
+#[cfg(test)]
+mod tests;
