@@ -9,11 +9,18 @@ extern crate alloc;
 pub mod admission;
 pub mod codec;
 pub mod config;
+pub mod failover;
 pub mod id;
 pub mod input;
+pub mod job;
 pub mod limits;
 pub mod liveness;
 pub mod membership;
 pub mod message;
+pub mod node;
 pub mod output;
+pub mod pipeline;
+pub mod placement;
 pub mod time;
+
+pub use node::Node;

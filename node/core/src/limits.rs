@@ -30,6 +30,10 @@ pub const CHUNK_POSITIONS_MAX: u32 = 512;
 pub const CHUNKS_IN_FLIGHT_MAX: u32 = 4;
 /// Frames a stage keeps for a request it does not know yet (its `Open` travels on another stream).
 pub const PARKED_FRAMES_MAX: usize = 64;
+/// Frames a stage accepts ahead of its executor: all chunks in flight of all sequences, and a decode step each.
+pub const STAGE_QUEUE_MAX: usize = SEQUENCES_MAX as usize * (CHUNKS_IN_FLIGHT_MAX as usize + 1);
+/// Ended requests a stage remembers, so that their late frames open no cache: far more than can be on the way at once.
+pub const CLOSED_REQUESTS_MAX: usize = 512;
 /// How often peers that share a job tell each other that they live.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
 /// Silence after which a neighbour counts as crashed: six heartbeats.
@@ -40,3 +44,19 @@ pub const DEGRADED_MAX: Duration = Duration::from_secs(30);
 pub const ORPHAN_MAX: Duration = Duration::from_secs(10);
 /// Push-pull of full member state with one random peer.
 pub const PUSH_PULL: Duration = Duration::from_secs(30);
+/// How often the head repeats a `Prepare` that was not answered: a connection may have broken under it.
+pub const PREPARE_RETRY: Duration = Duration::from_secs(1);
+/// How long a request may make no progress, at least, before the head sends it again from its log.
+pub const WATCHDOG_MIN: Duration = Duration::from_secs(2);
+/// Times a request is sent again under one epoch before the job is placed anew.
+pub const RESENDS_MAX: u32 = 3;
+/// Placements that failed because of one request's work before that request is given up: it may be what breaks them.
+pub const REQUEST_STRIKES_MAX: u32 = 3;
+/// Attempts to place a job in a row before it counts as degraded and waits for the mesh to change.
+pub const PLACE_ATTEMPTS_MAX: u32 = 8;
+/// How often a degraded job looks for a plan even if nothing seems to have changed.
+pub const DEGRADED_RETRY: Duration = Duration::from_secs(1);
+/// How long a node that failed a job is left out of its plans, unless it comes back as a new member before.
+pub const EXCLUDED: Duration = Duration::from_secs(10);
+/// How long a stage may go on reporting a neighbour silent that the head itself hears, before their link counts as cut.
+pub const LINK_CUT: Duration = Duration::from_secs(1);

@@ -1,0 +1,228 @@
+//! Which loss means that a job must be placed anew, and which nodes stay out of its next plan.
+//!
+//! Evidence comes from several places (the head's own leases, neighbours' reports, SWIM, the executor); this machine
+//! weighs it for the jobs of which this node is the head. Replay itself is `job`'s: it holds the token log.
+//! Next: `job.rs`.
+use crate::id::{JobId, NodeId};
+use crate::limits::{EXCLUDED, LINK_CUT};
+use crate::output::DownReason;
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+
+/// What failover decides.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FailoverOutput {
+    /// A participant is lost: tell people.
+    Lost { job: JobId, node: NodeId, silent_ms: u64 },
+    /// Place the job anew without the excluded nodes.
+    Replan { job: JobId },
+    /// An executor failed under the job's requests.
+    Strike { job: JobId, reason: String },
+    /// For the log.
+    Refused { from: NodeId, what: String },
+}
+
+/// The participants of the jobs headed here, and who of them is not to be used.
+#[derive(Debug, Default)]
+pub struct Failover {
+    jobs: BTreeMap<JobId, Guard>,
+    out: VecDeque<FailoverOutput>,
+}
+
+#[derive(Debug, Default)]
+struct Guard {
+    participants: BTreeSet<NodeId>,
+    excluded: BTreeMap<NodeId, Instant>,
+    /// Since when a neighbour has reported a node silent that this head hears.
+    reported: BTreeMap<NodeId, Instant>,
+    /// When an executor failed last, per node.
+    failed: BTreeMap<NodeId, Instant>,
+}
+
+impl Failover {
+    /// A job has these participants from now on.
+    pub fn handle_placed(&mut self, job: JobId, participants: impl IntoIterator<Item = NodeId>) {
+        let guard = self.jobs.entry(job).or_default();
+        guard.participants = participants.into_iter().collect();
+        guard.reported.clear();
+    }
+
+    /// A job is over.
+    pub fn handle_ended(&mut self, job: JobId) {
+        self.jobs.remove(&job);
+    }
+
+    /// The head's own lease on a participant ran out.
+    pub fn handle_silent(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
+        self.lose(now, job, node, silent);
+    }
+
+    /// A participant reports its neighbour silent, or (with no silence) heard again. If this head hears the neighbour
+    /// itself (`heard`), only their link may be cut: the neighbour goes if that has not healed after `LINK_CUT`.
+    pub fn handle_reported(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration, heard: bool) {
+        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        if silent.is_zero() {
+            guard.reported.remove(&node);
+        } else if heard {
+            guard.reported.entry(node).or_insert(now);
+        } else {
+            self.lose(now, job, node, silent);
+        }
+    }
+
+    /// Links that did not heal.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        let due = |(&job, guard): (&JobId, &Guard)| {
+            let cut = guard.reported.iter().find(|&(_, &since)| now.since(since) >= LINK_CUT);
+            cut.map(|(&node, &since)| (job, node, now.since(since)))
+        };
+        let cut: Vec<_> = self.jobs.iter().filter_map(due).collect();
+        for (job, node, silent) in cut {
+            self.lose(now, job, node, silent);
+        }
+    }
+
+    /// When the next of them is due.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let reported = self.jobs.values().flat_map(|guard| guard.reported.values());
+        reported.min().map(|&since| (since + LINK_CUT, "failover: a link may be cut"))
+    }
+
+    /// SWIM says that a member is gone. A fresh lease (`heard`) outranks it, unless the node said so itself.
+    pub fn handle_peer_down(&mut self, now: Instant, node: NodeId, reason: DownReason, heard: bool) {
+        if reason == DownReason::Failed && heard {
+            return;
+        }
+        let takes_part = self.jobs.iter().filter(|(_, guard)| guard.participants.contains(&node));
+        let lost: Vec<JobId> = takes_part.map(|(&job, _)| job).collect();
+        for job in lost {
+            self.lose(now, job, node, Duration::ZERO);
+        }
+    }
+
+    /// A node joined, or came back: it may be used again.
+    pub fn handle_peer_up(&mut self, node: NodeId) {
+        for guard in self.jobs.values_mut() {
+            guard.excluded.remove(&node);
+        }
+    }
+
+    /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device.
+    pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, reason: String) {
+        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        let again = guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
+        if again {
+            guard.excluded.insert(node, now + EXCLUDED);
+        }
+        let what = format!("stage of job {:x} failed: {reason}", job.0);
+        self.out.push_back(FailoverOutput::Refused { from: node, what });
+        self.out.push_back(FailoverOutput::Strike { job, reason });
+        self.out.push_back(FailoverOutput::Replan { job });
+    }
+
+    /// A participant could not hold its stage.
+    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
+        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        guard.excluded.insert(node, now + EXCLUDED);
+        let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
+        self.out.push_back(FailoverOutput::Refused { from: node, what });
+        self.out.push_back(FailoverOutput::Replan { job });
+    }
+
+    fn lose(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
+        let Some(guard) = self.jobs.get_mut(&job) else { return };
+        if !guard.participants.remove(&node) {
+            return;
+        }
+        guard.reported.remove(&node);
+        guard.excluded.insert(node, now + EXCLUDED);
+        let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
+        self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
+        self.out.push_back(FailoverOutput::Replan { job });
+    }
+
+    /// Who must not be in the job's next plan.
+    pub fn excluded(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
+        let excluded = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.excluded);
+        excluded.filter(move |&(_, &until)| now < until).map(|(&node, _)| node)
+    }
+
+    /// The next decision.
+    pub fn poll_output(&mut self) -> Option<FailoverOutput> {
+        self.out.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::LEASE;
+    use alloc::vec;
+
+    const JOB: JobId = JobId(7);
+    const A: NodeId = NodeId([1; 16]);
+    const B: NodeId = NodeId([2; 16]);
+
+    fn at(ms: u64) -> Instant {
+        Instant(0) + Duration::from_millis(ms)
+    }
+
+    fn guarded() -> Failover {
+        let mut failover = Failover::default();
+        failover.handle_placed(JOB, [A, B]);
+        failover
+    }
+
+    fn outputs(failover: &mut Failover) -> Vec<FailoverOutput> {
+        core::iter::from_fn(|| failover.poll_output()).collect()
+    }
+
+    #[test]
+    fn a_lost_node_is_lost_once_and_stays_out_until_it_comes_back() {
+        let mut failover = guarded();
+        failover.handle_silent(at(0), JOB, A, LEASE);
+        failover.handle_silent(at(1), JOB, A, LEASE);
+        assert_eq!(
+            outputs(&mut failover),
+            vec![FailoverOutput::Lost { job: JOB, node: A, silent_ms: 300 }, FailoverOutput::Replan { job: JOB }]
+        );
+        assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![A]);
+        failover.handle_peer_up(A);
+        assert_eq!(failover.excluded(at(3), JOB).count(), 0);
+    }
+
+    #[test]
+    fn a_fresh_lease_outranks_swim_but_not_a_goodbye() {
+        let mut failover = guarded();
+        failover.handle_peer_down(at(0), A, DownReason::Failed, true);
+        assert_eq!(outputs(&mut failover), vec![]);
+        failover.handle_peer_down(at(0), A, DownReason::Left, true);
+        assert_eq!(outputs(&mut failover).len(), 2);
+        failover.handle_peer_down(at(0), B, DownReason::Failed, false);
+        assert_eq!(outputs(&mut failover).len(), 2);
+    }
+
+    #[test]
+    fn a_link_that_heals_in_time_costs_nobody_a_place() {
+        let mut failover = guarded();
+        failover.handle_reported(at(0), JOB, B, LEASE, true);
+        failover.handle_reported(at(900), JOB, B, Duration::ZERO, true);
+        failover.handle_wakeup(at(1000));
+        assert_eq!(outputs(&mut failover), vec![]);
+        failover.handle_reported(at(2000), JOB, B, LEASE, true);
+        assert_eq!(failover.next_wakeup().map(|(at, _)| at), Some(at(3000)));
+        failover.handle_wakeup(at(3000));
+        assert_eq!(outputs(&mut failover).len(), 2);
+    }
+
+    #[test]
+    fn a_device_that_fails_twice_is_left_out() {
+        let mut failover = guarded();
+        failover.handle_stage_failed(at(0), JOB, A, "out of memory".into());
+        assert_eq!(failover.excluded(at(1), JOB).count(), 0);
+        failover.handle_stage_failed(at(500), JOB, A, "out of memory".into());
+        assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);
+    }
+}

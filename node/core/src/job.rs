@@ -1,0 +1,309 @@
+//! The head side of jobs: from `Deploy` over plan, epoch and `Prepare` to a served model, and its requests.
+//!
+//! The head is the node whose API took the job. It mints the job's epochs, keeps the token log of every request, and
+//! tells its callers each token once. It may or may not hold a stage itself. Next: `job/model_job.rs`, then
+//! `job/requests.rs`.
+mod model_job;
+mod requests;
+mod stream;
+
+use crate::id::{CallId, Epoch, Generation, JobId, NodeId, RequestId};
+use crate::input::{ModelSpec, Request};
+use crate::limits::JOBS_MAX;
+use crate::message::{FrameHeader, Message};
+use crate::output::{DoneReason, Event, Record};
+use crate::time::Instant;
+use alloc::boxed::Box;
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+use model_job::ModelJob;
+pub use model_job::{JobState, JobView};
+use partitioner::{Plan, PlanError, Work};
+
+/// Top byte of this machine's `Plan` tokens and `Persist` sequence numbers, so that the router knows whose answer comes.
+pub const JOB_TAG: u64 = 2 << 56;
+
+/// What the jobs want done.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobOutput {
+    /// Plan this work on the present fleet. `resident` bytes of a node are this job's own, and free for its next plan.
+    Plan { token: u64, job: Option<JobId>, work: Box<Work>, resident: Vec<(NodeId, u64)>, losses: bool },
+    /// Write a record; nothing depends on it until `handle_persisted`.
+    Persist { seq: u64, record: Record },
+    /// A message to a participant.
+    Message { to: NodeId, message: Message },
+    /// Tokens into the first stage.
+    Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32> },
+    /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
+    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId> },
+    /// The job is over.
+    Unwatch { job: JobId },
+    /// For callers and logs.
+    Notify(Event),
+}
+
+/// All jobs of which this node is the head.
+#[derive(Debug)]
+pub struct Jobs {
+    me: NodeId,
+    generation: Generation,
+    jobs: BTreeMap<JobId, ModelJob>,
+    /// Where each running call's request is. Ended calls are removed when their `Done` is told.
+    calls: BTreeMap<CallId, JobId>,
+    /// Who waits for which plan.
+    plan_calls: BTreeMap<u64, CallId>,
+    jobs_made: u64,
+    ids: Ids,
+    leaving: bool,
+    out: VecDeque<JobOutput>,
+}
+
+/// Counters for tokens and sequence numbers.
+#[derive(Debug, Default)]
+struct Ids {
+    last: u64,
+}
+
+impl Ids {
+    fn next(&mut self) -> u64 {
+        self.last += 1;
+        JOB_TAG | self.last
+    }
+}
+
+impl Jobs {
+    /// No jobs yet.
+    pub fn new(me: NodeId, generation: Generation) -> Self {
+        Jobs {
+            me,
+            generation,
+            jobs: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            plan_calls: BTreeMap::new(),
+            jobs_made: 0,
+            ids: Ids::default(),
+            leaving: false,
+            out: VecDeque::new(),
+        }
+    }
+
+    /// A caller wants a model served, or only a plan.
+    pub fn handle_deploy(&mut self, now: Instant, call: CallId, model: ModelSpec, plan_only: bool) {
+        if plan_only {
+            let token = self.ids.next();
+            self.plan_calls.insert(token, call);
+            let work = Box::new(model.work);
+            self.out.push_back(JobOutput::Plan { token, job: None, work, resident: Vec::new(), losses: true });
+            return;
+        }
+        if let Some(job) = self.jobs.values_mut().find(|job| job.serves(&model)) {
+            return job.add_caller(call, &mut self.out);
+        }
+        self.jobs_made += 1;
+        let id = self.job_id(self.jobs_made);
+        if self.leaving || self.jobs.len() >= JOBS_MAX {
+            let reason =
+                if self.leaving { "this node is leaving".into() } else { format!("{JOBS_MAX} jobs run here already") };
+            return self.out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job: id, reason }));
+        }
+        let mut job = ModelJob::new(id, self.me, call, model);
+        job.replan(now, &mut self.ids, &mut self.out);
+        self.jobs.insert(id, job);
+    }
+
+    /// Hash of (head, its generation, a counter): no other node or life makes the same.
+    fn job_id(&self, counter: u64) -> JobId {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.me.0).update(&self.generation.0.to_le_bytes()).update(&counter.to_le_bytes());
+        let mut id = [0; 8];
+        id.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+        JobId(u64::from_le_bytes(id))
+    }
+
+    /// The planner answered.
+    pub fn handle_planned(&mut self, now: Instant, token: u64, result: Result<Box<Plan>, PlanError>) {
+        if let Some(call) = self.plan_calls.remove(&token) {
+            return self.out.push_back(JobOutput::Notify(Event::PlanReady { call, result }));
+        }
+        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_plan(token)) {
+            job.handle_planned(now, result, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// A record is on disk.
+    pub fn handle_persisted(&mut self, now: Instant, seq: u64) {
+        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_disk(seq)) {
+            job.handle_persisted(now, &mut self.out);
+        }
+    }
+
+    /// A participant holds its stage.
+    pub fn handle_prepared(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, bytes: u64) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.handle_prepared(now, from, epoch, bytes, &mut self.out);
+        }
+    }
+
+    /// The last stage chose a token.
+    #[expect(clippy::too_many_arguments, reason = "the fields of one message")]
+    pub fn handle_token(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        epoch: Epoch,
+        request: RequestId,
+        position: u32,
+        token: u32,
+    ) {
+        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_last_stage(from, epoch)) {
+            job.requests.handle_token(now, request, position, token, &mut self.out);
+        }
+    }
+
+    /// Positions before `position` are in every cache.
+    pub fn handle_progress(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        epoch: Epoch,
+        request: RequestId,
+        position: u32,
+    ) {
+        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_last_stage(from, epoch)) {
+            job.requests.handle_progress(now, request, position, &mut self.out);
+        }
+    }
+
+    /// A stage misses positions.
+    pub fn handle_gap(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, request: RequestId, have: u32) {
+        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_stage(from, epoch)) {
+            job.requests.handle_gap(now, request, have, &mut self.out);
+        }
+    }
+
+    /// A stage knows a higher epoch than this head: it outlived something this head forgot. Mint above it.
+    pub fn handle_stale(&mut self, now: Instant, job: JobId, theirs: Epoch) {
+        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.epoch() < theirs) {
+            job.skip_epochs(theirs);
+            job.replan(now, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// A connection stands again after it had broken.
+    pub fn handle_reconnected(&mut self, now: Instant, node: NodeId) {
+        for job in self.jobs.values_mut() {
+            job.handle_reconnected(now, node, &mut self.out);
+        }
+    }
+
+    /// Something of the present placement is lost: place the job anew.
+    pub fn handle_replan(&mut self, now: Instant, job: JobId) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.replan(now, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// An executor failed under the job's running requests.
+    pub fn handle_strike(&mut self, now: Instant, job: JobId, reason: &str) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.requests.strike(now, reason, &mut self.out);
+        }
+    }
+
+    /// A node is gone for good, with all it held.
+    pub fn handle_peer_down(&mut self, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.forget_resident(node));
+    }
+
+    /// A member joined, or memory became free: degraded jobs look for a plan again.
+    pub fn handle_fleet_changed(&mut self, now: Instant) {
+        for job in self.jobs.values_mut().filter(|job| job.is_degraded()) {
+            job.replan(now, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// A caller submits a request.
+    pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
+        let refusal = match self.jobs.get_mut(&job) {
+            None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
+            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: send it elsewhere".into()),
+            Some(found) => {
+                if found.requests.submit(now, call, request, &mut self.out) {
+                    self.calls.insert(call, job);
+                }
+                return;
+            }
+        };
+        self.out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+    }
+
+    /// A caller has enough, or went away. Also ends a caller's wait for a deploy.
+    pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
+        self.plan_calls.retain(|_, waiting| *waiting != call);
+        self.jobs.values_mut().for_each(|job| job.forget_caller(call));
+        if let Some(job) = self.calls.get(&call).and_then(|job| self.jobs.get_mut(job)) {
+            job.requests.cancel(now, call, &mut self.out);
+        }
+    }
+
+    /// A caller ends a job.
+    pub fn handle_undeploy(&mut self, id: JobId) {
+        if let Some(mut job) = self.jobs.remove(&id) {
+            job.end("the job was ended", &mut self.out);
+        }
+    }
+
+    /// Takes no new work; each job ends with its last request.
+    pub fn handle_leave(&mut self) {
+        self.leaving = true;
+        self.end_idle_when_leaving();
+    }
+
+    fn end_idle_when_leaving(&mut self) {
+        if !self.leaving {
+            return;
+        }
+        let idle: Vec<JobId> = self.jobs.iter().filter(|(_, job)| job.requests.is_empty()).map(|(&id, _)| id).collect();
+        idle.into_iter().for_each(|id| self.handle_undeploy(id));
+    }
+
+    /// Watchdogs, retries and the end of patience.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        for job in self.jobs.values_mut() {
+            job.handle_wakeup(now, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// When the next of them is due.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        self.jobs.values().filter_map(ModelJob::next_wakeup).min()
+    }
+
+    /// The next thing to do.
+    pub fn poll_output(&mut self) -> Option<JobOutput> {
+        let output = self.out.pop_front()?;
+        if let JobOutput::Notify(Event::Done { call, .. }) = &output {
+            self.calls.remove(call);
+            self.end_idle_when_leaving();
+        }
+        Some(output)
+    }
+
+    /// Whether this node is the head of the job, and its epoch.
+    pub fn epoch_of(&self, job: JobId) -> Option<Epoch> {
+        self.jobs.get(&job).map(ModelJob::epoch)
+    }
+
+    /// All jobs, for status pages.
+    pub fn views(&self) -> impl Iterator<Item = JobView> + '_ {
+        self.jobs.values().map(ModelJob::view)
+    }
+}
+
+/// What went wrong with a placement, for people.
+fn reason_of(error: &PlanError) -> String {
+    format!("{error}")
+}

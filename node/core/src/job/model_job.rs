@@ -1,0 +1,391 @@
+//! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
+use super::requests::{Requests, Track};
+use super::{Ids, JobOutput, reason_of};
+use crate::id::{CallId, Epoch, JobId, NodeId};
+use crate::input::ModelSpec;
+use crate::limits::{CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX};
+use crate::message::{Message, Prepare};
+use crate::output::{DoneReason, Event, Record};
+use crate::time::Instant;
+use alloc::boxed::Box;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+use core::ops::Range;
+use partitioner::{Plan, PlanError};
+
+type Out = VecDeque<JobOutput>;
+
+/// A model being served, or on the way there.
+///
+/// Invariants: the epoch only grows, and nothing is sent under it before it is on disk; requests are sent only while
+/// `Ready`.
+#[derive(Debug)]
+pub(super) struct ModelJob {
+    id: JobId,
+    model: ModelSpec,
+    /// Callers of `Deploy` that have had no answer.
+    callers: Vec<CallId>,
+    /// The highest epoch minted.
+    epoch: Epoch,
+    state: State,
+    pub(super) requests: Requests,
+    /// Bytes that nodes hold for this job, as they said.
+    resident: BTreeMap<NodeId, u64>,
+    /// Placements tried since the job was last ready.
+    attempts: u32,
+    /// Since when there has been no plan; none once it is ready again.
+    degraded: Option<Degraded>,
+}
+
+#[derive(Debug)]
+enum State {
+    Planning { token: u64 },
+    Minting { seq: u64, plan: Box<Plan> },
+    Preparing { plan: Box<Plan>, missing: BTreeSet<NodeId>, retry_at: Instant },
+    Ready { plan: Box<Plan> },
+    Degraded { retry_at: Instant },
+}
+
+#[derive(Debug)]
+struct Degraded {
+    since: Instant,
+    reason: String,
+}
+
+/// Where a job stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobState {
+    /// Waiting for the planner or the disk.
+    Planning,
+    /// Stages are being loaded.
+    Loading,
+    /// Requests run.
+    Ready,
+    /// There is no plan; requests wait.
+    Degraded,
+}
+
+/// A job as status pages show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobView {
+    /// Which.
+    pub job: JobId,
+    /// Model name.
+    pub name: String,
+    /// Model content.
+    pub content: crate::id::ContentId,
+    /// Present epoch.
+    pub epoch: Epoch,
+    /// Where it stands.
+    pub state: JobState,
+    /// Why it is degraded, if it is.
+    pub reason: Option<String>,
+    /// Nodes and layers, first to last; empty while there is no plan.
+    pub stages: Vec<(NodeId, Range<u32>)>,
+    /// Predicted nanoseconds per token; 0 while there is no plan.
+    pub token_ns: u64,
+    /// Requests in slots.
+    pub running: usize,
+    /// Requests in the queue.
+    pub waiting: usize,
+}
+
+impl ModelJob {
+    pub(super) fn new(id: JobId, me: NodeId, caller: CallId, model: ModelSpec) -> Self {
+        let sequences = model.work.sequences.clamp(1, SEQUENCES_MAX);
+        let context = model.work.context.clamp(1, CONTEXT_MAX);
+        ModelJob {
+            id,
+            requests: Requests::new(id, sequences, context, model.eos.clone()),
+            model,
+            callers: Vec::from([caller]),
+            epoch: Epoch { counter: 0, minter: me },
+            state: State::Planning { token: 0 },
+            resident: BTreeMap::new(),
+            attempts: 0,
+            degraded: None,
+        }
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Whether this job is the very model another caller asks for.
+    pub(super) fn serves(&self, model: &ModelSpec) -> bool {
+        self.model == *model
+    }
+
+    /// One more caller waits for the job, or is answered at once.
+    pub(super) fn add_caller(&mut self, call: CallId, out: &mut Out) {
+        let (job, epoch) = (self.id, self.epoch);
+        match (&self.state, &self.degraded) {
+            (State::Ready { .. }, _) => {
+                out.push_back(JobOutput::Notify(Event::JobReady { call: Some(call), job, epoch }));
+            }
+            (State::Degraded { .. }, Some(degraded)) => {
+                let reason = degraded.reason.clone();
+                out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason }));
+            }
+            (State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. }, _) => {
+                self.callers.push(call);
+            }
+        }
+    }
+
+    pub(super) fn forget_caller(&mut self, call: CallId) {
+        self.callers.retain(|waiting| *waiting != call);
+    }
+
+    pub(super) fn forget_resident(&mut self, node: NodeId) {
+        self.resident.remove(&node);
+    }
+
+    pub(super) fn is_degraded(&self) -> bool {
+        matches!(self.state, State::Degraded { .. })
+    }
+
+    /// A peer knows a higher epoch than was minted here: never mint at or below it.
+    pub(super) fn skip_epochs(&mut self, theirs: Epoch) {
+        self.epoch.counter = self.epoch.counter.max(theirs.counter);
+    }
+
+    /// Stops what runs and asks for a plan.
+    pub(super) fn replan(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
+        self.requests.stop();
+        if !self.is_degraded() {
+            self.attempts += 1;
+            if self.attempts > PLACE_ATTEMPTS_MAX {
+                self.attempts = 0;
+                let reason = format!("{PLACE_ATTEMPTS_MAX} placements in a row came to nothing");
+                return self.degrade(now, reason, out);
+            }
+        }
+        let token = ids.next();
+        self.state = State::Planning { token };
+        let resident = self.resident.iter().map(|(&node, &bytes)| (node, bytes)).collect();
+        let work = Box::new(self.model.work.clone());
+        out.push_back(JobOutput::Plan { token, job: Some(self.id), work, resident, losses: false });
+    }
+
+    pub(super) fn waits_for_plan(&self, token: u64) -> bool {
+        matches!(self.state, State::Planning { token: waiting } if waiting == token)
+    }
+
+    pub(super) fn handle_planned(
+        &mut self,
+        now: Instant,
+        result: Result<Box<Plan>, PlanError>,
+        ids: &mut Ids,
+        out: &mut Out,
+    ) {
+        match result {
+            Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
+            Ok(plan) => {
+                self.epoch.counter += 1;
+                let seq = ids.next();
+                self.state = State::Minting { seq, plan };
+                let record = Record::Epoch { job: self.id, epoch: self.epoch };
+                out.push_back(JobOutput::Persist { seq, record });
+            }
+            Err(error) => self.degrade(now, reason_of(&error), out),
+        }
+    }
+
+    /// There is no plan: requests wait for a while, callers of `Deploy` are told why.
+    fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
+        self.requests.stop();
+        self.state = State::Degraded { retry_at: now + DEGRADED_RETRY };
+        let (since, news) = match &self.degraded {
+            Some(known) => (known.since, known.reason != reason),
+            None => (now, true),
+        };
+        for call in self.take_callers(news) {
+            let event = Event::JobDegraded { call, job: self.id, reason: reason.clone() };
+            out.push_back(JobOutput::Notify(event));
+        }
+        self.degraded = Some(Degraded { since, reason });
+    }
+
+    /// Whom to tell: every caller that waits, else (if it is news) everybody once.
+    fn take_callers(&mut self, news: bool) -> Vec<Option<CallId>> {
+        let callers: Vec<Option<CallId>> = core::mem::take(&mut self.callers).into_iter().map(Some).collect();
+        if callers.is_empty() && news { Vec::from([None]) } else { callers }
+    }
+
+    pub(super) fn waits_for_disk(&self, seq: u64) -> bool {
+        matches!(self.state, State::Minting { seq: waiting, .. } if waiting == seq)
+    }
+
+    /// The epoch is on disk: it may be told now.
+    pub(super) fn handle_persisted(&mut self, now: Instant, out: &mut Out) {
+        // `replan` sets the token that counts; this placeholder is replaced just below.
+        let State::Minting { plan, .. } = core::mem::replace(&mut self.state, State::Planning { token: 0 }) else {
+            return;
+        };
+        let (job, epoch) = (self.id, self.epoch);
+        let nodes: BTreeSet<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
+        out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, plan: plan.clone() }));
+        out.push_back(JobOutput::Watch { job, epoch, nodes: nodes.iter().copied().collect() });
+        self.state = State::Preparing { plan, missing: nodes, retry_at: now + PREPARE_RETRY };
+        self.send_prepares(out);
+    }
+
+    /// Asks every participant that has not answered.
+    fn send_prepares(&self, out: &mut Out) {
+        let State::Preparing { plan, missing, .. } = &self.state else { return };
+        let route: Vec<(NodeId, Range<u32>)> = route_of(plan);
+        for (at, stage) in plan.stages().iter().enumerate() {
+            let to = NodeId::from(stage.device);
+            if !missing.contains(&to) {
+                continue;
+            }
+            let prepare = Prepare {
+                content: self.model.content,
+                name: self.model.name.clone(),
+                route: route.clone(),
+                stage: u16::try_from(at).unwrap_or(u16::MAX),
+                sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
+                context: self.model.work.context.clamp(1, CONTEXT_MAX),
+                width: self.model.width,
+                int8: self.model.int8,
+                bytes_max: stage.bytes,
+            };
+            out.push_back(JobOutput::Message {
+                to,
+                message: Message::Prepare { job: self.id, epoch: self.epoch, prepare },
+            });
+        }
+    }
+
+    /// A participant holds its stage; when all do, the job is ready.
+    pub(super) fn handle_prepared(&mut self, now: Instant, from: NodeId, epoch: Epoch, bytes: u64, out: &mut Out) {
+        if epoch != self.epoch {
+            return;
+        }
+        let State::Preparing { missing, .. } = &mut self.state else { return };
+        if !missing.remove(&from) {
+            return;
+        }
+        let all = missing.is_empty();
+        self.resident.insert(from, bytes);
+        if all {
+            self.become_ready(now, out);
+        }
+    }
+
+    fn become_ready(&mut self, now: Instant, out: &mut Out) {
+        let State::Preparing { plan, .. } = core::mem::replace(&mut self.state, State::Planning { token: 0 }) else {
+            return;
+        };
+        let (job, epoch) = (self.id, self.epoch);
+        let stages: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
+        let send = |to: NodeId, message: Message| JobOutput::Message { to, message };
+        out.extend(stages.iter().map(|&to| send(to, Message::Go { job, epoch })));
+        // Whoever held a stage before and has none now may drop it.
+        let former: Vec<NodeId> = self.resident.keys().filter(|node| !stages.contains(node)).copied().collect();
+        for node in former {
+            self.resident.remove(&node);
+            out.push_back(send(node, Message::End { job, epoch }));
+        }
+        for call in self.take_callers(true) {
+            out.push_back(JobOutput::Notify(Event::JobReady { call, job, epoch }));
+        }
+        self.attempts = 0;
+        self.degraded = None;
+        let track = Track { epoch, stages, token_ns: plan.token_ns() };
+        self.state = State::Ready { plan };
+        self.requests.start(now, track, out);
+    }
+
+    pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        match &self.state {
+            State::Preparing { missing, .. } if missing.contains(&node) => self.send_prepares(out),
+            State::Ready { .. } => self.requests.handle_reconnected(now, node, out),
+            State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
+        }
+    }
+
+    pub(super) fn handle_wakeup(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
+        match &mut self.state {
+            State::Preparing { retry_at, .. } if *retry_at <= now => {
+                *retry_at = now + PREPARE_RETRY;
+                self.send_prepares(out);
+            }
+            State::Ready { .. } => {
+                if let Some(reason) = self.requests.handle_wakeup(now, out) {
+                    self.requests.strike(now, &reason, out);
+                    self.replan(now, ids, out);
+                }
+            }
+            State::Degraded { retry_at } if *retry_at <= now => {
+                self.give_up_waiting(now, out);
+                self.replan(now, ids, out);
+            }
+            State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
+        }
+    }
+
+    /// Fails the requests that have waited for a plan for too long.
+    fn give_up_waiting(&mut self, now: Instant, out: &mut Out) {
+        let Some(degraded) = self.degraded.as_ref().filter(|degraded| now.since(degraded.since) >= DEGRADED_MAX) else {
+            return;
+        };
+        self.requests.fail_all(&DoneReason::Failed(degraded.reason.clone()), out);
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        match &self.state {
+            State::Preparing { retry_at, .. } => Some((*retry_at, "job: a stage has not answered Prepare")),
+            State::Ready { .. } => self.requests.next_wakeup().map(|at| (at, "job: a request makes no progress")),
+            State::Degraded { retry_at } => Some((*retry_at, "job: there is no plan")),
+            State::Planning { .. } | State::Minting { .. } => None,
+        }
+    }
+
+    /// Ends the job everywhere.
+    pub(super) fn end(&mut self, why: &str, out: &mut Out) {
+        self.requests.fail_all(&DoneReason::Failed(why.into()), out);
+        let (job, epoch) = (self.id, self.epoch);
+        let mut nodes: BTreeSet<NodeId> = self.resident.keys().copied().collect();
+        nodes.extend(self.plan().into_iter().flat_map(|plan| plan.stages()).map(|stage| NodeId::from(stage.device)));
+        out.extend(nodes.into_iter().map(|to| JobOutput::Message { to, message: Message::End { job, epoch } }));
+        out.push_back(JobOutput::Unwatch { job });
+        for call in core::mem::take(&mut self.callers) {
+            out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.into() }));
+        }
+        out.push_back(JobOutput::Notify(Event::JobEnded { job }));
+    }
+
+    fn plan(&self) -> Option<&Plan> {
+        match &self.state {
+            State::Preparing { plan, .. } | State::Ready { plan } => Some(plan),
+            State::Planning { .. } | State::Minting { .. } | State::Degraded { .. } => None,
+        }
+    }
+
+    pub(super) fn view(&self) -> JobView {
+        let (running, waiting) = self.requests.counts();
+        JobView {
+            job: self.id,
+            name: self.model.name.clone(),
+            content: self.model.content,
+            epoch: self.epoch,
+            state: match &self.state {
+                State::Planning { .. } | State::Minting { .. } => JobState::Planning,
+                State::Preparing { .. } => JobState::Loading,
+                State::Ready { .. } => JobState::Ready,
+                State::Degraded { .. } => JobState::Degraded,
+            },
+            reason: self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone()),
+            stages: self.plan().map(route_of).unwrap_or_default(),
+            token_ns: self.plan().map_or(0, Plan::token_ns),
+            running,
+            waiting,
+        }
+    }
+}
+
+fn route_of(plan: &Plan) -> Vec<(NodeId, Range<u32>)> {
+    plan.stages().iter().map(|stage| (stage.device.into(), stage.layers.clone())).collect()
+}

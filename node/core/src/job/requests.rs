@@ -1,0 +1,299 @@
+//! The requests of one job at its head: a bounded queue, the slots, and what goes to the first and the last stage.
+use super::JobOutput;
+use super::stream::{Stream, Taken};
+use crate::id::{CallId, Epoch, JobId, NodeId, RequestId};
+use crate::input::Request;
+use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
+use crate::message::Message;
+use crate::output::{DoneReason, Event};
+use crate::time::Instant;
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+
+type Out = VecDeque<JobOutput>;
+
+/// Where frames go while the job is ready.
+#[derive(Clone, Debug)]
+pub(super) struct Track {
+    pub(super) epoch: Epoch,
+    /// Nodes of the stages, first to last; never empty.
+    pub(super) stages: Vec<NodeId>,
+    /// Predicted nanoseconds per token, for the watchdog.
+    pub(super) token_ns: u64,
+}
+
+impl Track {
+    fn first(&self) -> NodeId {
+        self.stages[0]
+    }
+    fn last(&self) -> NodeId {
+        self.stages[self.stages.len() - 1]
+    }
+}
+
+/// Queue and slots.
+///
+/// Invariants: at most `slots` streams and `QUEUE_MAX` waiting; every submitted call gets exactly one `Done`, the last
+/// thing told about it.
+#[derive(Debug)]
+pub(super) struct Requests {
+    job: JobId,
+    slots: usize,
+    context: u32,
+    eos: Vec<u32>,
+    next: u64,
+    waiting: VecDeque<(CallId, Request)>,
+    running: BTreeMap<RequestId, Stream>,
+    /// None while the job is being placed.
+    track: Option<Track>,
+}
+
+impl Requests {
+    pub(super) fn new(job: JobId, sequences: u32, context: u32, eos: Vec<u32>) -> Self {
+        Requests {
+            job,
+            slots: sequences.clamp(1, SEQUENCES_MAX) as usize,
+            context,
+            eos,
+            next: 0,
+            waiting: VecDeque::new(),
+            running: BTreeMap::new(),
+            track: None,
+        }
+    }
+
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.running.len(), self.waiting.len())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Takes a request, or says why not. True if it was taken.
+    pub(super) fn submit(&mut self, now: Instant, call: CallId, request: Request, out: &mut Out) -> bool {
+        let prompt_max = self.context.saturating_sub(1);
+        let refusal = if request.prompt.is_empty() {
+            DoneReason::Invalid("the prompt is empty: send at least one token".into())
+        } else if request.prompt.len() > prompt_max as usize {
+            DoneReason::Invalid(format!(
+                "the prompt has {} tokens, the context of this model is {}: at most {prompt_max} tokens leave room for \
+                 an answer; shorten the prompt or serve the model with a larger context",
+                request.prompt.len(),
+                self.context
+            ))
+        } else if request.max_tokens == 0 {
+            DoneReason::Length
+        } else if self.waiting.len() >= QUEUE_MAX {
+            DoneReason::Busy
+        } else {
+            self.waiting.push_back((call, request));
+            self.fill_slots(now, out);
+            return true;
+        };
+        out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+        false
+    }
+
+    /// The caller has enough.
+    pub(super) fn cancel(&mut self, now: Instant, call: CallId, out: &mut Out) {
+        if let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == call) {
+            self.waiting.remove(at);
+            done(call, DoneReason::Cancelled, out);
+        } else if let Some(id) = self.running.values().find(|stream| stream.call == call).map(|stream| stream.id) {
+            self.finish(now, id, DoneReason::Cancelled, out);
+        }
+    }
+
+    /// Ends a running request: its caches are freed on every stage, the next in the queue gets its slot.
+    fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
+        let Some(stream) = self.running.remove(&id) else { return };
+        if let Some(track) = &self.track {
+            let close = Message::Close { job: self.job, epoch: track.epoch, request: id };
+            out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
+        }
+        done(stream.call, reason, out);
+        self.fill_slots(now, out);
+    }
+
+    fn fill_slots(&mut self, now: Instant, out: &mut Out) {
+        while self.running.len() < self.slots && self.track.is_some() {
+            let Some((call, request)) = self.waiting.pop_front() else { return };
+            let id = RequestId(self.next);
+            self.next += 1;
+            self.running.insert(id, Stream::new(now, id, call, request));
+            self.open(id, out);
+            self.pump(id, out);
+        }
+    }
+
+    /// The job is ready under a new epoch: every running request is replayed from its token log, as a prefill.
+    pub(super) fn start(&mut self, now: Instant, track: Track, out: &mut Out) {
+        self.track = Some(track);
+        let ids: Vec<RequestId> = self.running.keys().copied().collect();
+        for id in ids {
+            if let Some(stream) = self.running.get_mut(&id) {
+                stream.restart(now);
+            }
+            self.open(id, out);
+            self.pump(id, out);
+        }
+        self.fill_slots(now, out);
+    }
+
+    /// The job is being placed anew: nothing is sent until `start`.
+    pub(super) fn stop(&mut self) {
+        self.track = None;
+    }
+
+    /// The executor failed under the running requests; one that was there too often is given up, since it may be what
+    /// breaks it.
+    pub(super) fn strike(&mut self, now: Instant, reason: &str, out: &mut Out) {
+        let mut out_of_patience = Vec::new();
+        for stream in self.running.values_mut() {
+            stream.strikes += 1;
+            if stream.strikes >= REQUEST_STRIKES_MAX {
+                out_of_patience.push(stream.id);
+            }
+        }
+        for id in out_of_patience {
+            let reason = format!("placed {REQUEST_STRIKES_MAX} times, failed each time: {reason}");
+            self.finish(now, id, DoneReason::Failed(reason), out);
+        }
+    }
+
+    /// Ends everything; returns the calls that were ended.
+    pub(super) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
+        let close_to = self.track.take();
+        for (id, stream) in core::mem::take(&mut self.running) {
+            if let Some(track) = &close_to {
+                let close = Message::Close { job: self.job, epoch: track.epoch, request: id };
+                out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
+            }
+            done(stream.call, reason.clone(), out);
+        }
+        for (call, _) in core::mem::take(&mut self.waiting) {
+            done(call, reason.clone(), out);
+        }
+        self.track = close_to;
+    }
+
+    fn open(&self, id: RequestId, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
+        let message = Message::Open {
+            job: self.job,
+            epoch: track.epoch,
+            request: id,
+            sampling: stream.request.sampling,
+            tokens: stream.tokens().to_vec(),
+        };
+        out.push_back(JobOutput::Message { to: track.last(), message });
+    }
+
+    fn pump(&mut self, id: RequestId, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
+        while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch) {
+            out.push_back(JobOutput::Frame { to: track.first(), header, tokens });
+        }
+    }
+
+    /// Whether an answer under this epoch, from this node, comes from the last stage of the present track.
+    pub(super) fn is_last_stage(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.last() == from)
+    }
+
+    /// Whether it comes from any stage of the present track.
+    pub(super) fn is_stage(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.stages.contains(&from))
+    }
+
+    pub(super) fn handle_token(&mut self, now: Instant, id: RequestId, position: u32, token: u32, out: &mut Out) {
+        let Some(stream) = self.running.get_mut(&id) else { return };
+        let call = stream.call;
+        match stream.handle_token(now, position, token, &self.eos, self.context) {
+            Taken::Next => {
+                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                self.pump(id, out);
+            }
+            Taken::Last(reason) => {
+                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                self.finish(now, id, reason, out);
+            }
+            Taken::Known | Taken::Unasked => {}
+            Taken::Differs { told } => {
+                let what = format!(
+                    "job {:x} request {} position {position}: token {told} was told, {token} came from a replay; the \
+                     stages do not compute the same bits",
+                    self.job.0, id.0
+                );
+                out.push_back(JobOutput::Notify(Event::Refused { from: None, what }));
+            }
+        }
+    }
+
+    pub(super) fn handle_progress(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
+        if let Some(stream) = self.running.get_mut(&id) {
+            stream.handle_progress(now, position);
+            self.pump(id, out);
+        }
+    }
+
+    /// A stage holds only `have` positions of what was sent: send again from there.
+    pub(super) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
+        if self.running.get(&id).is_some_and(|stream| stream.misses(have)) {
+            self.resend(now, id, have, out);
+        }
+    }
+
+    /// A connection to a stage broke and stands again: what was on it may be lost either way.
+    pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        if !self.track.as_ref().is_some_and(|track| track.stages.contains(&node)) {
+            return;
+        }
+        let ids: Vec<(RequestId, u32)> = self.running.values().map(|stream| (stream.id, stream.acked())).collect();
+        for (id, acked) in ids {
+            self.resend(now, id, acked, out);
+        }
+    }
+
+    fn resend(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
+        if let Some(stream) = self.running.get_mut(&id) {
+            stream.rewind(now, position);
+        }
+        self.open(id, out);
+        self.pump(id, out);
+    }
+
+    /// Sends again what has been silent for too long. Returns a reason to place the job anew when that did not help.
+    pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
+        let due = |stream: &&mut Stream| stream.resend_at(token_ns, sharers) <= now;
+        let mut again = Vec::new();
+        for stream in self.running.values_mut().filter(due) {
+            if stream.resends >= RESENDS_MAX {
+                return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
+            }
+            stream.resends += 1;
+            again.push((stream.id, stream.acked()));
+        }
+        for (id, acked) in again {
+            self.resend(now, id, acked, out);
+        }
+        None
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<Instant> {
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
+        self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min()
+    }
+
+    fn sharers(&self) -> u32 {
+        u32::try_from(self.running.len()).unwrap_or(u32::MAX)
+    }
+}
+
+fn done(call: CallId, reason: DoneReason, out: &mut Out) {
+    out.push_back(JobOutput::Notify(Event::Done { call, reason }));
+}

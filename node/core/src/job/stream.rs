@@ -1,0 +1,237 @@
+//! One request at the head: its token log, what of it is on the way, and when to send it again.
+use crate::id::{CallId, Epoch, JobId, RequestId};
+use crate::input::Request;
+use crate::limits::{CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, WATCHDOG_MIN};
+use crate::message::FrameHeader;
+use crate::output::DoneReason;
+use crate::time::{Duration, Instant};
+use alloc::collections::VecDeque;
+use alloc::vec::Vec;
+
+/// A request in a slot.
+///
+/// Invariants: `acked <= sent <= tokens.len()`; every token after the prompt was told to the caller once, when it was
+/// pushed.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub(super) id: RequestId,
+    pub(super) call: CallId,
+    pub(super) request: Request,
+    /// Prompt, then what was generated: all that is needed to go on anywhere.
+    tokens: Vec<u32>,
+    /// Positions `0..sent` are in the pipeline under the present epoch.
+    sent: u32,
+    /// Positions `0..acked` are in every stage's cache.
+    acked: u32,
+    /// Ends of unsampled chunks that were sent and not acknowledged.
+    chunks: VecDeque<u32>,
+    /// When it last got further.
+    progress_at: Instant,
+    /// Times it was sent again since.
+    pub(super) resends: u32,
+    /// Placements that failed since it last got further.
+    pub(super) strikes: u32,
+}
+
+/// What a token from the last stage means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// New: tell the caller, go on.
+    Next,
+    /// New, and the last one: tell the caller, then this.
+    Last(DoneReason),
+    /// Told before (an answer to something sent twice).
+    Known,
+    /// Told before, and different: the numerics contract is broken somewhere.
+    Differs { told: u32 },
+    /// For a position that was not asked for.
+    Unasked,
+}
+
+impl Stream {
+    pub(super) fn new(now: Instant, id: RequestId, call: CallId, request: Request) -> Self {
+        Stream {
+            id,
+            call,
+            tokens: request.prompt.clone(),
+            request,
+            sent: 0,
+            acked: 0,
+            chunks: VecDeque::new(),
+            progress_at: now,
+            resends: 0,
+            strikes: 0,
+        }
+    }
+
+    /// Everything so far: what `Open` carries.
+    pub(super) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    fn len(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Forgets what was sent at or after `position`: it will be sent again.
+    pub(super) fn rewind(&mut self, now: Instant, position: u32) {
+        self.sent = self.sent.min(position);
+        self.acked = self.acked.min(position);
+        while self.chunks.back().is_some_and(|&end| end > position) {
+            self.chunks.pop_back();
+        }
+        self.progress_at = now;
+    }
+
+    /// A new placement: nothing is in any cache.
+    pub(super) fn restart(&mut self, now: Instant) {
+        self.rewind(now, 0);
+        self.resends = 0;
+    }
+
+    /// Up to which position every stage is known to be.
+    pub(super) fn acked(&self) -> u32 {
+        self.acked
+    }
+
+    /// Whether a stage that holds `have` positions misses something that was sent.
+    pub(super) fn misses(&self, have: u32) -> bool {
+        have < self.sent
+    }
+
+    /// The next frame into the first stage, if one may be sent now.
+    pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch) -> Option<(FrameHeader, Vec<u32>)> {
+        let (position, len) = (self.sent, self.len());
+        if position >= len || self.chunks.len() >= CHUNKS_IN_FLIGHT_MAX as usize {
+            return None;
+        }
+        let count = (len - position).min(CHUNK_POSITIONS_MAX);
+        let end = position + count;
+        let sample = end == len;
+        if !sample {
+            self.chunks.push_back(end);
+        }
+        self.sent = end;
+        let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample };
+        Some((header, self.tokens[position as usize..end as usize].to_vec()))
+    }
+
+    /// Positions before `position` are in every cache.
+    pub(super) fn handle_progress(&mut self, now: Instant, position: u32) {
+        if position > self.sent || position <= self.acked {
+            return;
+        }
+        self.advance(now, position);
+    }
+
+    /// The last stage chose `token` for `position`.
+    pub(super) fn handle_token(&mut self, now: Instant, position: u32, token: u32, eos: &[u32], context: u32) -> Taken {
+        if let Some(&told) = self.tokens.get(position as usize) {
+            return if told == token || position < self.prompt_len() { Taken::Known } else { Taken::Differs { told } };
+        }
+        if position != self.len() || self.sent != position {
+            return Taken::Unasked;
+        }
+        self.advance(now, position);
+        self.tokens.push(token);
+        self.strikes = 0;
+        let generated = self.len() - self.prompt_len();
+        if eos.contains(&token) && !self.request.ignore_eos {
+            Taken::Last(DoneReason::Stop)
+        } else if generated >= self.request.max_tokens || self.len() >= context {
+            Taken::Last(DoneReason::Length)
+        } else {
+            Taken::Next
+        }
+    }
+
+    fn prompt_len(&self) -> u32 {
+        u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX)
+    }
+
+    fn advance(&mut self, now: Instant, position: u32) {
+        self.acked = position;
+        while self.chunks.front().is_some_and(|&end| end <= position) {
+            self.chunks.pop_front();
+        }
+        self.progress_at = now;
+        self.resends = 0;
+    }
+
+    /// When to send again if nothing comes back: `token_ns` is the predicted time of one decode step, `sharers` the
+    /// requests that share the stages. Doubles with each attempt, so that slowness does not feed itself.
+    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
+        let rows = u64::from(self.sent - self.acked).max(1);
+        let predicted = token_ns.saturating_mul(rows).saturating_mul(u64::from(sharers.max(1)));
+        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted.saturating_mul(8)));
+        self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::NodeId;
+    use crate::message::Sampling;
+    use alloc::vec;
+
+    const EPOCH: Epoch = Epoch { counter: 1, minter: NodeId([1; 16]) };
+
+    fn stream(prompt: u32, max_tokens: u32) -> Stream {
+        let prompt = (0..prompt).collect();
+        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false };
+        Stream::new(Instant(0), RequestId(1), CallId(1), request)
+    }
+
+    fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
+        core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH))
+            .map(|(header, tokens)| {
+                assert_eq!(header.count as usize, tokens.len());
+                (header.position, header.count, header.sample)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_long_prompt_goes_out_in_chunks_with_four_outstanding() {
+        let mut stream = stream(512 * 5 + 10, 4);
+        assert_eq!(
+            frames(&mut stream),
+            vec![(0, 512, false), (512, 512, false), (1024, 512, false), (1536, 512, false)]
+        );
+        stream.handle_progress(Instant(1), 1024);
+        assert_eq!(frames(&mut stream), vec![(2048, 512, false), (2560, 10, true)]);
+    }
+
+    #[test]
+    fn a_token_is_taken_once_and_in_order() {
+        let mut stream = stream(3, 3);
+        assert_eq!(frames(&mut stream), vec![(0, 3, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Next);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Known);
+        assert_eq!(stream.handle_token(Instant(1), 3, 8, &[], 100), Taken::Differs { told: 9 });
+        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked, "position 3 was not sent yet");
+        assert_eq!(frames(&mut stream), vec![(3, 1, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 4, 7, &[], 100), Taken::Next);
+        assert_eq!(frames(&mut stream), vec![(4, 1, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 5, 7, &[], 100), Taken::Last(DoneReason::Length));
+    }
+
+    #[test]
+    fn a_restart_sends_prompt_and_answer_as_one_prefill() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        stream.handle_token(Instant(1), 3, 9, &[], 100);
+        frames(&mut stream);
+        stream.restart(Instant(2));
+        assert_eq!(frames(&mut stream), vec![(0, 4, true)]);
+    }
+
+    #[test]
+    fn the_context_ends_an_answer() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 4), Taken::Last(DoneReason::Length));
+    }
+}

@@ -1,0 +1,502 @@
+//! Who is told what: the router between the child machines, which do not see each other. No policy hides here.
+//!
+//! The shell calls `handle` for everything that happens, then `poll` until `None`, and comes back at `next_wakeup`.
+//! What a node says to itself (a head that holds a stage) goes the same way as what it says to others, without a network.
+//! Next: `membership.rs`.
+use crate::codec::{self, Datagram};
+use crate::config::Config;
+use crate::failover::{Failover, FailoverOutput};
+use crate::id::{Epoch, JobId, NodeId, TensorId};
+use crate::input::Input;
+use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
+use crate::liveness::{Liveness, LivenessOutput};
+use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
+use crate::message::{FrameHeader, Message};
+use crate::output::{DownReason, Event, Output, Payload, Record};
+use crate::pipeline::{Pipeline, PipelineOutput};
+use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeSet, VecDeque};
+use alloc::{boxed::Box, format, string::String, vec::Vec};
+use partitioner::{DeviceId, Goal, Options, Work};
+
+/// A node of the mesh: the whole of what it decides.
+///
+/// Contract: after each `handle` (or several in a row, so that work that came together runs together), call `poll` until
+/// it returns `None` and carry each output out; call `handle(now, Input::Wakeup)` no later than `next_wakeup`. Time must
+/// not go backwards. Every call returns within about a millisecond.
+pub struct Node {
+    me: NodeId,
+    membership: Membership,
+    liveness: Liveness,
+    placement: Placement,
+    pipeline: Pipeline,
+    jobs: Jobs,
+    failover: Failover,
+    now: Instant,
+    /// Peers whose connection broke and does not stand again yet.
+    broken: BTreeSet<NodeId>,
+    /// Sequence number of the last `Persist` asked by membership.
+    remembered: u64,
+    /// What this node said to itself and has not heard yet.
+    to_self: VecDeque<ToSelf>,
+    out: VecDeque<Output>,
+}
+
+enum ToSelf {
+    Message(Message),
+    Frame(FrameHeader, Payload),
+}
+
+impl Node {
+    /// A node that knows nobody yet. Nothing it does depends on chance beyond `seed`.
+    pub fn new(config: Config, seed: u64) -> Self {
+        let me = config.node;
+        Node {
+            me,
+            membership: Membership::new(&config, Instant::default(), seed),
+            liveness: Liveness::new(),
+            placement: Placement::new(me),
+            pipeline: Pipeline::default(),
+            jobs: Jobs::new(me, config.generation),
+            failover: Failover::default(),
+            now: Instant::default(),
+            broken: BTreeSet::new(),
+            remembered: 0,
+            to_self: VecDeque::new(),
+            out: VecDeque::new(),
+        }
+    }
+
+    /// Something happened.
+    pub fn handle(&mut self, now: Instant, input: Input) {
+        self.now = self.now.max(now);
+        self.route_input(input);
+        self.settle();
+    }
+
+    /// Do this; call until `None`.
+    pub fn poll(&mut self) -> Option<Output> {
+        if self.out.is_empty() {
+            // Everything that came together has been handled: what waits may run as one batch.
+            while let Some(output) = self.pipeline.poll_compute(self.now) {
+                self.route_pipeline(output);
+            }
+        }
+        self.out.pop_front()
+    }
+
+    /// When to come back, and who asked.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let children = [
+            self.membership.next_wakeup(),
+            self.liveness.next_wakeup(),
+            self.placement.next_wakeup(),
+            self.failover.next_wakeup(),
+            self.jobs.next_wakeup(),
+        ];
+        children.into_iter().flatten().min()
+    }
+
+    // ---- views
+
+    /// Members of the mesh but this node, alive or lately gone.
+    pub fn members(&self) -> impl Iterator<Item = Member<'_>> {
+        self.membership.members()
+    }
+
+    /// The membership machine, for views of this node's own advert and of where to reach others.
+    pub fn membership(&self) -> &Membership {
+        &self.membership
+    }
+
+    /// Jobs of which this node is the head.
+    pub fn jobs(&self) -> impl Iterator<Item = JobView> + '_ {
+        self.jobs.views()
+    }
+
+    /// Stages this node holds, of its own jobs and of others'.
+    pub fn stages(&self) -> impl Iterator<Item = HeldStage> + '_ {
+        self.placement.stages()
+    }
+
+    // ---- in
+
+    fn route_input(&mut self, input: Input) {
+        let now = self.now;
+        match input {
+            Input::Wakeup => {
+                self.membership.handle_wakeup(now);
+                self.liveness.handle_wakeup(now);
+                self.placement.handle_wakeup(now);
+                self.failover.handle_wakeup(now);
+                self.jobs.handle_wakeup(now);
+            }
+            Input::PeerFound { node, peer_id, gossip, data } => {
+                self.membership.handle_peer_found(now, node, peer_id, gossip, data);
+            }
+            Input::Datagram { from, source, bytes } => self.route_datagram(from, source, &bytes),
+            Input::Connected { node, rtt_ns } => {
+                self.membership.handle_connected(now, node, rtt_ns);
+                if self.broken.remove(&node) {
+                    self.jobs.handle_reconnected(now, node);
+                    self.pipeline.handle_reconnected(node);
+                }
+            }
+            Input::Disconnected { node } => {
+                self.membership.handle_disconnected(now, node);
+                self.broken.insert(node);
+            }
+            Input::Message { from, bytes } => match codec::decode_message(&bytes) {
+                Ok(message) => {
+                    self.liveness.handle_heard(now, from);
+                    self.route_message(from, message);
+                }
+                Err(error) => self.refused(Some(from), format!("message: {error}")),
+            },
+            Input::Signed { token, signature } => self.membership.handle_signed(now, token, signature),
+            Input::Verified { token, valid } => self.membership.handle_verified(now, token, valid),
+            Input::LinkMeasured { node, rtt_ns, bytes_per_second } => {
+                self.membership.handle_link_measured(node, rtt_ns, bytes_per_second);
+            }
+            Input::CapacityChanged(capacity) => {
+                self.membership.handle_capacity(now, capacity);
+                self.jobs.handle_fleet_changed(now);
+            }
+            Input::Holdings(holds) => self.membership.handle_holdings(now, holds),
+            Input::Leave => {
+                self.placement.set_draining(true);
+                self.membership.handle_leave(now);
+                self.jobs.handle_leave();
+            }
+            Input::Drain(draining) => {
+                self.placement.set_draining(draining);
+                self.membership.handle_drain(now, draining);
+            }
+            Input::Deploy { call, model, plan_only } => self.jobs.handle_deploy(now, call, *model, plan_only),
+            Input::Planned { token, result } => self.jobs.handle_planned(now, token, result),
+            Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
+            Input::Cancel { call } => self.jobs.handle_cancel(now, call),
+            Input::Undeploy { job } => self.jobs.handle_undeploy(job),
+            Input::Loaded { job, epoch, result } => self.placement.handle_loaded(job, epoch, result),
+            Input::Frame { from, header, tensor } => {
+                self.liveness.handle_heard(now, from);
+                self.route_frame(from, header, Payload::Tensor(tensor));
+            }
+            Input::Computed { work, results } => self.pipeline.handle_computed(now, work, results),
+            Input::Persisted { seq } => {
+                if seq >> 56 == JOB_TAG >> 56 {
+                    self.jobs.handle_persisted(now, seq);
+                }
+            }
+        }
+    }
+
+    fn route_datagram(&mut self, from: NodeId, source: core::net::SocketAddr, bytes: &[u8]) {
+        let now = self.now;
+        match codec::decode_datagram(bytes) {
+            Ok(Datagram::Swim(packet)) => self.membership.handle_swim(now, from, source, packet),
+            Ok(Datagram::Suspected { generation, incarnation }) => {
+                self.membership.handle_suspected(now, from, generation, incarnation);
+            }
+            Ok(Datagram::Advert(advert)) => self.membership.handle_advert(from, advert),
+            Ok(Datagram::Heartbeat(heartbeat)) => {
+                self.liveness.handle_heartbeat(now, from, heartbeat);
+                self.placement.head_heard(now, from, heartbeat.job, heartbeat.epoch);
+            }
+            Err(error) => self.refused(Some(from), format!("datagram: {error}")),
+        }
+    }
+
+    fn route_message(&mut self, from: NodeId, message: Message) {
+        let now = self.now;
+        match message {
+            Message::PushPull { members, adverts, reply } => {
+                self.membership.handle_push_pull(now, from, &members, adverts, reply);
+            }
+            Message::Leaving => self.membership.handle_leaving(now, from),
+            Message::Prepare { job, epoch, prepare } => self.placement.handle_prepare(now, from, job, epoch, prepare),
+            Message::Go { job, epoch } => self.placement.handle_go(now, from, job, epoch),
+            Message::End { job, epoch } => self.placement.handle_end(from, job, epoch),
+            Message::Open { job, epoch, request, sampling, tokens } => {
+                if self.is_admitted(from, job, epoch) && from == epoch.minter {
+                    self.pipeline.handle_open(job, request, sampling, tokens);
+                }
+            }
+            Message::Close { job, epoch, request } => {
+                if self.is_admitted(from, job, epoch) && from == epoch.minter {
+                    self.pipeline.handle_close(job, request);
+                }
+            }
+            Message::Stale { job, mine } => {
+                self.placement.handle_stale(job, mine);
+                self.jobs.handle_stale(now, job, mine);
+            }
+            Message::Prepared { job, epoch, result } => match result {
+                Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes),
+                Err(reason) if self.jobs.epoch_of(job) == Some(epoch) => {
+                    self.failover.handle_unprepared(now, job, from, &reason);
+                }
+                Err(_) => {}
+            },
+            Message::Token { job, epoch, request, position, token } => {
+                self.jobs.handle_token(now, from, job, epoch, request, position, token);
+            }
+            Message::Progress { job, epoch, request, position } => {
+                self.jobs.handle_progress(now, from, job, epoch, request, position);
+            }
+            Message::Gap { job, epoch, request, have } => self.jobs.handle_gap(now, from, job, epoch, request, have),
+            Message::Silent { job, epoch, node, silent_ms } => {
+                if self.jobs.epoch_of(job) == Some(epoch) {
+                    let silent = Duration::from_millis(silent_ms.into());
+                    let heard = self.liveness.is_fresh(now, node);
+                    self.failover.handle_reported(now, job, node, silent, heard);
+                }
+            }
+            Message::StageFailed { job, epoch, reason } => {
+                if self.jobs.epoch_of(job) == Some(epoch) {
+                    self.failover.handle_stage_failed(now, job, from, reason);
+                }
+            }
+        }
+    }
+
+    fn route_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
+        if self.is_admitted(from, header.job, header.epoch) {
+            self.pipeline.handle_frame(from, header, payload);
+        } else if let Payload::Tensor(tensor) = payload {
+            self.discard(tensor);
+        }
+    }
+
+    /// Whether a frame or message of this epoch may act on the job's stage; a lower epoch is told the present one.
+    fn is_admitted(&mut self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
+        match self.placement.admit(job, epoch) {
+            Admission::Current => return true,
+            Admission::Stale(mine) => self.send(from, Message::Stale { job, mine }),
+            Admission::Unknown => {
+                // The stage that the head counts on is not here (any more): the head should not wait to find out.
+                let reason = String::from("this node holds no stage of the job");
+                self.send(epoch.minter, Message::StageFailed { job, epoch, reason });
+            }
+            Admission::NotReady => {}
+        }
+        false
+    }
+
+    // ---- out
+
+    /// Moves what the children want done to where it is done, until all are quiet.
+    fn settle(&mut self) {
+        loop {
+            if let Some(said) = self.to_self.pop_front() {
+                match said {
+                    ToSelf::Message(message) => self.route_message(self.me, message),
+                    ToSelf::Frame(header, payload) => self.route_frame(self.me, header, payload),
+                }
+            } else if let Some(output) = self.membership.poll_output() {
+                self.route_membership(output);
+            } else if let Some(output) = self.liveness.poll_output() {
+                self.route_liveness(output);
+            } else if let Some(output) = self.failover.poll_output() {
+                self.route_failover(output);
+            } else if let Some(output) = self.jobs.poll_output() {
+                self.route_job(output);
+            } else if let Some(output) = self.placement.poll_output() {
+                self.route_placement(output);
+            } else if let Some(output) = self.pipeline.poll_output() {
+                self.route_pipeline(output);
+            } else {
+                return;
+            }
+        }
+    }
+
+    fn route_membership(&mut self, output: MembershipOutput) {
+        let now = self.now;
+        match output {
+            MembershipOutput::SendDatagram { to, addr, bytes } => {
+                self.out.push_back(Output::SendDatagram { to, addr, bytes });
+            }
+            MembershipOutput::SendMessage { to, message } => self.send(to, message),
+            MembershipOutput::Connect { node, peer_id, addrs } => {
+                self.out.push_back(Output::Connect { node, peer_id, addrs });
+            }
+            MembershipOutput::Disconnect { node } => {
+                self.broken.remove(&node);
+                self.out.push_back(Output::Disconnect { node });
+            }
+            MembershipOutput::Sign { token, bytes } => self.out.push_back(Output::Sign { token, bytes }),
+            MembershipOutput::Verify { token, peer_id, bytes, signature } => {
+                self.out.push_back(Output::Verify { token, peer_id, bytes, signature });
+            }
+            MembershipOutput::PeerUp { node } => {
+                self.failover.handle_peer_up(node);
+                self.jobs.handle_fleet_changed(now);
+                self.notify(Event::PeerUp { node });
+            }
+            MembershipOutput::PeerDown { node, reason } => self.peer_down(node, reason),
+            MembershipOutput::AdvertChanged { node: _ } => self.jobs.handle_fleet_changed(now),
+            MembershipOutput::Remember { peers } => {
+                self.remembered += 1;
+                let seq = (u64::from(TOKEN_TAG) << 56) | self.remembered;
+                self.out.push_back(Output::Persist { seq, record: Record::Peers(peers) });
+            }
+            MembershipOutput::Refused { from, what } => self.refused(Some(from), what.into()),
+        }
+    }
+
+    fn peer_down(&mut self, node: NodeId, reason: DownReason) {
+        let heard = self.liveness.is_fresh(self.now, node);
+        self.failover.handle_peer_down(self.now, node, reason, heard);
+        self.jobs.handle_peer_down(node);
+        self.notify(Event::PeerDown { node, reason });
+    }
+
+    fn route_liveness(&mut self, output: LivenessOutput) {
+        let now = self.now;
+        match output {
+            LivenessOutput::SendHeartbeat { to, heartbeat } => {
+                if let Some(addr) = self.membership.gossip_addr(to) {
+                    let bytes = codec::encode_datagram(&Datagram::Heartbeat(heartbeat));
+                    self.out.push_back(Output::SendDatagram { to, addr, bytes });
+                }
+            }
+            LivenessOutput::Silent { job, node, silent } => {
+                if self.jobs.epoch_of(job).is_some() {
+                    self.failover.handle_silent(now, job, node, silent);
+                } else {
+                    self.report(job, node, silent);
+                }
+            }
+            LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
+            LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
+        }
+    }
+
+    /// Tells the head that a neighbour is silent, or (with no silence) heard again. Nobody is told about the head.
+    fn report(&mut self, job: JobId, node: NodeId, silent: Duration) {
+        let head = self.placement.head_of(job).filter(|&(head, _)| head != node && head != self.me);
+        if let Some((head, epoch)) = head {
+            let silent_ms = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
+            self.send(head, Message::Silent { job, epoch, node, silent_ms });
+        }
+    }
+
+    fn route_failover(&mut self, output: FailoverOutput) {
+        match output {
+            FailoverOutput::Lost { job, node, silent_ms } => self.notify(Event::Lost { job, node, silent_ms }),
+            FailoverOutput::Replan { job } => self.jobs.handle_replan(self.now, job),
+            FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
+            FailoverOutput::Refused { from, what } => self.refused(Some(from), what),
+        }
+    }
+
+    fn route_job(&mut self, output: JobOutput) {
+        match output {
+            JobOutput::Plan { token, job, work, resident, losses } => self.plan(token, job, work, &resident, losses),
+            JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
+            JobOutput::Message { to, message } => self.send(to, message),
+            JobOutput::Frame { to, header, tokens } => self.send_frame(to, header, Payload::Tokens(tokens)),
+            JobOutput::Watch { job, epoch, nodes } => {
+                self.failover.handle_placed(job, nodes.iter().copied());
+                let others: Vec<NodeId> = nodes.into_iter().filter(|&node| node != self.me).collect();
+                self.liveness.handle_watch(self.now, job, epoch, &others);
+            }
+            JobOutput::Unwatch { job } => {
+                self.failover.handle_ended(job);
+                self.liveness.handle_unwatch(job);
+            }
+            JobOutput::Notify(event) => self.notify(event),
+        }
+    }
+
+    /// Asks the planner with the mesh as it is: members alive, less those that this job lost, and with what the job
+    /// holds already counted as free.
+    fn plan(&mut self, token: u64, job: Option<JobId>, work: Box<Work>, resident: &[(NodeId, u64)], losses: bool) {
+        let mut fleet = Box::new(self.membership.fleet());
+        let excluded: Vec<DeviceId> =
+            job.iter().flat_map(|&job| self.failover.excluded(self.now, job)).map(DeviceId::from).collect();
+        for device in &mut fleet.devices {
+            device.excluded |= excluded.contains(&device.id);
+            let own: u64 = resident.iter().filter(|(node, _)| DeviceId::from(*node) == device.id).map(|(_, b)| b).sum();
+            device.memory = device.memory.saturating_add(own);
+        }
+        let options = Options { goal: Goal::Latency, head: self.me.into(), headroom_percent: HEADROOM_PERCENT, losses };
+        self.out.push_back(Output::Plan { token, work, fleet, options });
+    }
+
+    fn route_placement(&mut self, output: PlacementOutput) {
+        match output {
+            PlacementOutput::Load { job, epoch, stage } => self.out.push_back(Output::Load { job, epoch, stage }),
+            PlacementOutput::Unload { job } => self.out.push_back(Output::Unload { job }),
+            PlacementOutput::Fence { job } => {
+                self.pipeline.fence(job);
+                while let Some(output) = self.pipeline.poll_output() {
+                    self.route_pipeline(output);
+                }
+            }
+            PlacementOutput::Install { job, route } => self.pipeline.install(job, route),
+            PlacementOutput::Watch { job, epoch, nodes } => self.liveness.handle_watch(self.now, job, epoch, &nodes),
+            PlacementOutput::Unwatch { job } => self.liveness.handle_unwatch(job),
+            PlacementOutput::Message { to, message } => self.send(to, message),
+            PlacementOutput::Refused { from, what } => self.refused(Some(from), what),
+        }
+    }
+
+    fn route_pipeline(&mut self, output: PipelineOutput) {
+        match output {
+            PipelineOutput::Compute { work, job, epoch, items, budget } => {
+                self.liveness.handle_work_started(self.now, job, budget);
+                self.out.push_back(Output::Compute { work, job, epoch, items });
+            }
+            PipelineOutput::Returned { job } => self.liveness.handle_work_done(self.now, job),
+            PipelineOutput::Release { job, request } => self.out.push_back(Output::Release { job, request }),
+            PipelineOutput::Discard { tensor } => self.discard(tensor),
+            PipelineOutput::Frame { to, header, tensor } => self.send_frame(to, header, Payload::Tensor(tensor)),
+            PipelineOutput::Failed { job, epoch, reason } => {
+                self.placement.handle_stage_failed(job, epoch, &reason);
+                self.send(epoch.minter, Message::StageFailed { job, epoch, reason });
+            }
+            PipelineOutput::Message { to, message } => self.send(to, message),
+            PipelineOutput::Refused { from, what } => self.refused(Some(from), what),
+        }
+    }
+
+    fn send(&mut self, to: NodeId, message: Message) {
+        if to == self.me {
+            self.to_self.push_back(ToSelf::Message(message));
+            return;
+        }
+        match codec::encode_message(&message) {
+            Ok(bytes) => self.out.push_back(Output::SendMessage { to, bytes }),
+            Err(error) => self.refused(None, format!("message to {to} not sent: {error}")),
+        }
+    }
+
+    fn send_frame(&mut self, to: NodeId, header: FrameHeader, payload: Payload) {
+        if to == self.me {
+            self.to_self.push_back(ToSelf::Frame(header, payload));
+        } else {
+            self.out.push_back(Output::SendFrame { to, header, payload });
+        }
+    }
+
+    fn discard(&mut self, tensor: TensorId) {
+        self.out.push_back(Output::Discard { tensor });
+    }
+
+    fn notify(&mut self, event: Event) {
+        self.out.push_back(Output::Notify(event));
+    }
+
+    fn refused(&mut self, from: Option<NodeId>, what: String) {
+        self.notify(Event::Refused { from, what });
+    }
+}
+
+/// Share of a node's memory that plans leave free: allocators round up, and the rest of the machine breathes.
+const HEADROOM_PERCENT: u8 = 10;
+
+#[cfg(test)]
+mod tests;

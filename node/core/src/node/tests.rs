@@ -1,0 +1,487 @@
+//! Whole nodes side by side: instant disks, a network of one fixed delay, and stages that compute with hashes, so that a
+//! wrong position, token or cache is seen in the answer.
+use super::*;
+use crate::config::Capacity;
+use crate::id::{CallId, ContentId, Generation, RequestId};
+use crate::input::{ItemResult, LoadedStage, ModelSpec, Request};
+use crate::message::Sampling;
+use crate::output::{DoneReason, Item, StageSpec};
+use alloc::collections::BTreeMap;
+use alloc::vec;
+use partitioner::{Fleet, Layer, Plan, PlanError, Stage};
+
+const CALL: CallId = CallId(1);
+const LAYERS: u32 = 6;
+const LAYER_BYTES: u64 = 100;
+const CONTEXT: u32 = 4096;
+
+/// Nodes, wires, executors, and a clock turned by hand.
+struct Mesh {
+    now: Instant,
+    nodes: BTreeMap<NodeId, Host>,
+    queue: BTreeMap<(Instant, u64), (NodeId, Input)>,
+    sequence: u64,
+    events: Vec<(NodeId, Event)>,
+    tensors_next: u64,
+}
+
+struct Host {
+    node: Node,
+    down: bool,
+    wakeup: Option<Instant>,
+    memory: u64,
+    stage: BTreeMap<JobId, Executor>,
+    tensors: BTreeMap<TensorId, Vec<u64>>,
+}
+
+#[derive(Default)]
+struct Executor {
+    layers: core::ops::Range<u32>,
+    total: u32,
+    caches: BTreeMap<RequestId, Vec<u64>>,
+}
+
+/// One symbolic layer range: the state after each position hangs on everything before it.
+fn step(cache: &[u64], layer: u64, position: u32, input: u64) -> u64 {
+    let before = position.checked_sub(1).map_or(layer, |p| cache[p as usize]);
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&before.to_le_bytes()).update(&position.to_le_bytes()).update(&input.to_le_bytes());
+    u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().unwrap())
+}
+
+fn choose(hidden: u64, position: u32) -> u32 {
+    (hidden ^ u64::from(position)) as u32 % 1000
+}
+
+/// What one machine alone would answer.
+fn solo(prompt: &[u32], count: usize) -> Vec<u32> {
+    let mut tokens = prompt.to_vec();
+    let mut caches = vec![Vec::new(); LAYERS as usize];
+    for position in 0..prompt.len() + count - 1 {
+        let mut row = u64::from(tokens[position]);
+        for (layer, cache) in caches.iter_mut().enumerate() {
+            row = step(cache, layer as u64, position as u32, row);
+            cache.push(row);
+        }
+        if position + 1 >= prompt.len() {
+            tokens.push(choose(row, position as u32 + 1));
+        }
+    }
+    tokens.split_off(prompt.len())
+}
+
+impl Executor {
+    fn run(&mut self, item: &Item, rows: Vec<u64>) -> (ItemResult, Vec<u64>) {
+        let mut rows_out = Vec::new();
+        let mut cache_rows = Vec::new();
+        assert_eq!(rows.len(), item.count as usize);
+        let width = self.layers.len();
+        let cache = self.caches.entry(item.request).or_default();
+        assert!(cache.len() >= item.position as usize * width, "a gap in the cache");
+        cache.truncate(item.position as usize * width);
+        for (i, row) in rows.into_iter().enumerate() {
+            let position = item.position + i as u32;
+            let mut row = row;
+            for (at, layer) in self.layers.clone().enumerate() {
+                let column: Vec<u64> = cache.iter().skip(at).step_by(width).copied().collect();
+                row = step(&column, u64::from(layer), position, row);
+                cache_rows.push(row);
+            }
+            cache.append(&mut cache_rows);
+            rows_out.push(row);
+        }
+        let last = *rows_out.last().unwrap();
+        match (&item.sample, self.layers.end == self.total) {
+            (_, false) => (ItemResult::Hidden, rows_out),
+            (Some(sample), true) => (ItemResult::Token { token: choose(last, sample.position) }, Vec::new()),
+            (None, true) => (ItemResult::Nothing, Vec::new()),
+        }
+    }
+}
+
+fn id(n: u8) -> NodeId {
+    NodeId::of_peer(&[n])
+}
+
+fn addr(n: u8) -> core::net::SocketAddr {
+    core::net::SocketAddr::from(([10, 0, 0, n], 9000))
+}
+
+impl Mesh {
+    fn new(memories: &[u64]) -> Self {
+        let mut mesh = Mesh {
+            now: Instant(1_000_000_000),
+            nodes: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            sequence: 0,
+            events: Vec::new(),
+            tensors_next: 1 << 63,
+        };
+        for (i, &memory) in memories.iter().enumerate() {
+            mesh.add(i as u8 + 1, memory);
+        }
+        mesh.run_for(Duration::from_secs(5));
+        mesh
+    }
+
+    fn add(&mut self, n: u8, memory: u64) {
+        let capacity = Capacity {
+            machine: n.into(),
+            device: "cpu".into(),
+            memory_total: memory,
+            memory_free: memory,
+            bytes_per_second: 1_000_000,
+            flops_per_second: 1_000_000,
+            step_ns: 1000,
+            numerics: 1,
+        };
+        let config = Config {
+            node: id(n),
+            generation: Generation(1),
+            peer_id: vec![n],
+            name: format!("node {n}"),
+            gossip_addrs: vec![addr(n)],
+            data_addrs: vec![addr(n)],
+            capacity,
+        };
+        let node = Node::new(config, n.into());
+        let host = Host { node, down: false, wakeup: None, memory, stage: BTreeMap::new(), tensors: BTreeMap::new() };
+        self.nodes.insert(id(n), host);
+        self.give(id(n), Input::Wakeup);
+        if n > 1 {
+            let found = Input::PeerFound { node: id(1), peer_id: vec![1], gossip: vec![addr(1)], data: vec![addr(1)] };
+            self.give(id(n), found);
+        }
+    }
+
+    fn post(&mut self, after: Duration, to: NodeId, input: Input) {
+        self.sequence += 1;
+        self.queue.insert((self.now + after, self.sequence), (to, input));
+    }
+
+    fn give(&mut self, to: NodeId, input: Input) {
+        let Some(host) = self.nodes.get_mut(&to).filter(|host| !host.down) else { return };
+        host.node.handle(self.now, input);
+        loop {
+            let host = self.nodes.get_mut(&to).unwrap();
+            let Some(output) = host.node.poll() else { break };
+            self.carry_out(to, output);
+        }
+        let wakeup = self.nodes[&to].node.next_wakeup().map(|(at, _)| at);
+        self.nodes.get_mut(&to).unwrap().wakeup = wakeup;
+    }
+
+    fn run_for(&mut self, time: Duration) {
+        let end = self.now + time;
+        self.run_while(end, |_| true);
+    }
+
+    fn run_while(&mut self, end: Instant, mut go_on: impl FnMut(&Mesh) -> bool) {
+        while go_on(self) {
+            let queued = self.queue.first_key_value().map(|(&(at, _), _)| at);
+            let live = self.nodes.iter().filter(|(_, host)| !host.down);
+            let wakeup = live.filter_map(|(&id, host)| Some((host.wakeup?, id))).min();
+            match (queued, wakeup) {
+                (Some(at), woken) if woken.is_none_or(|(w, _)| at <= w) => {
+                    if at > end {
+                        break;
+                    }
+                    self.now = self.now.max(at);
+                    let (_, (to, input)) = self.queue.pop_first().unwrap();
+                    self.give(to, input);
+                }
+                (_, Some((at, to))) => {
+                    if at > end {
+                        break;
+                    }
+                    self.now = self.now.max(at);
+                    self.give(to, Input::Wakeup);
+                }
+                (Some(_) | None, None) => break,
+            }
+        }
+        if go_on(self) {
+            self.now = end;
+        }
+    }
+
+    fn carry_out(&mut self, me: NodeId, output: Output) {
+        let delay = Duration::from_millis(1);
+        match output {
+            Output::SendDatagram { to, bytes, .. } => {
+                let n = self.nodes[&me].node.membership().own().gossip_addrs[0];
+                self.post(delay, to, Input::Datagram { from: me, source: n, bytes });
+            }
+            Output::SendMessage { to, bytes } => self.post(delay, to, Input::Message { from: me, bytes }),
+            Output::SendFrame { to, header, payload } => {
+                let host = self.nodes.get_mut(&me).unwrap();
+                let rows = match payload {
+                    Payload::Tensor(tensor) => host.tensors.remove(&tensor).expect("a tensor that is there"),
+                    Payload::Tokens(tokens) => tokens.into_iter().map(u64::from).collect(),
+                };
+                let tensor = TensorId(self.tensors_next);
+                self.tensors_next += 1;
+                if let Some(peer) = self.nodes.get_mut(&to).filter(|peer| !peer.down) {
+                    peer.tensors.insert(tensor, rows);
+                }
+                self.post(delay, to, Input::Frame { from: me, header, tensor });
+            }
+            Output::Connect { node, .. } => self.post(delay, me, Input::Connected { node, rtt_ns: 2_000_000 }),
+            Output::Disconnect { .. } => {}
+            Output::Sign { token, .. } => self.post(Duration::ZERO, me, Input::Signed { token, signature: vec![1] }),
+            Output::Verify { token, .. } => self.post(Duration::ZERO, me, Input::Verified { token, valid: true }),
+            Output::Plan { token, work, fleet, .. } => {
+                self.post(Duration::ZERO, me, Input::Planned { token, result: plan(&work, &fleet) });
+            }
+            Output::Load { job, epoch, stage } => {
+                let bytes = u64::from(stage.layers.end - stage.layers.start) * LAYER_BYTES;
+                let host = self.nodes.get_mut(&me).unwrap();
+                let result = if bytes > host.memory { Err("too large".into()) } else { Ok(LoadedStage { bytes }) };
+                load(host, job, &stage);
+                self.post(Duration::from_millis(20), me, Input::Loaded { job, epoch, result });
+                self.tell_capacity(me);
+            }
+            Output::Unload { job } => {
+                self.nodes.get_mut(&me).unwrap().stage.remove(&job);
+                self.tell_capacity(me);
+            }
+            Output::Compute { work, job, items, .. } => {
+                let results = compute(self.nodes.get_mut(&me).unwrap(), job, items);
+                self.post(Duration::from_millis(2), me, Input::Computed { work, results: Ok(results) });
+            }
+            Output::Release { job, request } => {
+                if let Some(stage) = self.nodes.get_mut(&me).unwrap().stage.get_mut(&job) {
+                    stage.caches.remove(&request);
+                }
+            }
+            Output::Discard { tensor } => {
+                self.nodes.get_mut(&me).unwrap().tensors.remove(&tensor).expect("discarded once");
+            }
+            Output::Persist { seq, .. } => self.post(Duration::from_millis(1), me, Input::Persisted { seq }),
+            Output::Notify(event) => self.events.push((me, event)),
+        }
+    }
+
+    fn tell_capacity(&mut self, me: NodeId) {
+        let host = &self.nodes[&me];
+        let taken: u64 = host.stage.values().map(|stage| stage.layers.len() as u64 * LAYER_BYTES).sum();
+        let mut capacity = host.node.membership().own().capacity.clone();
+        capacity.memory_free = host.memory.saturating_sub(taken);
+        self.post(Duration::ZERO, me, Input::CapacityChanged(capacity));
+    }
+
+    fn deploy(&mut self) -> JobId {
+        self.give(id(1), Input::Deploy { call: CallId(0), model: Box::new(model()), plan_only: false });
+        let end = self.now + Duration::from_secs(5);
+        self.run_while(end, |mesh| mesh.ready().is_none());
+        self.ready().expect("the job becomes ready")
+    }
+
+    fn ready(&self) -> Option<JobId> {
+        self.events.iter().find_map(|(_, event)| match event {
+            Event::JobReady { job, .. } => Some(*job),
+            _ => None,
+        })
+    }
+
+    fn submit(&mut self, call: CallId, job: JobId, prompt: Vec<u32>, max_tokens: u32) {
+        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false };
+        self.give(id(1), Input::Submit { call, job, request: Box::new(request) });
+    }
+
+    /// Tokens told to a call, checked to come once each and in order.
+    fn told(&self, call: CallId) -> Vec<u32> {
+        let mut next = None;
+        let tokens = self.events.iter().filter_map(|(_, event)| match event {
+            Event::Token { call: c, position, token } if *c == call => Some((*position, *token)),
+            _ => None,
+        });
+        tokens
+            .map(|(position, token)| {
+                assert!(next.is_none_or(|next| next == position), "position {position} out of order");
+                next = Some(position + 1);
+                token
+            })
+            .collect()
+    }
+
+    fn done(&self, call: CallId) -> Option<DoneReason> {
+        let mut ends = self.events.iter().filter_map(|(_, event)| match event {
+            Event::Done { call: c, reason } if *c == call => Some(reason.clone()),
+            _ => None,
+        });
+        let end = ends.next();
+        assert_eq!(ends.next(), None, "a call ends once");
+        end
+    }
+
+    fn finish(&mut self, call: CallId, within: Duration) -> DoneReason {
+        let end = self.now + within;
+        self.run_while(end, |mesh| mesh.done(call).is_none());
+        self.done(call).unwrap_or_else(|| panic!("call ends; told {} tokens; {:?}", self.told(call).len(), self.events))
+    }
+
+    /// After everything has come to rest nothing is left behind.
+    fn assert_clean(&mut self) {
+        self.run_for(Duration::from_secs(1));
+        for host in self.nodes.values().filter(|host| !host.down) {
+            assert!(host.tensors.is_empty(), "{} tensors leaked", host.tensors.len());
+            assert!(host.stage.values().all(|stage| stage.caches.is_empty()), "a cache leaked");
+        }
+    }
+
+    fn stages(&self) -> Vec<NodeId> {
+        self.nodes[&id(1)].node.jobs().next().unwrap().stages.iter().map(|(node, _)| *node).collect()
+    }
+}
+
+fn load(host: &mut Host, job: JobId, stage: &StageSpec) {
+    let executor = Executor { layers: stage.layers.clone(), total: stage.layers_total, caches: BTreeMap::new() };
+    host.stage.insert(job, executor);
+}
+
+fn compute(host: &mut Host, job: JobId, items: Vec<Item>) -> Vec<ItemResult> {
+    let Host { stage, tensors, .. } = host;
+    let stage = stage.get_mut(&job).expect("a stage to run");
+    let run = |item: Item| {
+        let rows = match &item.input {
+            Payload::Tensor(tensor) => tensors.remove(tensor).expect("an input that is there"),
+            Payload::Tokens(tokens) => tokens.iter().copied().map(u64::from).collect(),
+        };
+        let (result, rows) = stage.run(&item, rows);
+        if result == ItemResult::Hidden {
+            tensors.insert(item.output, rows);
+        }
+        result
+    };
+    items.into_iter().map(run).collect()
+}
+
+/// As many layers as fit on each device, in the fleet's order.
+fn plan(work: &Work, fleet: &Fleet) -> Result<Box<Plan>, PlanError> {
+    let mut stages = Vec::new();
+    let mut next = 0;
+    for device in fleet.devices.iter().filter(|device| !device.excluded) {
+        let count = u32::try_from(device.memory / LAYER_BYTES).unwrap().min(work.layers.len() as u32 - next);
+        if count > 0 {
+            let bytes = u64::from(count) * LAYER_BYTES;
+            stages.push(Stage { device: device.id, layers: next..next + count, bytes, step_ns: 1_000_000 });
+            next += count;
+        }
+    }
+    if next < work.layers.len() as u32 {
+        let offered = u64::from(next) * LAYER_BYTES;
+        let need = work.layers.len() as u64 * LAYER_BYTES;
+        return Err(PlanError::Memory { need, offered, missing: need - offered });
+    }
+    let parts = codec::encode_part(&(stages, 3_000_000u64, true, Vec::<(DeviceId, String)>::new(), Vec::<u8>::new()));
+    Ok(Box::new(codec::decode_part::<Plan, 100_000>("plan", &parts).unwrap()))
+}
+
+fn model() -> ModelSpec {
+    let layer = Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0 };
+    ModelSpec {
+        content: ContentId([7; 32]),
+        name: "symbolic".into(),
+        work: Work {
+            layers: vec![layer; LAYERS as usize],
+            embed_bytes: 0,
+            head_bytes: 0,
+            tied: false,
+            head_flops: 0,
+            activation_bytes: 8,
+            context: CONTEXT,
+            sequences: 8,
+            scratch_bytes: 0,
+        },
+        width: 1,
+        int8: false,
+        eos: vec![100_000],
+    }
+}
+
+#[test]
+fn three_nodes_answer_as_one_would() {
+    let mut mesh = Mesh::new(&[250, 250, 250]);
+    let job = mesh.deploy();
+    assert_eq!(mesh.stages().len(), 3);
+    let prompt: Vec<u32> = (0..1300).collect();
+    mesh.submit(CALL, job, prompt.clone(), 20);
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(20)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&prompt, 20));
+    mesh.assert_clean();
+}
+
+#[test]
+fn eight_requests_at_once_answer_as_each_alone() {
+    let mut mesh = Mesh::new(&[250, 250, 250]);
+    let job = mesh.deploy();
+    let prompt = |n: u32| -> Vec<u32> { (n..n + 5 + n * 97).collect() };
+    for n in 0..12 {
+        mesh.submit(CallId(10 + u64::from(n)), job, prompt(n), 16);
+    }
+    for n in 0..12 {
+        let call = CallId(10 + u64::from(n));
+        assert_eq!(mesh.finish(call, Duration::from_secs(20)), DoneReason::Length);
+        assert_eq!(mesh.told(call), solo(&prompt(n), 16));
+    }
+    mesh.assert_clean();
+}
+
+#[test]
+fn the_loss_of_a_stage_is_not_seen_in_the_answer() {
+    for at_token in [0, 1, 7, 15] {
+        let mut mesh = Mesh::new(&[250, 250, 250, 250]);
+        let job = mesh.deploy();
+        let prompt: Vec<u32> = (0..700).collect();
+        mesh.submit(CALL, job, prompt.clone(), 20);
+        let end = mesh.now + Duration::from_secs(5);
+        mesh.run_while(end, |mesh| mesh.told(CALL).len() < at_token);
+        let victim = *mesh.stages().iter().rev().find(|&&node| node != id(1)).unwrap();
+        mesh.nodes.get_mut(&victim).unwrap().down = true;
+        assert_eq!(mesh.finish(CALL, Duration::from_secs(20)), DoneReason::Length);
+        assert_eq!(mesh.told(CALL), solo(&prompt, 20), "killed after token {at_token}");
+        mesh.assert_clean();
+    }
+}
+
+#[test]
+fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
+    let mut mesh = Mesh::new(&[250, 250]);
+    mesh.give(id(1), Input::Deploy { call: CALL, model: Box::new(model()), plan_only: false });
+    mesh.run_for(Duration::from_secs(1));
+    let told = mesh.events.iter().find_map(|(_, event)| match event {
+        Event::JobDegraded { call: Some(CALL), reason, .. } => Some(reason.clone()),
+        _ => None,
+    });
+    assert!(told.is_some_and(|reason| reason.contains("200 bytes are missing")));
+    assert!(mesh.ready().is_none());
+    mesh.add(3, 250);
+    mesh.run_for(Duration::from_secs(5));
+    assert!(mesh.ready().is_some(), "a node that joins makes it possible: {:?}", mesh.events);
+}
+
+#[test]
+fn a_cancelled_request_leaves_nothing_behind() {
+    let mut mesh = Mesh::new(&[250, 250, 250]);
+    let job = mesh.deploy();
+    for pause_ms in [0, 1, 2, 3, 5, 8, 13, 21, 34, 55] {
+        let call = CallId(100 + pause_ms);
+        mesh.submit(call, job, (0..2000).collect(), 1000);
+        mesh.run_for(Duration::from_millis(pause_ms));
+        mesh.give(id(1), Input::Cancel { call });
+        assert_eq!(mesh.done(call), Some(DoneReason::Cancelled));
+        mesh.assert_clean();
+    }
+}
+
+#[test]
+fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+    let mut mesh = Mesh::new(&[1000]);
+    let job = mesh.deploy();
+    mesh.submit(CALL, job, vec![1; CONTEXT as usize], 1);
+    match mesh.done(CALL) {
+        Some(DoneReason::Invalid(why)) => assert!(why.contains("4096 tokens") && why.contains("4095"), "{why}"),
+        other => panic!("expected a refusal, found {other:?}"),
+    }
+}

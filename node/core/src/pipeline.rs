@@ -1,0 +1,153 @@
+//! The stage side of running requests: frames in, batches to the executor, frames or tokens out.
+//!
+//! One rule serves replay, cancellation and resending: a frame names its positions; a stage that holds more truncates
+//! to them, one that holds less answers `Gap { have }`. Positions are counted when work is queued, because the
+//! executor runs in order. Epochs have been checked by `placement` before anything reaches this file.
+//! Next: `pipeline/stage.rs`.
+mod stage;
+
+use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
+use crate::input::ItemResult;
+use crate::message::{FrameHeader, Message, Sampling};
+use crate::output::{Item, Payload};
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::{string::String, vec::Vec};
+use stage::{Batch, StageRun};
+
+/// What a stage needs to know of the route it is part of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// Under which placement.
+    pub epoch: Epoch,
+    /// Who gets tokens, progress and gaps.
+    pub head: NodeId,
+    /// Which stage this is: frames of this edge are accepted.
+    pub stage: u16,
+    /// Who sends this stage its frames.
+    pub previous: NodeId,
+    /// Who gets its hidden rows; none at the last stage.
+    pub next: Option<NodeId>,
+    /// Sequences held at once.
+    pub sequences: u32,
+    /// Positions per sequence.
+    pub context: u32,
+}
+
+/// What the pipeline wants done.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PipelineOutput {
+    /// Run a batch, which should take `budget`.
+    Compute { work: WorkId, job: JobId, epoch: Epoch, items: Vec<Item>, budget: Duration },
+    /// A batch came back, whatever became of it.
+    Returned { job: JobId },
+    /// Free a request's cache.
+    Release { job: JobId, request: RequestId },
+    /// Drop a payload.
+    Discard { tensor: TensorId },
+    /// Hidden rows for the next stage.
+    Frame { to: NodeId, header: FrameHeader, tensor: TensorId },
+    /// A message for the head.
+    Message { to: NodeId, message: Message },
+    /// The executor failed under this stage: it is not to be trusted before it is placed anew.
+    Failed { job: JobId, epoch: Epoch, reason: String },
+    /// Something was dropped, for the log.
+    Refused { from: NodeId, what: String },
+}
+
+/// The stages this node runs, one per job at most.
+///
+/// Invariants: every tensor that came in is consumed by a `Compute` or discarded, and every hidden row that a `Compute`
+/// made is sent or discarded; at most one batch per stage is in flight.
+#[derive(Debug, Default)]
+pub struct Pipeline {
+    stages: BTreeMap<JobId, StageRun>,
+    in_flight: BTreeMap<WorkId, Batch>,
+    work_next: u64,
+    tensor_next: u64,
+    out: VecDeque<PipelineOutput>,
+}
+
+impl Pipeline {
+    /// A stage is resident: frames of its epoch are welcome from now on. A former stage of the job is fenced first.
+    pub fn install(&mut self, job: JobId, route: Route) {
+        self.fence(job);
+        self.stages.insert(job, StageRun::new(job, route));
+    }
+
+    /// Stops a job's stage before anything else is done under its epoch: what waits is discarded, caches are freed, the
+    /// batch in flight will be dropped when it returns.
+    pub fn fence(&mut self, job: JobId) {
+        if let Some(mut stage) = self.stages.remove(&job) {
+            stage.drop_everything(&mut self.out);
+        }
+    }
+
+    /// A frame of the current epoch arrived.
+    pub fn handle_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
+        match self.stages.get_mut(&header.job) {
+            Some(stage) => stage.handle_frame(from, header, payload, &mut self.out),
+            None => discard(payload, &mut self.out),
+        }
+    }
+
+    /// The head told the last stage how to sample a request.
+    pub fn handle_open(&mut self, job: JobId, request: RequestId, sampling: Sampling, tokens: Vec<u32>) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.handle_open(request, sampling, tokens, &mut self.out);
+        }
+    }
+
+    /// The head ended a request.
+    pub fn handle_close(&mut self, job: JobId, request: RequestId) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.handle_close(request, &mut self.out);
+        }
+    }
+
+    /// A connection to a peer broke and stands again: what it had sent may be lost, so tell the head what is held.
+    pub fn handle_reconnected(&mut self, node: NodeId) {
+        for stage in self.stages.values_mut() {
+            stage.handle_reconnected(node, &mut self.out);
+        }
+    }
+
+    /// The executor answered.
+    pub fn handle_computed(&mut self, now: Instant, work: WorkId, results: Result<Vec<ItemResult>, String>) {
+        let Some(batch) = self.in_flight.remove(&work) else { return };
+        self.out.push_back(PipelineOutput::Returned { job: batch.job });
+        let stage = self.stages.get_mut(&batch.job).filter(|stage| stage.runs(work));
+        match stage {
+            Some(stage) => stage.handle_computed(now, &batch, results, &mut self.out),
+            None => batch.discard_results(results, &mut self.out),
+        }
+    }
+
+    /// The next thing to do, besides starting batches.
+    pub fn poll_output(&mut self) -> Option<PipelineOutput> {
+        self.out.pop_front()
+    }
+
+    /// Starts a batch on every idle stage where work waits. Called when the shell has told everything that has happened,
+    /// so that the decode steps of several requests meet in one batch.
+    pub fn poll_compute(&mut self, now: Instant) -> Option<PipelineOutput> {
+        let (work, tensors) = (WorkId(self.work_next), &mut self.tensor_next);
+        for (&job, stage) in &mut self.stages {
+            if let Some((batch, items, budget)) = stage.start_batch(now, work, tensors) {
+                self.work_next += 1;
+                let epoch = batch.epoch;
+                self.in_flight.insert(work, batch);
+                return Some(PipelineOutput::Compute { work, job, epoch, items, budget });
+            }
+        }
+        None
+    }
+}
+
+/// Gives up a payload that will not be used.
+fn discard(payload: Payload, out: &mut VecDeque<PipelineOutput>) {
+    if let Payload::Tensor(tensor) = payload {
+        out.push_back(PipelineOutput::Discard { tensor });
+    }
+}
