@@ -1,1 +1,7 @@
-//! Placeholder.
+//! What the system tests share. Next: `system/main.rs`.
+use std::path::{Path, PathBuf};
+
+/// The root of the repository that these tests belong to.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package sits one folder below the root").to_path_buf()
+}
