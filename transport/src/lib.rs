@@ -1,1 +1,38 @@
-//! Placeholder.
+//! Bytes between peers: identity, discovery, sealed gossip, QUIC lanes. A leaf: it knows nothing of models or members.
+//!
+//! Read in this order: [`Identity`] and certificates (who may talk), [`Ticket`] and joining (how one becomes a member),
+//! [`Endpoint`] (the data plane) with frames and lanes, gossip, discovery.
+
+pub mod bulk;
+pub mod certificate;
+pub mod compress;
+pub mod discovery;
+mod event;
+pub mod frame;
+#[cfg(test)]
+mod fuzz;
+pub mod gossip;
+pub mod identity;
+pub mod join;
+mod lane;
+mod probe;
+mod quic;
+mod socket;
+mod throttle;
+pub mod ticket;
+mod wire;
+
+pub use bulk::{Reply, RequestError, Response, Serve};
+pub use certificate::{CertificateError, Chain, MeshCredentials, MeshId, Roles};
+pub use event::{Event, Received, Sink};
+pub use frame::{Codec, Dtype, Epoch, Expectation, FrameError, FrameHead, Route};
+pub use gossip::{GossipError, GossipSocket, GossipStats};
+pub use identity::{Identity, IdentityError, NodeId, PeerId, node_id, verify};
+pub use join::{Admission, JoinRefusal, JoinRequest};
+pub use probe::Link;
+pub use quic::{
+    CloseCode, DialError, Disconnect, Endpoint, JoinError, Limits, MESSAGE_BYTES_MAX, Options, PeerStats, Priority,
+    SendError,
+};
+pub use socket::{BindError, Buffers};
+pub use ticket::{Ticket, TicketError, ticket_id};

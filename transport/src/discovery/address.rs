@@ -1,0 +1,130 @@
+//! Addresses that people give: a multiaddr, or just HOST:PORT, of a node's TCP P; its other planes follow from it.
+use crate::identity::PeerId;
+use libp2p::{Multiaddr, multiaddr::Protocol};
+use std::net::{SocketAddr, ToSocketAddrs};
+use thiserror::Error;
+
+/// Where a node is, from its one `--port`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerAddress {
+    /// TCP P.
+    pub discovery: SocketAddr,
+    /// Who should be there, if the address says so.
+    pub peer_id: Option<PeerId>,
+}
+
+impl PeerAddress {
+    /// Reads `/ip4/…/tcp/P`, `/dns/…/tcp/P` (either with `/p2p/PEER`), or `HOST:P`. Looks names up.
+    ///
+    /// # Errors
+    /// It is neither, or the name is not known.
+    pub fn parse(text: &str) -> Result<Self, AddressError> {
+        let text = text.trim();
+        if !text.starts_with('/') {
+            return Ok(Self { discovery: look_up(text, text)?, peer_id: None });
+        }
+        let multiaddr: Multiaddr = text.parse().map_err(|_| AddressError::Malformed { text: text.into() })?;
+        let peer_id = multiaddr.iter().find_map(|part| match part {
+            Protocol::P2p(peer) => Some(peer),
+            _ => None,
+        });
+        let discovery = match socket_addr(&multiaddr) {
+            Some(addr) => addr,
+            None => look_up(text, &host_and_port(&multiaddr).ok_or(AddressError::Malformed { text: text.into() })?)?,
+        };
+        Ok(Self { discovery, peer_id })
+    }
+
+    /// UDP P.
+    pub fn gossip(&self) -> SocketAddr {
+        self.discovery
+    }
+
+    /// UDP P + 1.
+    pub fn data(&self) -> SocketAddr {
+        SocketAddr::new(self.discovery.ip(), self.discovery.port().wrapping_add(1))
+    }
+
+    pub(super) fn multiaddr(&self) -> Multiaddr {
+        super::multiaddr(self.discovery)
+    }
+}
+
+fn look_up(text: &str, host: &str) -> Result<SocketAddr, AddressError> {
+    if !host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|p| p > 0)) {
+        return Err(AddressError::Malformed { text: text.into() });
+    }
+    let unknown = || AddressError::UnknownHost { text: text.into() };
+    host.to_socket_addrs().map_err(|_| unknown())?.next().ok_or_else(unknown)
+}
+
+/// `HOST:PORT` of a multiaddr that begins with a name.
+#[allow(clippy::wildcard_enum_match_arm, reason = "multiaddr knows dozens of protocols")]
+fn host_and_port(addr: &Multiaddr) -> Option<String> {
+    let mut parts = addr.iter();
+    let host = match parts.next()? {
+        Protocol::Dns(host) | Protocol::Dns4(host) | Protocol::Dns6(host) => host.into_owned(),
+        _ => return None,
+    };
+    match parts.next()? {
+        Protocol::Tcp(port) => Some(format!("{host}:{port}")),
+        _ => None,
+    }
+}
+
+/// IP and TCP port of a multiaddr that begins with them.
+#[allow(clippy::wildcard_enum_match_arm, reason = "multiaddr knows dozens of protocols")]
+pub(super) fn socket_addr(addr: &Multiaddr) -> Option<SocketAddr> {
+    let mut parts = addr.iter();
+    let ip = match parts.next()? {
+        Protocol::Ip4(ip) => ip.into(),
+        Protocol::Ip6(ip) => ip.into(),
+        _ => return None,
+    };
+    match parts.next()? {
+        Protocol::Tcp(port) => Some(SocketAddr::new(ip, port)),
+        _ => None,
+    }
+}
+
+/// Why a text is no address.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum AddressError {
+    /// It looks like nothing we know.
+    #[error("\"{text}\" is no address; give HOST:PORT, /ip4/HOST/tcp/PORT, or a ticket (mesh1…)")]
+    Malformed {
+        /// What was given.
+        text: String,
+    },
+    /// Its name is not known.
+    #[error("the host of \"{text}\" is not known; check the spelling, or give its IP address")]
+    UnknownHost {
+        /// What was given.
+        text: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn people_write_addresses_in_several_ways() {
+        let parse = |text: &str| PeerAddress::parse(text).unwrap();
+        assert_eq!(parse("10.0.0.5:4470").data(), "10.0.0.5:4471".parse().unwrap());
+        assert_eq!(parse("[::1]:4470").gossip(), "[::1]:4470".parse().unwrap());
+        assert_eq!(parse("/ip4/10.0.0.5/tcp/4470\n").discovery, "10.0.0.5:4470".parse().unwrap());
+        assert_eq!(parse("/dns4/localhost/tcp/4470").discovery.port(), 4470);
+        let peer = crate::Identity::generate().peer_id();
+        let full = parse(&format!("/ip6/::1/tcp/4470/p2p/{peer}"));
+        assert_eq!((full.discovery, full.peer_id), ("[::1]:4470".parse().unwrap(), Some(peer)));
+    }
+
+    #[test]
+    fn others_are_told_what_is_expected() {
+        for text in ["", "hello", "10.0.0.5", "10.0.0.5:0", "10.0.0.5:99999", "/ip4/10.0.0.5", "/ip4/10.0.0.5/udp/1"] {
+            let error = PeerAddress::parse(text).unwrap_err();
+            assert!(matches!(error, AddressError::Malformed { .. }), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,444 @@
+//! One ordered stream to one peer: written at once by whoever sends, queued only when the network will not take more.
+//!
+//! A frame of a decode step must not wait for a task to wake up, so `send` writes straight into the stream from the
+//! caller's thread. Only what the stream does not take (flow control, a stream not open yet, a payload that has to be
+//! packed first) goes to a bounded queue, which a task drains until it is empty again.
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+};
+use tokio::runtime::Handle;
+
+/// The sending half of a stream, as a lane needs it.
+pub(crate) trait Pipe: Send + 'static {
+    /// Takes some bytes off the front of `bufs`; pending if the stream takes none now.
+    fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>>;
+    /// Nothing more will be written; what was written still arrives.
+    fn finish(&mut self);
+    /// Drops what was not sent yet.
+    fn reset(&mut self);
+}
+
+/// Why a stream takes nothing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PipeError {
+    /// The peer does not want it.
+    Stopped,
+    /// The connection is gone.
+    Gone,
+}
+
+/// Opens a lane's stream once it is needed.
+pub(crate) type Opener<P> = Box<dyn Fn() -> BoxFuture<'static, Result<P, PipeError>> + Send + Sync>;
+/// Told once, when the peer stops the stream.
+pub(crate) type OnStopped = Box<dyn Fn() + Send + Sync>;
+
+/// A stream with its queue.
+pub(crate) struct Lane<P>(Arc<Inner<P>>);
+
+impl<P> Clone for Lane<P> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+struct Inner<P> {
+    state: Mutex<State<P>>,
+    open: Opener<P>,
+    on_stopped: OnStopped,
+    budget: Arc<Budget>,
+    runtime: Handle,
+}
+
+struct State<P> {
+    pipe: Option<P>,
+    /// Empty unless `draining`.
+    queue: VecDeque<Item>,
+    /// A task is at work on the queue; only it touches the pipe.
+    draining: bool,
+    /// Wakes that task out of a write that will never go on.
+    waker: Option<Waker>,
+    ended: Option<PipeError>,
+}
+
+/// Something to send.
+pub(crate) enum Item {
+    /// Header and payload.
+    Ready([Bytes; 2]),
+    /// Made on a blocking thread when its turn comes; holds this many bytes until then.
+    Later(usize, Box<dyn FnOnce() -> [Bytes; 2] + Send>),
+}
+
+impl Item {
+    fn bytes(&self) -> usize {
+        match self {
+            Item::Ready(bufs) => bufs.iter().map(Bytes::len).sum(),
+            Item::Later(bytes, _) => *bytes,
+        }
+    }
+}
+
+/// Why something was not sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LaneError {
+    /// The peer is too slow: its queue is full. The caller resets the connection.
+    Full,
+    /// The stream ended.
+    Ended(PipeError),
+}
+
+impl<P: Pipe> Lane<P> {
+    pub(crate) fn new(
+        pipe: Option<P>,
+        open: Opener<P>,
+        on_stopped: OnStopped,
+        budget: Arc<Budget>,
+        runtime: Handle,
+    ) -> Self {
+        let state = State { pipe, queue: VecDeque::new(), draining: false, waker: None, ended: None };
+        Self(Arc::new(Inner { state: Mutex::new(state), open, on_stopped, budget, runtime }))
+    }
+
+    /// Writes `item`, or what the stream does not take of it into the queue. Never blocks; in order for one caller.
+    ///
+    /// # Errors
+    /// The queue is full or the stream ended; `item` is dropped.
+    pub(crate) fn send(&self, item: Item) -> Result<(), LaneError> {
+        let mut state = self.lock();
+        if let Some(error) = state.ended {
+            return Err(LaneError::Ended(error));
+        }
+        let rest = match (item, state.draining) {
+            (Item::Ready(bufs), false) => match state.write_now(bufs) {
+                Ok(None) => return Ok(()),
+                Ok(Some(rest)) => Item::Ready(rest),
+                Err(error) => return Err(LaneError::Ended(self.end(state, error))),
+            },
+            (item, _) => item,
+        };
+        if !self.0.budget.take(rest.bytes()) {
+            return Err(LaneError::Full);
+        }
+        state.queue.push_back(rest);
+        if !state.draining {
+            state.draining = true;
+            self.0.runtime.spawn(self.clone().drain());
+        }
+        Ok(())
+    }
+
+    /// Ends the stream after what it has taken; the queue, if any, is dropped.
+    pub(crate) fn finish(&self) {
+        self.stop(Pipe::finish);
+    }
+
+    /// Ends the stream now.
+    pub(crate) fn reset(&self) {
+        self.stop(Pipe::reset);
+    }
+
+    fn stop(&self, how: impl Fn(&mut P)) {
+        let mut state = self.lock();
+        if let Some(pipe) = &mut state.pipe {
+            how(pipe);
+        }
+        state.ended.get_or_insert(PipeError::Gone);
+        self.drop_queue(&mut state);
+        let waker = state.waker.take();
+        drop(state);
+        waker.into_iter().for_each(Waker::wake);
+    }
+
+    /// Writes the queue until it is empty or the stream ends.
+    async fn drain(self) {
+        loop {
+            let step = std::future::poll_fn(|cx| self.poll_drain(cx)).await;
+            match step {
+                Step::Empty => return,
+                Step::Open => {
+                    let opened = (self.0.open)().await;
+                    let mut state = self.lock();
+                    match opened {
+                        Ok(pipe) => state.pipe = Some(pipe),
+                        Err(error) => {
+                            self.end(state, error);
+                            return;
+                        }
+                    }
+                }
+                Step::Make(bytes, make) => {
+                    let made = self.0.runtime.spawn_blocking(make).await;
+                    let mut state = self.lock();
+                    self.0.budget.give(bytes);
+                    if let Ok(bufs) = made {
+                        let item = Item::Ready(bufs);
+                        // It was admitted at its raw size, which is never smaller.
+                        self.0.budget.take_anyway(item.bytes());
+                        state.queue.push_front(item);
+                    }
+                }
+            }
+        }
+    }
+
+    fn poll_drain(&self, cx: &mut Context<'_>) -> Poll<Step> {
+        let mut guard = self.lock();
+        loop {
+            let state = &mut *guard;
+            let (Some(pipe), None) = (&mut state.pipe, state.ended) else {
+                let step = if state.ended.is_some() { Step::Empty } else { Step::Open };
+                state.draining = state.ended.is_none();
+                if state.ended.is_some() {
+                    self.drop_queue(state);
+                }
+                return Poll::Ready(step);
+            };
+            match state.queue.pop_front() {
+                None => {
+                    state.draining = false;
+                    return Poll::Ready(Step::Empty);
+                }
+                Some(Item::Later(bytes, make)) => return Poll::Ready(Step::Make(bytes, make)),
+                Some(Item::Ready(mut bufs)) => {
+                    let before = bufs.iter().map(Bytes::len).sum::<usize>();
+                    let written = pipe.poll_write(cx, &mut bufs);
+                    let left = bufs.iter().map(Bytes::len).sum::<usize>();
+                    self.0.budget.give(before - left);
+                    if left > 0 {
+                        state.queue.push_front(Item::Ready(bufs));
+                    }
+                    match written {
+                        Poll::Ready(Ok(())) => {}
+                        Poll::Pending => {
+                            state.waker = Some(cx.waker().clone());
+                            return Poll::Pending;
+                        }
+                        Poll::Ready(Err(error)) => {
+                            self.end(guard, error);
+                            return Poll::Ready(Step::Empty);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Marks the end, empties the queue, and tells about a stop outside the lock.
+    fn end(&self, mut state: MutexGuard<'_, State<P>>, error: PipeError) -> PipeError {
+        let first = state.ended.is_none();
+        let error = *state.ended.get_or_insert(error);
+        state.draining = false;
+        self.drop_queue(&mut state);
+        drop(state);
+        if first && error == PipeError::Stopped {
+            (self.0.on_stopped)();
+        }
+        error
+    }
+
+    fn drop_queue(&self, state: &mut State<P>) {
+        let bytes = state.queue.drain(..).map(|item| item.bytes()).sum();
+        self.0.budget.give(bytes);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<P>> {
+        // Nothing in here panics while it holds the lock; and if it did, the state would still be whole.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Step {
+    Empty,
+    Open,
+    Make(usize, Box<dyn FnOnce() -> [Bytes; 2] + Send>),
+}
+
+impl<P: Pipe> State<P> {
+    /// Writes what the pipe takes; gives back the rest.
+    fn write_now(&mut self, mut bufs: [Bytes; 2]) -> Result<Option<[Bytes; 2]>, PipeError> {
+        let Some(pipe) = &mut self.pipe else { return Ok(Some(bufs)) };
+        // Nobody waits on this waker: what is left is drained by a task that brings its own.
+        let mut cx = Context::from_waker(Waker::noop());
+        while bufs.iter().any(|b| !b.is_empty()) {
+            match pipe.poll_write(&mut cx, &mut bufs) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(error)) => return Err(error),
+                Poll::Pending => return Ok(Some(bufs)),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Bytes that all queues of one kind to one peer may hold together.
+pub(crate) struct Budget {
+    held: AtomicUsize,
+    most: usize,
+}
+
+impl Budget {
+    pub(crate) fn new(most: usize) -> Self {
+        Self { held: AtomicUsize::new(0), most }
+    }
+
+    /// Bytes queued now.
+    pub(crate) fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, bytes: usize) -> bool {
+        let add = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= self.most);
+        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
+    }
+
+    fn take_anyway(&self, bytes: usize) {
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn give(&self, bytes: usize) {
+        self.held.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} bytes", self.held(), self.most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+    use tokio::sync::Notify;
+
+    /// A pipe with a gate: takes `room` bytes, then waits.
+    #[derive(Clone, Default)]
+    struct Fake(Arc<FakeState>);
+
+    #[derive(Default)]
+    struct FakeState {
+        inner: Mutex<(usize, Vec<u8>, Option<Waker>, Option<PipeError>)>,
+        told: AtomicBool,
+        grown: Notify,
+    }
+
+    impl Fake {
+        fn make_room(&self, bytes: usize) {
+            let mut inner = self.0.inner.lock().unwrap();
+            inner.0 += bytes;
+            if let Some(waker) = inner.2.take() {
+                waker.wake();
+            }
+        }
+
+        async fn written(&self, bytes: usize) -> Vec<u8> {
+            loop {
+                let grown = self.0.grown.notified();
+                if self.0.inner.lock().unwrap().1.len() >= bytes {
+                    return self.0.inner.lock().unwrap().1.clone();
+                }
+                grown.await;
+            }
+        }
+    }
+
+    impl Pipe for Fake {
+        fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>> {
+            let mut inner = self.0.inner.lock().unwrap();
+            if let Some(error) = inner.3 {
+                return Poll::Ready(Err(error));
+            }
+            if inner.0 == 0 {
+                inner.2 = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+            for buf in bufs.iter_mut() {
+                let n = buf.len().min(inner.0);
+                inner.0 -= n;
+                let taken = buf.split_to(n);
+                inner.1.extend_from_slice(&taken);
+            }
+            self.0.grown.notify_waiters();
+            Poll::Ready(Ok(()))
+        }
+        fn finish(&mut self) {}
+        fn reset(&mut self) {}
+    }
+
+    fn lane(pipe: Option<Fake>, later: &Fake, most: usize) -> (Lane<Fake>, Arc<Budget>) {
+        let budget = Arc::new(Budget::new(most));
+        let (opens, tells) = (later.clone(), later.clone());
+        let open: Opener<Fake> = Box::new(move || {
+            let pipe = opens.clone();
+            Box::pin(async move { Ok(pipe) })
+        });
+        let on_stopped: OnStopped = Box::new(move || tells.0.told.store(true, Ordering::SeqCst));
+        (Lane::new(pipe, open, on_stopped, budget.clone(), Handle::current()), budget)
+    }
+
+    fn ready(bytes: &[u8]) -> Item {
+        Item::Ready([Bytes::copy_from_slice(&bytes[..1]), Bytes::copy_from_slice(&bytes[1..])])
+    }
+
+    #[tokio::test]
+    async fn written_at_once_while_there_is_room_then_in_order() {
+        let pipe = Fake::default();
+        let (lane, budget) = lane(Some(pipe.clone()), &pipe, 100);
+        pipe.make_room(5);
+        lane.send(ready(b"abc")).unwrap();
+        assert_eq!(pipe.0.inner.lock().unwrap().1, b"abc", "no task was needed");
+        lane.send(ready(b"defg")).unwrap();
+        lane.send(Item::Later(3, Box::new(|| [Bytes::from_static(b"h"), Bytes::from_static(b"i")]))).unwrap();
+        lane.send(ready(b"jk")).unwrap();
+        assert_eq!(budget.held(), 2 + 3 + 2);
+        pipe.make_room(100);
+        assert_eq!(pipe.written(11).await, b"abcdefghijk");
+        while budget.held() > 0 {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_lane_opens_its_stream_when_needed() {
+        let pipe = Fake::default();
+        let (lane, _) = lane(None, &pipe, 100);
+        pipe.make_room(100);
+        lane.send(ready(b"abc")).unwrap();
+        lane.send(ready(b"def")).unwrap();
+        assert_eq!(pipe.written(6).await, b"abcdef");
+    }
+
+    #[tokio::test]
+    async fn a_full_queue_is_told_not_waited_for() {
+        let pipe = Fake::default();
+        let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
+        lane.send(ready(&[1; 8])).unwrap();
+        assert_eq!(lane.send(ready(&[2; 3])), Err(LaneError::Full));
+        lane.reset();
+        assert_eq!(budget.held(), 0);
+        assert_eq!(lane.send(ready(&[3; 3])), Err(LaneError::Ended(PipeError::Gone)));
+    }
+
+    #[tokio::test]
+    async fn a_stop_is_told_once() {
+        let pipe = Fake::default();
+        let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
+        lane.send(ready(b"abc")).unwrap();
+        pipe.0.inner.lock().unwrap().3 = Some(PipeError::Stopped);
+        tokio::task::yield_now().await;
+        pipe.make_room(1);
+        while !pipe.0.told.load(Ordering::SeqCst) {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(lane.send(ready(b"abc")), Err(LaneError::Ended(PipeError::Stopped)));
+        assert_eq!(budget.held(), 0);
+    }
+}

@@ -1,0 +1,172 @@
+//! QUIC settings: TLS from libp2p's certificates, and transport parameters for the kind of path (reference values, since
+//! quinn's own are for 100 Mbit/s x 100 ms and leave connection memory unbounded).
+use crate::identity::Identity;
+use quinn::{
+    AckFrequencyConfig, ClientConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TransportConfig,
+    VarInt,
+    crypto::rustls::{QuicClientConfig, QuicServerConfig},
+};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+/// Protocol name in the TLS handshake; its number grows with each incompatible change.
+pub(super) const ALPN: &[u8] = b"meshnode/1";
+/// libp2p's dummy server name: certificates here are checked by key, not by name.
+pub(super) const SERVER_NAME: &str = "l";
+/// Long-lived frame streams of all jobs between two nodes: 64 jobs x a few edges and epochs.
+pub(super) const UNI_STREAMS: u32 = 1024;
+/// Requests and measurements at once.
+pub(super) const BI_STREAMS: u32 = 64;
+/// Unread bytes of one stream: a large prefill chunk.
+const STREAM_WINDOW: u32 = 16 << 20;
+/// Unread bytes of one connection.
+pub(super) const CONNECTION_WINDOW: u32 = 64 << 20;
+/// The same before the certificate is seen: one greeting.
+const STRANGER_WINDOW: u32 = 64 << 10;
+/// Unacknowledged bytes of one connection.
+const SEND_WINDOW: u64 = 64 << 20;
+/// First flight: a prefill chunk should not wait for slow start on a LAN.
+const INITIAL_CWND: u64 = 256 << 10;
+/// A dead path is noticed after this at the latest; leases of running jobs notice in 300 ms.
+const IDLE: Duration = Duration::from_secs(5);
+const KEEP_ALIVE: Duration = Duration::from_secs(1);
+/// Largest datagram that we take; what is sent is found out by probing the path.
+const UDP_PAYLOAD_MAX: u16 = 65_527 - 55;
+
+/// Settings of an endpoint, made once.
+pub(super) struct Configs {
+    client_tls: Arc<QuicClientConfig>,
+    server_tls: Arc<QuicServerConfig>,
+}
+
+impl Configs {
+    pub(super) fn new(identity: &Identity) -> Result<Self, String> {
+        let mut client = libp2p_tls::make_client_config(identity.keypair(), None).map_err(|e| e.to_string())?;
+        client.alpn_protocols = vec![ALPN.to_vec()];
+        // libp2p-tls would write session keys where SSLKEYLOGFILE says.
+        client.key_log = Arc::new(rustls::NoKeyLog);
+        // All peers share one server name, and with it one slot of the ticket store.
+        client.resumption = rustls::client::Resumption::disabled();
+        let mut server = libp2p_tls::make_server_config(identity.keypair()).map_err(|e| e.to_string())?;
+        server.alpn_protocols = vec![ALPN.to_vec()];
+        server.key_log = Arc::new(rustls::NoKeyLog);
+        server.send_tls13_tickets = 0;
+        let client_tls = Arc::new(QuicClientConfig::try_from(client).map_err(|e| e.to_string())?);
+        let server_tls = Arc::new(QuicServerConfig::try_from(server).map_err(|e| e.to_string())?);
+        Ok(Self { client_tls, server_tls })
+    }
+
+    pub(super) fn client(&self, peer: SocketAddr) -> ClientConfig {
+        let mut config = ClientConfig::new(self.client_tls.clone());
+        config.transport_config(Arc::new(transport(Path::of(peer.ip()))));
+        config
+    }
+
+    pub(super) fn server(&self, peer: Option<SocketAddr>) -> ServerConfig {
+        let mut config = ServerConfig::with_crypto(self.server_tls.clone());
+        config.transport_config(Arc::new(transport(peer.map_or(Path::Wide, |p| Path::of(p.ip())))));
+        config
+    }
+}
+
+pub(super) fn endpoint() -> EndpointConfig {
+    let mut config = EndpointConfig::default();
+    // Above 1200 and below the limit by construction, so the setter cannot refuse it.
+    let _ = config.max_udp_payload_size(UDP_PAYLOAD_MAX);
+    config
+}
+
+pub(super) fn alpn_text() -> &'static str {
+    "meshnode/1"
+}
+
+/// Kind of path to a peer, told from its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    /// The same machine.
+    Loopback,
+    /// Private addresses: a LAN, a VPN.
+    Local,
+    /// Anything else.
+    Wide,
+}
+
+impl Path {
+    fn of(ip: IpAddr) -> Self {
+        let ip = ip.to_canonical();
+        let local = match ip {
+            IpAddr::V4(ip) => ip.is_private() || ip.is_link_local(),
+            IpAddr::V6(ip) => ip.is_unique_local() || ip.is_unicast_link_local(),
+        };
+        match (ip.is_loopback(), local) {
+            (true, _) => Path::Loopback,
+            (false, true) => Path::Local,
+            (false, false) => Path::Wide,
+        }
+    }
+
+    /// Largest datagram worth probing for: quinn sends at most 10 per system call, so larger ones mean fewer calls.
+    fn mtu_max(self) -> u16 {
+        match self {
+            // Ten segments must stay below the 64 KiB that one segmented send may carry.
+            Path::Loopback => 6_400,
+            // Jumbo frames carry up to 8,952; the same bound holds.
+            Path::Local => 6_400,
+            Path::Wide => 1_452,
+        }
+    }
+
+    /// Assumed until the first sample; 333 ms would make the first loss timer 1 s.
+    fn initial_rtt(self) -> Duration {
+        match self {
+            Path::Loopback => Duration::from_millis(5),
+            Path::Local => Duration::from_millis(20),
+            Path::Wide => Duration::from_millis(200),
+        }
+    }
+}
+
+fn transport(path: Path) -> TransportConfig {
+    let mut mtu = MtuDiscoveryConfig::default();
+    mtu.upper_bound(path.mtu_max());
+    let mut cubic = quinn::congestion::CubicConfig::default();
+    cubic.initial_window(INITIAL_CWND);
+    let mut ack = AckFrequencyConfig::default();
+    ack.ack_eliciting_threshold(VarInt::from_u32(10)).max_ack_delay(Some(Duration::from_millis(5)));
+    let mut config = TransportConfig::default();
+    config
+        // A stranger may open one stream, for its greeting; members get theirs when their certificate is checked.
+        .max_concurrent_uni_streams(VarInt::from_u32(0))
+        .max_concurrent_bidi_streams(VarInt::from_u32(1))
+        .receive_window(VarInt::from_u32(STRANGER_WINDOW))
+        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
+        .send_window(SEND_WINDOW)
+        .initial_rtt(path.initial_rtt())
+        .mtu_discovery_config(Some(mtu))
+        .congestion_controller_factory(Arc::new(cubic))
+        .keep_alive_interval(Some(KEEP_ALIVE))
+        .datagram_receive_buffer_size(None)
+        .max_idle_timeout(IdleTimeout::try_from(IDLE).ok());
+    if path != Path::Wide {
+        config.ack_frequency_config(Some(ack));
+    }
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_told_from_addresses() {
+        let path = |ip: &str| Path::of(ip.parse().unwrap());
+        assert_eq!(path("127.0.0.1"), Path::Loopback);
+        assert_eq!(path("::ffff:127.0.0.1"), Path::Loopback);
+        assert_eq!(path("192.168.1.2"), Path::Local);
+        assert_eq!(path("fd00::1"), Path::Local);
+        assert_eq!(path("8.8.8.8"), Path::Wide);
+    }
+}

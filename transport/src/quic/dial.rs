@@ -1,0 +1,258 @@
+//! Reaching a peer: all its addresses at once (a little staggered), its key checked, then greetings.
+use super::Inner;
+use super::close::{CloseCode, DialError, Disconnect};
+use super::config::SERVER_NAME;
+use super::hello::{Hello, HelloError, PROTOCOL, Purpose};
+use super::peer::{self, Parts, Peer};
+use super::slots::{Dial, Placed};
+use crate::certificate::CertificateError;
+use crate::event::Event;
+use crate::identity::{NodeId, PeerId};
+use bytes::Bytes;
+use futures::{StreamExt, stream::FuturesUnordered};
+use quinn::{Connection, ConnectionError, RecvStream, TransportErrorCode};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+use tokio::time::{Instant, sleep, timeout};
+
+/// A handshake over the longest path takes under two seconds.
+pub(super) const DIAL_MAX: Duration = Duration::from_secs(5);
+/// Between the addresses of one peer: the first usually answers before the second is tried.
+const STAGGER: Duration = Duration::from_millis(50);
+/// How long the lower peer's crossing dial may take to arrive.
+const CROSSING_MAX: Duration = Duration::from_secs(1);
+
+/// Dials unless a connection stands or a dial runs.
+pub(super) fn connect(inner: &Arc<Inner>, node: NodeId) {
+    let begun = inner.slots().begin_dial(&node);
+    match begun {
+        Dial::Running => {}
+        Dial::Connected(peer) => inner.sink.event(connected(&peer)),
+        Dial::Begin(peer_id, addrs) => {
+            let inner = inner.clone();
+            inner.runtime.clone().spawn(async move {
+                let result = reach(&inner, peer_id, &addrs).await;
+                if let Err(DialError::Refused { code: CloseCode::Duplicate, .. }) = &result {
+                    // The peer's own dial is on its way and stays.
+                    wait_until(CROSSING_MAX, || inner.peer(&node).is_some()).await;
+                }
+                let alone = inner.slots().end_dial(&node);
+                if let (Err(error), true) = (result, alone) {
+                    inner.sink.event(Event::Disconnected { node, reason: Disconnect::Dial(error) });
+                }
+            });
+        }
+    }
+}
+
+async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Result<(), DialError> {
+    let Some(chain) = inner.chain() else { return Err(DialError::NoCredentials) };
+    if addrs.is_empty() {
+        return Err(DialError::NoAddress { peer: peer_id });
+    }
+    let (connection, addr) = open(inner, Some(peer_id), addrs).await?;
+    let greeting = greet(inner, &connection, addr, peer_id, Purpose::Member(Some(chain)));
+    let (control, recv, theirs) = match timeout(DIAL_MAX, greeting).await {
+        Ok(greeted) => greeted?,
+        Err(_) => return Err(DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX }),
+    };
+    if let Err(error) = check_member(inner, &theirs, peer_id) {
+        connection.close(peer::code((&error).into()), error.to_string().as_bytes());
+        return Err(DialError::BadCertificate { peer: peer_id, error });
+    }
+    let parts = Parts { connection, peer_id, dialer: inner.identity.peer_id(), instance: theirs.instance, control };
+    match establish(inner, parts, recv, None) {
+        Ok(()) => Ok(()),
+        Err(code) => Err(DialError::Refused { code, text: String::new() }),
+    }
+}
+
+/// A connection to whoever answers first with the right key.
+pub(super) async fn open(
+    inner: &Arc<Inner>,
+    expected: Option<PeerId>,
+    addrs: &[SocketAddr],
+) -> Result<(Connection, SocketAddr), DialError> {
+    let start = Instant::now();
+    let mut attempts: FuturesUnordered<_> = addrs
+        .iter()
+        .enumerate()
+        .map(|(i, addr)| async move {
+            tokio::time::sleep_until(start + STAGGER * i as u32).await;
+            timeout(DIAL_MAX, handshake(inner, expected, *addr)).await.ok()
+        })
+        .collect();
+    let mut worst = DialError::Unreachable { addrs: addrs.to_vec(), after: DIAL_MAX };
+    while let Some(attempt) = attempts.next().await {
+        match attempt {
+            Some(Ok(connection)) => return Ok(connection),
+            Some(Err(DialError::Unreachable { .. })) | None => {}
+            // Whoever answered and was wrong says more than those that did not answer.
+            Some(Err(error)) => worst = error,
+        }
+    }
+    Err(worst)
+}
+
+async fn handshake(
+    inner: &Inner,
+    expected: Option<PeerId>,
+    addr: SocketAddr,
+) -> Result<(Connection, SocketAddr), DialError> {
+    let config = inner.configs.client(addr);
+    let broken = |why: String| DialError::Broken { addr, why };
+    let connecting = inner.endpoint.connect_with(config, addr, SERVER_NAME).map_err(|e| broken(e.to_string()))?;
+    let connection = connecting.await.map_err(|error| dial_error(error, addr))?;
+    let found = remote_peer(&connection).ok_or_else(|| broken("it showed no key".into()))?;
+    if found == inner.identity.peer_id() {
+        return Err(DialError::Myself { addr });
+    }
+    if let Some(expected) = expected.filter(|e| *e != found) {
+        connection.close(peer::code(CloseCode::WrongPeer), b"");
+        return Err(DialError::WrongPeer { addr, expected, found });
+    }
+    Ok((connection, addr))
+}
+
+/// Sends our greeting on the first stream and reads theirs.
+pub(super) async fn greet(
+    inner: &Inner,
+    connection: &Connection,
+    addr: SocketAddr,
+    peer: PeerId,
+    purpose: Purpose,
+) -> Result<(quinn::SendStream, RecvStream, Hello), DialError> {
+    let gone = |error: ConnectionError| dial_error(error, addr);
+    let (mut send, mut recv) = connection.open_bi().await.map_err(gone)?;
+    let hello = Hello { instance: inner.instance, purpose };
+    let written = send.write_all(&hello.encode()).await;
+    let read = match written {
+        Ok(()) => Hello::read(&mut recv).await,
+        Err(_) => Err(HelloError::Malformed),
+    };
+    match read {
+        Ok(theirs) => Ok((send, recv, theirs)),
+        Err(error) => {
+            // A close with a reason says more than the cut stream that it causes; it may be a moment behind.
+            let closed = timeout(Duration::from_millis(100), connection.closed()).await;
+            if let Ok(reason) = closed {
+                return Err(dial_error(reason, addr));
+            }
+            let (code, text) = refusal(&error);
+            connection.close(peer::code(code), text.as_bytes());
+            Err(match error {
+                HelloError::Version { .. } => DialError::OtherVersion { addr },
+                HelloError::BadChain => DialError::BadCertificate { peer, error: CertificateError::Malformed },
+                HelloError::Malformed => DialError::Broken { addr, why: "its greeting is malformed".into() },
+            })
+        }
+    }
+}
+
+/// What we tell a peer whose greeting we refuse.
+pub(super) fn refusal(error: &HelloError) -> (CloseCode, String) {
+    match error {
+        HelloError::Malformed => (CloseCode::BadHello, "malformed greeting".into()),
+        HelloError::Version { found } => {
+            (CloseCode::OtherVersion, format!("protocol {found} here meets protocol {PROTOCOL}"))
+        }
+        HelloError::BadChain => (CloseCode::BadCertificate, CertificateError::Malformed.to_string()),
+    }
+}
+
+/// Whether a greeting makes its sender a member of our mesh.
+pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<(), CertificateError> {
+    let Some(credentials) = inner.credentials() else { return Err(CertificateError::Malformed) };
+    match &hello.purpose {
+        Purpose::Member(Some(chain)) => chain.verify(credentials.mesh, peer, super::now_unix()).map(drop),
+        Purpose::Member(None) | Purpose::Join(_) => Err(CertificateError::Malformed),
+    }
+}
+
+/// Makes a checked connection the peer's connection, tells the node, and starts reading. `greeting` is sent first.
+///
+/// # Errors
+/// The code with which it was closed because another one stays.
+pub(super) fn establish(
+    inner: &Arc<Inner>,
+    parts: Parts,
+    recv: RecvStream,
+    greeting: Option<Vec<u8>>,
+) -> Result<(), CloseCode> {
+    let peer = Arc::new(Peer::new(parts, &inner.limits, inner.sink.clone(), inner.runtime.clone()));
+    let greet = || {
+        if let Some(greeting) = greeting {
+            let _ = peer.send_control(greeting.into(), Bytes::new());
+        }
+    };
+    let placed = inner.slots().place(&peer, greet);
+    let replaced = match placed {
+        Placed::Stays { replaced } => replaced,
+        Placed::Duplicate => {
+            peer.close(CloseCode::Duplicate, "another connection stays");
+            return Err(CloseCode::Duplicate);
+        }
+    };
+    if let Some(old) = replaced {
+        let reason = old.connection.close_reason().map_or(Disconnect::Lost, |error| old.reason(error));
+        inner.sink.event(Event::Disconnected { node: old.node, reason });
+    }
+    inner.sink.event(connected(&peer));
+    super::receive::spawn(inner, &peer, recv);
+    inner.runtime.spawn(watch(inner.clone(), peer));
+    Ok(())
+}
+
+/// Tells the end of a connection, once, unless another took its place (which told it).
+async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
+    let error = peer.connection.closed().await;
+    if inner.slots().remove(&peer) {
+        inner.sink.event(Event::Disconnected { node: peer.node, reason: peer.reason(error) });
+    }
+}
+
+fn connected(peer: &Peer) -> Event {
+    Event::Connected {
+        node: peer.node,
+        peer_id: peer.peer_id,
+        addr: peer.connection.remote_address(),
+        rtt: peer.connection.rtt(),
+    }
+}
+
+/// The key behind a connection; TLS has checked that the peer holds it.
+pub(super) fn remote_peer(connection: &Connection) -> Option<PeerId> {
+    let identity = connection.peer_identity()?;
+    let certificates = identity.downcast::<Vec<rustls::pki_types::CertificateDer<'static>>>().ok()?;
+    libp2p_tls::certificate::parse(certificates.first()?).ok().map(|certificate| certificate.peer_id())
+}
+
+pub(super) fn dial_error(error: ConnectionError, addr: SocketAddr) -> DialError {
+    // TLS alert 120: no protocol name in common.
+    let no_protocol = TransportErrorCode::crypto(120);
+    match &error {
+        ConnectionError::TimedOut => DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX },
+        ConnectionError::VersionMismatch => DialError::OtherVersion { addr },
+        ConnectionError::ConnectionClosed(close) if close.error_code == no_protocol => DialError::OtherVersion { addr },
+        ConnectionError::TransportError(error) if error.code == no_protocol => DialError::OtherVersion { addr },
+        ConnectionError::ApplicationClosed(close) => DialError::Refused {
+            code: CloseCode::from_wire(close.error_code.into_inner()).unwrap_or(CloseCode::Bye),
+            text: peer::text(&close.reason),
+        },
+        ConnectionError::ConnectionClosed(close) if close.error_code == TransportErrorCode::CONNECTION_REFUSED => {
+            DialError::Refused { code: CloseCode::Busy, text: String::new() }
+        }
+        ConnectionError::TransportError(_)
+        | ConnectionError::ConnectionClosed(_)
+        | ConnectionError::Reset
+        | ConnectionError::LocallyClosed
+        | ConnectionError::CidsExhausted => DialError::Broken { addr, why: error.to_string() },
+    }
+}
+
+/// Polls a condition that somebody else brings about.
+pub(super) async fn wait_until(most: Duration, met: impl Fn() -> bool) {
+    let end = Instant::now() + most;
+    while !met() && Instant::now() < end {
+        sleep(Duration::from_millis(5)).await;
+    }
+}

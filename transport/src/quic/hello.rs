@@ -1,0 +1,148 @@
+//! The first frame of a connection, both ways: protocol version, this life of the endpoint, and either a certificate
+//! chain or the wish to join. Nothing else is read before it.
+use crate::certificate::{CHAIN_BYTES_MAX, Chain};
+use crate::join::{ASK_BYTES_MAX, Ask};
+use crate::wire::{Reader, put_long};
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// Grows with each change of what follows the greeting. (The TLS protocol name changes when the greeting does.)
+pub(crate) const PROTOCOL: u16 = 1;
+const MAGIC: [u8; 4] = *b"mesh";
+const HELLO_BYTES_MAX: usize = 32 + if CHAIN_BYTES_MAX > ASK_BYTES_MAX { CHAIN_BYTES_MAX } else { ASK_BYTES_MAX };
+
+/// A greeting.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hello {
+    /// Random per endpoint: tells a restarted peer from one that dialed twice.
+    pub(crate) instance: u64,
+    pub(crate) purpose: Purpose,
+}
+
+/// What the connection is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Talk among members; an empty chain says "I have none".
+    Member(Option<Chain>),
+    /// Become one.
+    Join(Ask),
+}
+
+/// Why a greeting is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum HelloError {
+    Malformed,
+    Version { found: u16 },
+    BadChain,
+}
+
+impl Hello {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut body = MAGIC.to_vec();
+        body.extend_from_slice(&PROTOCOL.to_le_bytes());
+        body.extend_from_slice(&self.instance.to_le_bytes());
+        match &self.purpose {
+            Purpose::Member(chain) => {
+                body.push(MEMBER);
+                body.extend_from_slice(&chain.as_ref().map(Chain::encode).unwrap_or_default());
+            }
+            Purpose::Join(ask) => {
+                body.push(JOIN);
+                ask.encode(&mut body);
+            }
+        }
+        let mut out = Vec::with_capacity(4 + body.len());
+        put_long(&mut out, &body);
+        out
+    }
+
+    pub(crate) fn decode(body: &[u8]) -> Result<Self, HelloError> {
+        let mut r = Reader::new(body);
+        let magic = r.array::<4>().ok_or(HelloError::Malformed)?;
+        let version = r.u16().ok_or(HelloError::Malformed)?;
+        if magic != MAGIC {
+            return Err(HelloError::Malformed);
+        }
+        if version != PROTOCOL {
+            return Err(HelloError::Version { found: version });
+        }
+        let instance = r.u64().ok_or(HelloError::Malformed)?;
+        let purpose = match (r.u8(), body.get(HEAD..).unwrap_or_default()) {
+            (Some(MEMBER), []) => Purpose::Member(None),
+            (Some(MEMBER), chain) => Purpose::Member(Some(Chain::decode(chain).map_err(|_| HelloError::BadChain)?)),
+            (Some(JOIN), ask) => Purpose::Join(Ask::decode(ask).ok_or(HelloError::Malformed)?),
+            (Some(_) | None, _) => return Err(HelloError::Malformed),
+        };
+        Ok(Self { instance, purpose })
+    }
+
+    /// Reads one greeting.
+    pub(crate) async fn read(recv: &mut (impl AsyncRead + Unpin)) -> Result<Self, HelloError> {
+        let length = recv.read_u32_le().await.map_err(|_| HelloError::Malformed)? as usize;
+        if length > HELLO_BYTES_MAX {
+            return Err(HelloError::Malformed);
+        }
+        let mut body = vec![0; length];
+        recv.read_exact(&mut body).await.map_err(|_| HelloError::Malformed)?;
+        Self::decode(&body)
+    }
+}
+
+const MEMBER: u8 = 1;
+const JOIN: u8 = 2;
+/// Magic, version, instance, purpose.
+const HEAD: usize = 4 + 2 + 8 + 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::certificate::{MeshCredentials, MeshId};
+    use crate::fuzz::Noise;
+    use crate::identity::Identity;
+
+    fn hellos() -> Vec<Hello> {
+        let chain = MeshCredentials::found(&Identity::generate(), 1000).chain;
+        let ticket = Some((MeshId([1; 32]), [2; 16], [3; 32]));
+        [
+            Purpose::Member(None),
+            Purpose::Member(Some(chain)),
+            Purpose::Join(Ask { name: "n".into(), ticket: None }),
+            Purpose::Join(Ask { name: String::new(), ticket }),
+        ]
+        .map(|purpose| Hello { instance: 77, purpose })
+        .into()
+    }
+
+    #[tokio::test]
+    async fn greetings_survive_the_wire() {
+        for hello in hellos() {
+            assert_eq!(Hello::read(&mut &hello.encode()[..]).await, Ok(hello));
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_wrong_is_told() {
+        let mut bytes = hellos()[1].encode();
+        bytes[8] = 9;
+        assert_eq!(Hello::read(&mut &bytes[..]).await, Err(HelloError::Version { found: 9 }));
+        bytes[4] = b'x';
+        assert_eq!(Hello::read(&mut &bytes[..]).await, Err(HelloError::Malformed));
+        let huge = u32::MAX.to_le_bytes();
+        assert_eq!(Hello::read(&mut &huge[..]).await, Err(HelloError::Malformed));
+        let mut cut = hellos()[1].encode();
+        let length = cut.len() as u32 - 4 - 10;
+        cut.truncate(cut.len() - 10);
+        cut[..4].copy_from_slice(&length.to_le_bytes());
+        assert_eq!(Hello::read(&mut &cut[..]).await, Err(HelloError::BadChain));
+    }
+
+    #[tokio::test]
+    async fn noise_never_panics() {
+        let mut noise = Noise::new(10);
+        for hello in hellos() {
+            let good = hello.encode();
+            for _ in 0..5_000 {
+                let _ = Hello::read(&mut &noise.mangle(&good)[..]).await;
+            }
+        }
+    }
+}

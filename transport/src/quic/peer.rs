@@ -1,0 +1,380 @@
+//! One certified connection to one member: its lanes, its budgets, and how it ends.
+use super::close::{CloseCode, Disconnect};
+use super::config;
+use crate::compress::{self, Chooser};
+use crate::event::{Event, Sink};
+use crate::frame::{self, Codec, FrameHead, Route};
+use crate::identity::{NodeId, PeerId};
+use crate::lane::{Budget, Item, Lane, LaneError, OnStopped, Opener, Pipe, PipeError};
+use crate::throttle::Throttle;
+use bytes::Bytes;
+use futures::FutureExt;
+use quinn::{Connection, ConnectionError, SendStream, VarInt, WriteError};
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    pin::pin,
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+use tokio::{runtime::Handle, sync::Semaphore};
+
+/// What goes first when a link is busy. Control messages go before all of these, weights after.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Priority {
+    /// One step of running requests, a halo: somebody waits for it.
+    Decode,
+    /// Chunks of prompts, KV.
+    Prefill,
+}
+
+/// Stream priorities on the wire: few levels, as quinn advises.
+const CONTROL: i32 = 3;
+pub(super) const BULK: i32 = 0;
+
+impl Priority {
+    fn level(self) -> i32 {
+        match self {
+            Priority::Decode => 2,
+            Priority::Prefill => 1,
+        }
+    }
+}
+
+/// Queue bounds of one peer, in bytes. Beyond them the peer counts as too slow and is reset.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Connections of all peers together.
+    pub connections_max: usize,
+    /// Control messages waiting: a few full push-pulls.
+    pub message_queue_bytes: usize,
+    /// Frames waiting: a few prefill chunks of each of several requests.
+    pub frame_queue_bytes: usize,
+    /// Frames and messages that arrived and are still held by this node.
+    pub arrived_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections_max: 1024,
+            message_queue_bytes: 16 << 20,
+            frame_queue_bytes: 256 << 20,
+            arrived_bytes: 256 << 20,
+        }
+    }
+}
+
+pub(super) struct Peer {
+    pub(super) node: NodeId,
+    pub(super) peer_id: PeerId,
+    pub(super) connection: Connection,
+    /// Who dialed: decides between two connections.
+    pub(super) dialer: PeerId,
+    /// The peer's life.
+    pub(super) instance: u64,
+    pub(super) throttle: Throttle,
+    /// Credit for what arrived: given back when the node drops it.
+    pub(super) arrived: Arc<Semaphore>,
+    since: Instant,
+    control: Lane<QuicPipe>,
+    frames: Mutex<BTreeMap<(Route, Priority), Lane<QuicPipe>>>,
+    messages_held: Arc<Budget>,
+    frames_held: Arc<Budget>,
+    link: Mutex<LinkState>,
+    closed_here: Mutex<Option<(CloseCode, String)>>,
+    sink: Arc<dyn Sink>,
+    runtime: Handle,
+}
+
+#[derive(Default)]
+struct LinkState {
+    bytes_per_second: Option<u64>,
+    chooser: Chooser,
+}
+
+/// What a connection is made of.
+pub(super) struct Parts {
+    pub(super) connection: Connection,
+    pub(super) peer_id: PeerId,
+    pub(super) dialer: PeerId,
+    pub(super) instance: u64,
+    pub(super) control: SendStream,
+}
+
+impl Peer {
+    pub(super) fn new(parts: Parts, limits: &Limits, sink: Arc<dyn Sink>, runtime: Handle) -> Self {
+        let Parts { connection, peer_id, dialer, instance, control } = parts;
+        // Only fails on a closed stream, which the first write will find out.
+        let _ = control.set_priority(CONTROL);
+        let messages_held = Arc::new(Budget::new(limits.message_queue_bytes));
+        let never: Opener<QuicPipe> = Box::new(|| Box::pin(async { Err(PipeError::Gone) }));
+        let ended: OnStopped = {
+            let connection = connection.clone();
+            Box::new(move || connection.close(code(CloseCode::Bye), b"control stream stopped"))
+        };
+        let control = Lane::new(Some(QuicPipe(control)), never, ended, messages_held.clone(), runtime.clone());
+        // A member may now open its streams and fill real windows.
+        connection.set_max_concurrent_uni_streams(VarInt::from_u32(config::UNI_STREAMS));
+        connection.set_max_concurrent_bi_streams(VarInt::from_u32(config::BI_STREAMS));
+        connection.set_receive_window(VarInt::from_u32(config::CONNECTION_WINDOW));
+        Self {
+            node: crate::identity::node_id(&peer_id),
+            peer_id,
+            connection,
+            dialer,
+            instance,
+            throttle: Throttle::default(),
+            arrived: Arc::new(Semaphore::new(limits.arrived_bytes)),
+            since: Instant::now(),
+            control,
+            frames: Mutex::default(),
+            messages_held,
+            frames_held: Arc::new(Budget::new(limits.frame_queue_bytes)),
+            link: Mutex::default(),
+            closed_here: Mutex::default(),
+            sink,
+            runtime,
+        }
+    }
+
+    /// Bytes on the control stream, before anything else this is the greeting.
+    pub(super) fn send_control(&self, front: Bytes, body: Bytes) -> Result<(), LaneError> {
+        let sent = self.control.send(Item::Ready([front, body]));
+        self.reset_if_slow(sent)
+    }
+
+    pub(super) fn send_message(&self, bytes: Bytes) -> Result<(), LaneError> {
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        self.send_control(Bytes::copy_from_slice(&length.to_le_bytes()), bytes)
+    }
+
+    pub(super) fn send_frame(
+        self: &Arc<Self>,
+        head: FrameHead,
+        payload: Bytes,
+        priority: Priority,
+    ) -> Result<(), LaneError> {
+        let item = match self.choose(payload.len()) {
+            Codec::Raw => raw_item(&head, payload),
+            codec @ Codec::ShuffledZstd => {
+                let peer = self.clone();
+                let bytes = frame::HEADER_BYTES + payload.len();
+                Item::Later(bytes, Box::new(move || peer.pack(codec, &head, payload)))
+            }
+        };
+        let sent = self.lane(head.route, priority).send(item);
+        self.reset_if_slow(sent)
+    }
+
+    /// Ends the streams of a job.
+    pub(super) fn forget(&self, job: u64) {
+        let mut frames = lock(&self.frames);
+        frames.retain(|(route, _), lane| {
+            if route.job == job {
+                lane.finish();
+            }
+            route.job != job
+        });
+    }
+
+    pub(super) fn learn_link(&self, bytes_per_second: u64) {
+        lock(&self.link).bytes_per_second = Some(bytes_per_second);
+        self.throttle.set(Some(bytes_per_second / 10 * 7));
+    }
+
+    pub(super) fn close(&self, reason: CloseCode, text: &str) {
+        if self.connection.close_reason().is_none() {
+            lock(&self.closed_here).get_or_insert((reason, text.to_owned()));
+        }
+        self.connection.close(code(reason), text.as_bytes());
+    }
+
+    /// Lets what was sent arrive, then closes.
+    pub(super) async fn say_goodbye(&self) {
+        self.control.finish();
+        // The other side answers the end of the control stream by closing.
+        let _ = tokio::time::timeout(GOODBYE_MAX, self.connection.closed()).await;
+        self.close(CloseCode::Bye, "");
+    }
+
+    /// Why the closed connection closed.
+    pub(super) fn reason(&self, error: ConnectionError) -> Disconnect {
+        if let Some((code, text)) = lock(&self.closed_here).clone() {
+            return Disconnect::Here { code, text };
+        }
+        reason(error)
+    }
+
+    pub(super) fn stats(&self) -> PeerStats {
+        let stats = self.connection.stats();
+        PeerStats {
+            node: self.node,
+            peer_id: self.peer_id,
+            addr: self.connection.remote_address(),
+            rtt: self.connection.rtt(),
+            bytes_per_second: lock(&self.link).bytes_per_second,
+            bytes_sent: stats.udp_tx.bytes,
+            bytes_received: stats.udp_rx.bytes,
+            packets_lost: stats.path.lost_packets,
+            mtu: stats.path.current_mtu,
+            queued_bytes: self.messages_held.held() + self.frames_held.held(),
+            connected_for: self.since.elapsed(),
+            dialed_here: self.dialer != self.peer_id,
+        }
+    }
+
+    fn reset_if_slow(&self, sent: Result<(), LaneError>) -> Result<(), LaneError> {
+        if sent == Err(LaneError::Full) {
+            self.close(CloseCode::TooSlow, "the peer reads too slowly: its queue here is full");
+        }
+        sent
+    }
+
+    fn choose(&self, bytes: usize) -> Codec {
+        if bytes < compress::PACK_BYTES_MIN {
+            return Codec::Raw;
+        }
+        let link = lock(&self.link);
+        link.chooser.choose(bytes, link.bytes_per_second)
+    }
+
+    /// Runs on a blocking thread.
+    fn pack(&self, codec: Codec, head: &FrameHead, payload: Bytes) -> [Bytes; 2] {
+        let start = Instant::now();
+        let packed = compress::pack(codec, head.dtype, &payload);
+        let length = packed.as_ref().map_or(payload.len(), Vec::len);
+        lock(&self.link).chooser.learn(payload.len(), length, start.elapsed().as_secs_f64());
+        match packed {
+            Some(packed) => {
+                let header = frame::encode_header(head, codec, &packed);
+                [Bytes::copy_from_slice(&header), packed.into()]
+            }
+            None => [Bytes::copy_from_slice(&frame::encode_header(head, Codec::Raw, &payload)), payload],
+        }
+    }
+
+    /// The stream of a route; a newer epoch ends those of older ones on the same edge.
+    fn lane(&self, route: Route, priority: Priority) -> Lane<QuicPipe> {
+        let mut frames = lock(&self.frames);
+        if let Some(lane) = frames.get(&(route, priority)) {
+            return lane.clone();
+        }
+        frames.retain(|(old, _), lane| {
+            let stale = old.job == route.job && old.edge == route.edge && old.epoch < route.epoch;
+            if stale {
+                lane.reset();
+            }
+            !stale
+        });
+        let lane = self.open_lane(route, priority);
+        frames.insert((route, priority), lane.clone());
+        lane
+    }
+
+    fn open_lane(&self, route: Route, priority: Priority) -> Lane<QuicPipe> {
+        let connection = self.connection.clone();
+        let open = move || {
+            let connection = connection.clone();
+            async move {
+                let stream = connection.open_uni().await.map_err(|_| PipeError::Gone)?;
+                let _ = stream.set_priority(priority.level());
+                Ok(QuicPipe(stream))
+            }
+        };
+        // At once if the peer's stream limit is known to have room, which it is but for the first milliseconds.
+        let pipe = open().now_or_never().and_then(Result::ok);
+        let (sink, node) = (self.sink.clone(), self.node);
+        let on_stopped: OnStopped = Box::new(move || sink.event(Event::LaneRefused { node, route }));
+        Lane::new(pipe, Box::new(move || open().boxed()), on_stopped, self.frames_held.clone(), self.runtime.clone())
+    }
+}
+
+fn raw_item(head: &FrameHead, payload: Bytes) -> Item {
+    Item::Ready([Bytes::copy_from_slice(&frame::encode_header(head, Codec::Raw, &payload)), payload])
+}
+
+/// How a connection to a peer does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerStats {
+    /// Who.
+    pub node: NodeId,
+    /// Its key.
+    pub peer_id: PeerId,
+    /// Where.
+    pub addr: SocketAddr,
+    /// Smoothed round trip.
+    pub rtt: Duration,
+    /// Throughput, once measured.
+    pub bytes_per_second: Option<u64>,
+    /// On the wire, headers and all.
+    pub bytes_sent: u64,
+    /// On the wire, headers and all.
+    pub bytes_received: u64,
+    /// Lost so far.
+    pub packets_lost: u64,
+    /// Largest datagram that the path was found to carry.
+    pub mtu: u16,
+    /// Waiting here because the peer or the path is slow.
+    pub queued_bytes: usize,
+    /// Age of the connection.
+    pub connected_for: Duration,
+    /// Which side dialed.
+    pub dialed_here: bool,
+}
+
+/// What an error of quinn means.
+pub(super) fn reason(error: ConnectionError) -> Disconnect {
+    match error {
+        ConnectionError::ApplicationClosed(close) => Disconnect::ByPeer {
+            code: CloseCode::from_wire(close.error_code.into_inner()).unwrap_or(CloseCode::Bye),
+            text: text(&close.reason),
+        },
+        ConnectionError::TimedOut | ConnectionError::Reset => Disconnect::Lost,
+        ConnectionError::LocallyClosed => Disconnect::Here { code: CloseCode::Bye, text: "this node goes down".into() },
+        error @ (ConnectionError::VersionMismatch
+        | ConnectionError::TransportError(_)
+        | ConnectionError::ConnectionClosed(_)
+        | ConnectionError::CidsExhausted) => Disconnect::Broken(error.to_string()),
+    }
+}
+
+/// A peer's words, for a log: short, printable.
+pub(super) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(&bytes[..bytes.len().min(256)]).chars().filter(|c| !c.is_control()).collect()
+}
+
+pub(super) fn code(code: CloseCode) -> VarInt {
+    VarInt::from_u32(code as u32)
+}
+
+/// How long a goodbye may take.
+const GOODBYE_MAX: Duration = Duration::from_millis(500);
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// quinn's sending half as a lane writes it.
+pub(super) struct QuicPipe(SendStream);
+
+impl Pipe for QuicPipe {
+    fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>> {
+        pin!(self.0.write_chunks(bufs)).poll(cx).map(|written| match written {
+            Ok(_) => Ok(()),
+            Err(WriteError::Stopped(_)) => Err(PipeError::Stopped),
+            Err(WriteError::ConnectionLost(_) | WriteError::ClosedStream | WriteError::ZeroRttRejected) => {
+                Err(PipeError::Gone)
+            }
+        })
+    }
+
+    fn finish(&mut self) {
+        let _ = self.0.finish();
+    }
+
+    fn reset(&mut self) {
+        let _ = self.0.reset(VarInt::from_u32(0));
+    }
+}

@@ -1,0 +1,160 @@
+//! What members send: control messages, frames that were expected, requests and measurements. Lengths are checked before
+//! anything is allocated; whoever breaks the rules loses the connection.
+use super::Inner;
+use super::close::CloseCode;
+use super::peer::{BULK, Peer};
+use crate::bulk;
+use crate::compress;
+use crate::event::{Event, Received};
+use crate::frame::{self, Codec, Expectation, FrameError, HEADER_BYTES, Incoming, RawHeader};
+use crate::probe;
+use quinn::{ReadExactError, RecvStream, SendStream, VarInt};
+use std::{io, sync::Arc};
+use tokio::io::AsyncReadExt;
+use tokio::sync::OwnedSemaphorePermit;
+
+/// Largest control message: a full push-pull of 2,000 members with adverts.
+pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Payloads from here on are unpacked on a blocking thread.
+const UNPACK_HERE_MAX: usize = 64 << 10;
+/// First byte of a request stream.
+pub(super) const REQUEST: u8 = 1;
+/// First byte of a measurement stream.
+pub(super) const PROBE: u8 = 2;
+
+/// Starts reading everything that `peer` sends; ends with the connection.
+pub(super) fn spawn(inner: &Arc<Inner>, peer: &Arc<Peer>, control: RecvStream) {
+    let runtime = &inner.runtime;
+    runtime.spawn(messages(inner.clone(), peer.clone(), control));
+    let (streams, who) = (inner.clone(), peer.clone());
+    runtime.spawn(async move {
+        while let Ok(stream) = who.connection.accept_uni().await {
+            streams.runtime.spawn(frames(streams.clone(), who.clone(), stream));
+        }
+    });
+    let (streams, who) = (inner.clone(), peer.clone());
+    runtime.spawn(async move {
+        while let Ok((send, recv)) = who.connection.accept_bi().await {
+            streams.runtime.spawn(answer(streams.clone(), who.clone(), send, recv));
+        }
+    });
+}
+
+async fn messages(inner: Arc<Inner>, peer: Arc<Peer>, mut recv: RecvStream) {
+    loop {
+        let length = match recv.read_u32_le().await {
+            Ok(length) => length as usize,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return peer.close(CloseCode::Bye, "the peer said goodbye");
+            }
+            Err(_) => return,
+        };
+        if length > MESSAGE_BYTES_MAX {
+            let why = format!("a control message of {length} bytes, at most {MESSAGE_BYTES_MAX} are allowed");
+            return refuse(&inner, &peer, CloseCode::BadMessage, &why);
+        }
+        let Some(credit) = credit(&peer, length).await else { return };
+        let mut bytes = vec![0; length];
+        if recv.read_exact(&mut bytes).await.is_err() {
+            return;
+        }
+        inner.sink.event(Event::Message { from: peer.node, bytes: Received::new(bytes, Some(credit)) });
+    }
+}
+
+async fn frames(inner: Arc<Inner>, peer: Arc<Peer>, mut recv: RecvStream) {
+    let mut header = [0; HEADER_BYTES];
+    let Ok(()) = recv.read_exact(&mut header).await else { return };
+    let first = match frame::decode_header(&header) {
+        Ok(first) => first,
+        Err(error) => return refuse_frame(&inner, &peer, &error),
+    };
+    let Some(expected) = inner.expected(&first.head.route) else {
+        let route = first.head.route;
+        let why = format!(
+            "frames of job {:016x}, epoch {}, edge {}: not expected here",
+            route.job, route.epoch.counter, route.edge
+        );
+        let _ = recv.stop(VarInt::from_u32(CloseCode::BadFrame as u32));
+        return inner.refused(Some(peer.peer_id), peer.connection.remote_address(), why);
+    };
+    let mut raw = first;
+    loop {
+        if let Err(Failure::Frame(error)) = one_frame(&inner, &peer, &mut recv, raw, &expected).await {
+            return refuse_frame(&inner, &peer, &error);
+        }
+        match recv.read_exact(&mut header).await {
+            Ok(()) => {}
+            Err(ReadExactError::FinishedEarly(0) | ReadExactError::ReadError(_)) => return,
+            Err(ReadExactError::FinishedEarly(_)) => return refuse_frame(&inner, &peer, &CUT),
+        }
+        raw = match frame::decode_header(&header) {
+            Ok(next) if next.head.route == first.head.route => next,
+            Ok(_) => return refuse_frame(&inner, &peer, &FrameError::Route),
+            Err(error) => return refuse_frame(&inner, &peer, &error),
+        };
+    }
+}
+
+/// A stream that ends inside a frame.
+const CUT: FrameError = FrameError::Length { expected: HEADER_BYTES as u64, raw: 0, wire: 0 };
+
+enum Failure {
+    Frame(FrameError),
+    /// The stream or the connection ended; told elsewhere.
+    Gone,
+}
+
+async fn one_frame(
+    inner: &Inner,
+    peer: &Arc<Peer>,
+    recv: &mut RecvStream,
+    raw: RawHeader,
+    expected: &Expectation,
+) -> Result<(), Failure> {
+    let incoming = raw.check(expected).map_err(Failure::Frame)?;
+    let credit = credit(peer, incoming.raw_length).await.ok_or(Failure::Gone)?;
+    let mut payload = vec![0; incoming.wire_length];
+    recv.read_exact(&mut payload).await.map_err(|_| Failure::Gone)?;
+    incoming.check(&payload).map_err(Failure::Frame)?;
+    let payload = unpack(incoming, payload).await.map_err(Failure::Frame)?;
+    let payload = Received::new(payload, Some(credit));
+    inner.sink.event(Event::Frame { from: peer.node, head: incoming.head, payload });
+    Ok(())
+}
+
+async fn unpack(incoming: Incoming, payload: Vec<u8>) -> Result<Vec<u8>, FrameError> {
+    let Incoming { head, codec, raw_length, .. } = incoming;
+    let work = move || compress::unpack(codec, head.dtype, payload, raw_length);
+    if codec == Codec::Raw || raw_length <= UNPACK_HERE_MAX {
+        return work();
+    }
+    // A failed join is a runtime going down: nobody will see the frame.
+    tokio::task::spawn_blocking(work).await.unwrap_or(Err(FrameError::Packed { raw: raw_length }))
+}
+
+/// Waits until the node has room for `bytes` more of this peer.
+async fn credit(peer: &Peer, bytes: usize) -> Option<OwnedSemaphorePermit> {
+    let bytes = u32::try_from(bytes).ok()?;
+    peer.arrived.clone().acquire_many_owned(bytes).await.ok()
+}
+
+async fn answer(inner: Arc<Inner>, peer: Arc<Peer>, send: SendStream, mut recv: RecvStream) {
+    let _ = send.set_priority(BULK);
+    match recv.read_u8().await {
+        Ok(REQUEST) => bulk::answer(send, recv, peer.node, &*inner.server, &peer.throttle).await,
+        // A measurement cut short is the asker's to report.
+        Ok(PROBE) => drop(probe::answer(send, recv).await),
+        Ok(_) => refuse(&inner, &peer, CloseCode::BadMessage, "a stream of an unknown kind"),
+        Err(_) => {}
+    }
+}
+
+fn refuse_frame(inner: &Inner, peer: &Peer, error: &FrameError) {
+    refuse(inner, peer, CloseCode::BadFrame, &error.to_string());
+}
+
+fn refuse(inner: &Inner, peer: &Peer, code: CloseCode, why: &str) {
+    peer.close(code, why);
+    inner.refused(Some(peer.peer_id), peer.connection.remote_address(), why);
+}

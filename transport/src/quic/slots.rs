@@ -1,0 +1,190 @@
+//! The table of peers: what is known of each, what waits for a connection, and which of two connections stays.
+use super::SendError;
+use super::close::CloseCode;
+use super::peer::{Peer, Priority};
+use crate::frame::FrameHead;
+use crate::identity::{NodeId, PeerId, node_id};
+use crate::lane::LaneError;
+use bytes::Bytes;
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
+
+/// Peers remembered: members of the mesh and a few that left.
+const SLOTS_MAX: usize = 8192;
+/// Addresses kept per peer.
+const ADDRS_MAX: usize = 16;
+/// Bytes that may wait for a connection to come up.
+const WAITING_BYTES_MAX: usize = 32 << 20;
+
+#[derive(Default)]
+pub(super) struct Slots(BTreeMap<NodeId, Slot>);
+
+struct Slot {
+    peer_id: PeerId,
+    addrs: Vec<SocketAddr>,
+    /// One dial at a time.
+    dialing: bool,
+    /// Sent once connected, dropped if that fails.
+    waiting: Vec<Outgoing>,
+    peer: Option<Arc<Peer>>,
+}
+
+/// Something to send once there is a connection.
+pub(super) enum Outgoing {
+    Message(Bytes),
+    Frame(FrameHead, Bytes, Priority),
+}
+
+impl Outgoing {
+    fn bytes(&self) -> usize {
+        match self {
+            Outgoing::Message(bytes) | Outgoing::Frame(_, bytes, _) => bytes.len(),
+        }
+    }
+}
+
+pub(super) fn send(peer: &Arc<Peer>, outgoing: Outgoing) -> Result<(), LaneError> {
+    match outgoing {
+        Outgoing::Message(bytes) => peer.send_message(bytes),
+        Outgoing::Frame(head, payload, priority) => peer.send_frame(head, payload, priority),
+    }
+}
+
+/// What became of a new connection.
+pub(super) enum Placed {
+    /// It is the peer's connection now; the older one, if any, is closed.
+    Stays { replaced: Option<Arc<Peer>> },
+    /// The older one stays.
+    Duplicate,
+}
+
+impl Slots {
+    pub(super) fn learn(&mut self, peer_id: PeerId, addrs: Vec<SocketAddr>) {
+        let slot = self.slot(peer_id);
+        if !addrs.is_empty() {
+            slot.addrs = addrs;
+            slot.addrs.truncate(ADDRS_MAX);
+        }
+    }
+
+    pub(super) fn peer(&self, node: &NodeId) -> Option<Arc<Peer>> {
+        self.0.get(node)?.peer.clone()
+    }
+
+    pub(super) fn peers(&self) -> impl Iterator<Item = &Arc<Peer>> {
+        self.0.values().filter_map(|slot| slot.peer.as_ref())
+    }
+
+    /// Drops all that is known of a node. A connection is given back to be closed; its end is told as usual.
+    pub(super) fn forget(&mut self, node: &NodeId) -> Option<Arc<Peer>> {
+        let slot = self.0.get_mut(node)?;
+        slot.waiting.clear();
+        slot.addrs.clear();
+        slot.peer.clone()
+    }
+
+    /// Keeps something until the node is connected, or gives it back with the connection that is there by now.
+    pub(super) fn wait(
+        &mut self,
+        node: &NodeId,
+        outgoing: Outgoing,
+    ) -> Result<Option<(Arc<Peer>, Outgoing)>, SendError> {
+        let slot = self.0.get_mut(node).ok_or(SendError::Unknown)?;
+        if let Some(peer) = &slot.peer {
+            return Ok(Some((peer.clone(), outgoing)));
+        }
+        if slot.addrs.is_empty() && !slot.dialing {
+            return Err(SendError::Unknown);
+        }
+        let held: usize = slot.waiting.iter().map(Outgoing::bytes).sum();
+        if held + outgoing.bytes() > WAITING_BYTES_MAX {
+            return Err(SendError::Slow);
+        }
+        slot.waiting.push(outgoing);
+        Ok(None)
+    }
+
+    /// Claims the right to dial; the connection that stands already, or `None` while another dial runs.
+    pub(super) fn begin_dial(&mut self, node: &NodeId) -> Dial {
+        let Some(slot) = self.0.get_mut(node) else { return Dial::Running };
+        match &slot.peer {
+            Some(peer) if peer.connection.close_reason().is_none() => Dial::Connected(peer.clone()),
+            Some(_) | None if slot.dialing => Dial::Running,
+            Some(_) | None => {
+                slot.dialing = true;
+                Dial::Begin(slot.peer_id, slot.addrs.clone())
+            }
+        }
+    }
+
+    /// Ends a dial. `true` if there is no connection; then what waited for it is dropped.
+    pub(super) fn end_dial(&mut self, node: &NodeId) -> bool {
+        let Some(slot) = self.0.get_mut(node) else { return false };
+        slot.dialing = false;
+        if slot.peer.is_none() {
+            slot.waiting.clear();
+        }
+        slot.peer.is_none()
+    }
+
+    pub(super) fn is_dialing(&self, node: &NodeId) -> bool {
+        self.0.get(node).is_some_and(|slot| slot.dialing)
+    }
+
+    /// Puts a new connection into the table, unless the one that stands is to stay: of two that cross, both sides keep
+    /// the one that the lower `PeerId` dialed; a restarted peer's newer one always replaces. `greet` runs before
+    /// anything else is sent on it, then what waited for it.
+    pub(super) fn place(&mut self, peer: &Arc<Peer>, greet: impl FnOnce()) -> Placed {
+        let slot = self.slot(peer.peer_id);
+        if slot.peer.as_ref().is_some_and(|old| stays(old, peer)) {
+            return Placed::Duplicate;
+        }
+        let replaced = slot.peer.replace(peer.clone());
+        greet();
+        for outgoing in slot.waiting.drain(..) {
+            // A failure here closes the connection, which is told like any other end.
+            let _ = send(peer, outgoing);
+        }
+        if let Some(old) = &replaced {
+            old.close(CloseCode::Duplicate, "replaced by another connection");
+        }
+        Placed::Stays { replaced }
+    }
+
+    /// Takes an ended connection out; `false` if another has taken its place.
+    pub(super) fn remove(&mut self, peer: &Arc<Peer>) -> bool {
+        let Some(slot) = self.0.get_mut(&peer.node) else { return false };
+        let current = slot.peer.as_ref().is_some_and(|p| Arc::ptr_eq(p, peer));
+        if current {
+            slot.peer = None;
+        }
+        current
+    }
+
+    fn slot(&mut self, peer_id: PeerId) -> &mut Slot {
+        let node = node_id(&peer_id);
+        if self.0.len() >= SLOTS_MAX && !self.0.contains_key(&node) {
+            let idle = self.0.iter().find(|(_, s)| s.peer.is_none() && !s.dialing).map(|(node, _)| *node);
+            idle.map(|node| self.0.remove(&node));
+        }
+        self.0.entry(node).or_insert_with(|| Slot {
+            peer_id,
+            addrs: Vec::new(),
+            dialing: false,
+            waiting: Vec::new(),
+            peer: None,
+        })
+    }
+}
+
+/// What a dial begins with.
+pub(super) enum Dial {
+    Begin(PeerId, Vec<SocketAddr>),
+    Running,
+    Connected(Arc<Peer>),
+}
+
+/// Whether `old` stays although `new` has come.
+fn stays(old: &Peer, new: &Peer) -> bool {
+    let lives = old.connection.close_reason().is_none() && old.instance == new.instance;
+    lives && old.dialer < new.dialer
+}

@@ -1,0 +1,68 @@
+//! Reading fixed little-endian fields from bytes that anybody may have written: every take is checked, nothing panics.
+
+/// What is left of a byte string.
+pub(crate) struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// The next `n` bytes, or `None` if there are fewer.
+    pub(crate) fn take(&mut self, n: usize) -> Option<&'a [u8]> {
+        let (head, tail) = self.0.split_at_checked(n)?;
+        self.0 = tail;
+        Some(head)
+    }
+
+    pub(crate) fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take(N)?.try_into().ok()
+    }
+
+    pub(crate) fn u8(&mut self) -> Option<u8> {
+        self.array::<1>().map(|[b]| b)
+    }
+
+    pub(crate) fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    pub(crate) fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// Bytes behind a one-byte length of at most `max`.
+    pub(crate) fn short(&mut self, max: usize) -> Option<&'a [u8]> {
+        let n = usize::from(self.u8()?);
+        if n > max { None } else { self.take(n) }
+    }
+
+    /// Bytes behind a four-byte length of at most `max`.
+    pub(crate) fn long(&mut self, max: usize) -> Option<&'a [u8]> {
+        let n = usize::try_from(self.u32()?).ok()?;
+        if n > max { None } else { self.take(n) }
+    }
+
+    /// `Some(())` if nothing is left over.
+    pub(crate) fn end(&self) -> Option<()> {
+        self.0.is_empty().then_some(())
+    }
+}
+
+/// Appends `bytes` behind a one-byte length. Callers keep to 255 bytes by their own bounds; longer input is cut.
+pub(crate) fn put_short(out: &mut Vec<u8>, bytes: &[u8]) {
+    let n = u8::try_from(bytes.len()).unwrap_or(u8::MAX);
+    out.push(n);
+    out.extend_from_slice(&bytes[..usize::from(n)]);
+}
+
+/// Appends `bytes` behind a four-byte length.
+pub(crate) fn put_long(out: &mut Vec<u8>, bytes: &[u8]) {
+    let n = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+    out.extend_from_slice(&n.to_le_bytes());
+    out.extend_from_slice(&bytes[..n as usize]);
+}
