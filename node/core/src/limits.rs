@@ -1,8 +1,9 @@
 //! Every bound of a node, each with its reason.
 use core::time::Duration;
 
-/// Largest gossip datagram: fits any path's MTU without fragmentation (IPv6 minimum 1280 less headers and seal).
-pub const DATAGRAM_BYTES_MAX: usize = 1200;
+/// Largest gossip datagram before it is sealed: packets of 1200 bytes fit any path without fragmentation (IPv6's
+/// minimum of 1280 less its headers), and the transport's seal adds 49 (`transport::gossip::PAYLOAD_BYTES_MAX`).
+pub const DATAGRAM_BYTES_MAX: usize = 1151;
 /// Largest encoded advert: with its signature it must fit into one datagram beside a header.
 pub const ADVERT_BYTES_MAX: usize = 900;
 /// Contents an advert names (32 bytes each): what keeps it under its bound; the rest is found by asking.
