@@ -2,6 +2,7 @@
 //!
 //! `stage` is what the rest of the program sees. Next: `stage.rs`.
 
+pub mod device;
 pub mod stage;
 
 pub mod chat_template;

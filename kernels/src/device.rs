@@ -1,0 +1,148 @@
+//! Devices as people name them, and the processor as one of them; GPUs are found by the crate that drives them.
+use std::fmt;
+use std::str::FromStr;
+
+/// A device that stages can be loaded on.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Device {
+    /// What it is and which of them.
+    pub id: DeviceId,
+    /// What its maker calls it.
+    pub name: String,
+    /// Bytes of its memory.
+    pub memory_total: u64,
+    /// Bytes not in use now.
+    pub memory_free: u64,
+}
+
+/// A kind of device and its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub enum DeviceId {
+    /// The processor.
+    Cpu,
+    /// An NVIDIA GPU by its CUDA number.
+    Cuda(u32),
+    /// A GPU by its Vulkan number.
+    Vulkan(u32),
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceId::Cpu => f.write_str("cpu"),
+            DeviceId::Cuda(i) => write!(f, "cuda:{i}"),
+            DeviceId::Vulkan(i) => write!(f, "vulkan:{i}"),
+        }
+    }
+}
+
+/// What a user asked for: `auto`, `cpu`, `cuda[:i]`, `vulkan[:i]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// A real GPU if there is one, else the processor.
+    Auto,
+    /// This one.
+    This(DeviceId),
+}
+
+/// A choice that cannot be met.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// Not a device's name.
+    #[error("`{0}` is no device: say auto, cpu, cuda, cuda:1, vulkan, vulkan:1, …")]
+    Name(String),
+    /// There is no such device.
+    #[error("there is no {wanted} here; there are: {there}; `meshnode doctor` says what a missing one needs")]
+    Missing {
+        /// What was asked for.
+        wanted: DeviceId,
+        /// What there is.
+        there: String,
+    },
+}
+
+impl FromStr for DeviceChoice {
+    type Err = DeviceError;
+
+    fn from_str(text: &str) -> Result<Self, DeviceError> {
+        let wrong = || DeviceError::Name(text.to_owned());
+        let (kind, number) = text.split_once(':').unwrap_or((text, "0"));
+        let number: u32 = number.parse().map_err(|_| wrong())?;
+        match (kind, text.contains(':')) {
+            ("auto", false) => Ok(DeviceChoice::Auto),
+            ("cpu", false) => Ok(DeviceChoice::This(DeviceId::Cpu)),
+            ("cuda", _) => Ok(DeviceChoice::This(DeviceId::Cuda(number))),
+            ("vulkan", _) => Ok(DeviceChoice::This(DeviceId::Vulkan(number))),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl DeviceChoice {
+    /// The device among `devices` (the processor always among them) that meets the choice.
+    ///
+    /// # Errors
+    /// None does.
+    pub fn pick(self, devices: &[Device]) -> Result<&Device, DeviceError> {
+        let wanted = match self {
+            DeviceChoice::This(id) => id,
+            DeviceChoice::Auto => {
+                // A software driver (llvmpipe, lavapipe) is slower than the processor's own kernels.
+                let software = |d: &Device| ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|s| d.name.to_lowercase().contains(s));
+                let cuda = devices.iter().find(|d| matches!(d.id, DeviceId::Cuda(_)));
+                let vulkan = devices.iter().find(|d| matches!(d.id, DeviceId::Vulkan(_)) && !software(d));
+                cuda.or(vulkan).map_or(DeviceId::Cpu, |d| d.id)
+            }
+        };
+        devices.iter().find(|d| d.id == wanted).ok_or_else(|| DeviceError::Missing {
+            wanted,
+            there: devices.iter().map(|d| d.id.to_string()).collect::<Vec<_>>().join(", "),
+        })
+    }
+}
+
+/// The processor of this machine.
+pub fn cpu() -> Device {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = |key: &str| {
+        let line = meminfo.lines().find(|l| l.starts_with(key))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    };
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = cpuinfo.lines().find(|l| l.starts_with("model name")).and_then(|l| l.split_once(": ")).map_or("processor", |(_, n)| n);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Device {
+        id: DeviceId::Cpu,
+        name: format!("{name} ({cores} threads)"),
+        memory_total: kib("MemTotal:").unwrap_or(0) << 10,
+        memory_free: kib("MemAvailable:").unwrap_or(0) << 10,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(id: DeviceId, name: &str) -> Device {
+        Device { id, name: name.into(), memory_total: 1, memory_free: 1 }
+    }
+
+    #[test]
+    fn choices_are_read_and_met() {
+        let here = [device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(0), "llvmpipe (LLVM 15)")];
+        let pick = |text: &str| text.parse::<DeviceChoice>().and_then(|c| c.pick(&here).map(|d| d.id));
+        assert_eq!(pick("auto"), Ok(DeviceId::Cpu), "a software driver is not chosen");
+        assert_eq!(pick("vulkan"), Ok(DeviceId::Vulkan(0)));
+        assert!(matches!(pick("cuda:1"), Err(DeviceError::Missing { .. })));
+        for wrong in ["", "gpu", "cpu:0", "cuda:", "cuda:x", "auto:1", "vulkan:-1"] {
+            assert!(matches!(pick(wrong), Err(DeviceError::Name(_))), "{wrong}");
+        }
+        let real = [device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(0), "Radeon")];
+        assert_eq!(DeviceChoice::Auto.pick(&real).map(|d| d.id), Ok(DeviceId::Vulkan(0)));
+    }
+
+    #[test]
+    fn the_processor_has_memory() {
+        assert!(cpu().memory_total > 0 && cpu().memory_free <= cpu().memory_total);
+    }
+}
