@@ -1,1 +1,24 @@
-//! Placeholder.
+//! A virtual world around the same deciding code: seeded hosts, links, disks and faults, and checkers that watch them.
+//!
+//! `world` is the ten-line loop of `node/src/driver.rs` in virtual time; everything else is what the loop stands on. The
+//! same seed gives the same run, event for event: `World::trace` is the proof. Next: `options.rs`.
+
+pub mod options;
+pub mod world;
+
+pub mod host;
+pub mod queue;
+
+pub mod compute;
+pub mod disk;
+pub mod network;
+
+pub mod faults;
+
+pub mod checker;
+pub mod trace;
+
+pub use faults::{Fault, Schedule};
+pub use host::{HostId, HostSpec};
+pub use options::Options;
+pub use world::{Observer, Told, World};

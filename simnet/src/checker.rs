@@ -1,0 +1,3 @@
+//! What must hold in every world: one property a file.
+
+pub mod membership;

@@ -1,0 +1,244 @@
+//! A device that pretends: stages of symbolic layers whose results show every wrong token, position or cut.
+//!
+//! A row is one 64-bit value. Each layer keeps a chain per sequence, `kv' = H(kv, position, row)`, and turns the row into
+//! `H(layer, row, kv')`; the last layer's row becomes the token. So a token is right only if every layer saw every position
+//! once, in order, under any cut; `solo` computes the same on one stage.
+use crate::host::HostSpec;
+use node_core::id::{ContentId, Epoch, JobId, RequestId, TensorId, WorkId};
+use node_core::input::{Input, ItemResult, LoadedStage};
+use node_core::message::Sampling;
+use node_core::output::{Item, Payload, SampleSpec, StageSpec};
+use node_core::time::{Duration, Instant};
+use std::collections::BTreeMap;
+
+/// What leaves one host and arrives at another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Cargo {
+    /// Token ids.
+    Tokens(Vec<u32>),
+    /// Rows, and the bytes each would take on a wire.
+    Rows(Vec<u64>, u32),
+}
+
+impl Cargo {
+    /// Bytes on a wire.
+    pub fn wire_bytes(&self) -> u64 {
+        match self {
+            Cargo::Tokens(tokens) => tokens.len() as u64 * 4,
+            Cargo::Rows(rows, row_bytes) => rows.len() as u64 * u64::from(*row_bytes),
+        }
+    }
+}
+
+/// The device of one host.
+#[derive(Debug)]
+pub struct Executor {
+    skew_percent: u32,
+    bytes_per_second: u64,
+    step_ns: u64,
+    stages: BTreeMap<JobId, Stage>,
+    tensors: BTreeMap<TensorId, Cargo>,
+    /// The next arrival's name, top bit set.
+    arrivals: u64,
+    /// Work runs in order.
+    busy_until: Instant,
+    /// Answers nothing any more (a hung driver).
+    pub hung: bool,
+}
+
+#[derive(Debug)]
+struct Stage {
+    epoch: Epoch,
+    spec: StageSpec,
+    /// Per request, per layer of the stage: the chain after each position.
+    caches: BTreeMap<RequestId, Vec<Vec<u64>>>,
+}
+
+impl Executor {
+    pub(crate) fn new(spec: &HostSpec) -> Self {
+        Executor {
+            skew_percent: spec.skew_percent,
+            bytes_per_second: spec.capacity.bytes_per_second,
+            step_ns: spec.capacity.step_ns,
+            stages: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+            arrivals: 1 << 63,
+            busy_until: Instant(0),
+            hung: false,
+        }
+    }
+
+    /// The process died and took everything with it.
+    pub(crate) fn reset(&mut self, spec: &HostSpec) {
+        *self = Executor { hung: false, ..Executor::new(spec) };
+    }
+
+    /// `Output::Load`: layers that stay keep their caches.
+    pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, spec: StageSpec) -> (Instant, Input) {
+        let bytes = spec.bytes_max;
+        let old = self.stages.remove(&job);
+        let same = old.as_ref().is_some_and(|old| old.spec.layers == spec.layers && old.spec.content == spec.content);
+        let caches = old.filter(|_| same).map(|old| old.caches).unwrap_or_default();
+        self.stages.insert(job, Stage { epoch, spec, caches });
+        let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
+        let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
+        (now + took, Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) })
+    }
+
+    /// `Output::Unload`.
+    pub fn unload(&mut self, job: JobId) {
+        self.stages.remove(&job);
+    }
+
+    /// `Output::Compute`: when it will be done, and with what.
+    pub fn compute(
+        &mut self,
+        now: Instant,
+        work: WorkId,
+        job: JobId,
+        epoch: Epoch,
+        items: Vec<Item>,
+    ) -> Option<(Instant, Input)> {
+        let positions: u64 = items.iter().map(|item| u64::from(item.count)).sum();
+        let layers = self.stages.get(&job).map_or(0, |stage| stage.spec.layers.len() as u64);
+        let results: Result<Vec<ItemResult>, String> =
+            items.into_iter().map(|item| self.compute_item(job, epoch, item)).collect();
+        // One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
+        let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
+        let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
+        let took = Duration::from_nanos(predicted * u64::from(self.skew_percent) / 100);
+        self.busy_until = self.busy_until.max(now) + took;
+        (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
+    }
+
+    /// `Output::Release`.
+    pub fn release(&mut self, job: JobId, request: RequestId) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.caches.remove(&request);
+        }
+    }
+
+    /// `Output::Discard`.
+    pub fn discard(&mut self, tensor: TensorId) {
+        self.tensors.remove(&tensor);
+    }
+
+    /// A payload leaves the host; nothing if the core named a tensor that is not there.
+    pub fn give(&mut self, payload: Payload) -> Option<Cargo> {
+        match payload {
+            Payload::Tokens(tokens) => Some(Cargo::Tokens(tokens)),
+            Payload::Tensor(tensor) => self.tensors.remove(&tensor),
+        }
+    }
+
+    /// A payload arrives.
+    pub fn take(&mut self, cargo: Cargo) -> TensorId {
+        self.arrivals += 1;
+        self.tensors.insert(TensorId(self.arrivals), cargo);
+        TensorId(self.arrivals)
+    }
+
+    /// Tensors held: a checker of leaks looks at it.
+    pub fn tensors_held(&self) -> usize {
+        self.tensors.len()
+    }
+
+    fn compute_item(&mut self, job: JobId, epoch: Epoch, item: Item) -> Result<ItemResult, String> {
+        let input = match item.input {
+            Payload::Tokens(tokens) => Cargo::Tokens(tokens),
+            Payload::Tensor(id) => self.tensors.remove(&id).ok_or_else(|| format!("no tensor {id:?} here"))?,
+        };
+        let stage = self.stages.get_mut(&job).ok_or_else(|| format!("no stage of {job:?} here"))?;
+        if stage.epoch != epoch {
+            return Err(format!("a stage of {:?}, asked for {epoch:?}", stage.epoch));
+        }
+        let mut rows = match input {
+            Cargo::Tokens(tokens) if stage.spec.layers.start == 0 => {
+                tokens.into_iter().map(|token| embed(&stage.spec.content, token)).collect()
+            }
+            Cargo::Tokens(_) => return Err("tokens for a stage without the embedding".into()),
+            Cargo::Rows(_, _) if stage.spec.layers.start == 0 => return Err("rows for the first stage".into()),
+            Cargo::Rows(rows, _) => rows,
+        };
+        if rows.len() != item.count as usize {
+            return Err(format!("{} rows for {} positions", rows.len(), item.count));
+        }
+        let cache = stage.caches.entry(item.request).or_insert_with(|| vec![Vec::new(); stage.spec.layers.len()]);
+        for (chain, layer) in cache.iter_mut().zip(stage.spec.layers.clone()) {
+            run_layer(chain, layer, item.position, &mut rows)?;
+        }
+        if stage.spec.layers.end < stage.spec.layers_total {
+            let row_bytes = stage.spec.width * 4;
+            self.tensors.insert(item.output, Cargo::Rows(rows, row_bytes));
+            return Ok(ItemResult::Hidden);
+        }
+        match (item.sample, rows.last()) {
+            (Some(sample), Some(row)) => Ok(ItemResult::Token { token: choose(*row, &sample) }),
+            (Some(_), None) => Err("nothing to sample from".into()),
+            (None, _) => Ok(ItemResult::Nothing),
+        }
+    }
+}
+
+/// One layer over consecutive positions; its chain is cut back to `position` first.
+fn run_layer(chain: &mut Vec<u64>, layer: u32, position: u32, rows: &mut [u64]) -> Result<(), String> {
+    let position = position as usize;
+    if chain.len() < position {
+        return Err(format!("layer {layer} holds {} positions, asked to write {position}", chain.len()));
+    }
+    chain.truncate(position);
+    for row in rows {
+        let before = chain.last().copied().unwrap_or(0);
+        let kv = mix(mix(before, chain.len() as u64), *row);
+        chain.push(kv);
+        *row = mix(mix(u64::from(layer), *row), kv);
+    }
+    Ok(())
+}
+
+/// The tokens that one node alone answers: what every split run is compared with.
+pub fn solo(content: &ContentId, layers: u32, prompt: &[u32], max_tokens: u32, sampling: &Sampling) -> Vec<u32> {
+    let mut chains = vec![Vec::new(); layers as usize];
+    let mut answer: Vec<u32> = Vec::new();
+    let mut input: Vec<u32> = prompt.to_vec();
+    let mut position = 0;
+    while answer.len() < max_tokens as usize {
+        let mut rows: Vec<u64> = input.iter().map(|token| embed(content, *token)).collect();
+        for (layer, chain) in chains.iter_mut().enumerate() {
+            run_layer(chain, layer as u32, position, &mut rows).expect("positions of one run follow each other");
+        }
+        position += input.len() as u32;
+        let sample = SampleSpec { sampling: *sampling, position, history: Vec::new() };
+        let token = choose(rows.last().copied().unwrap_or(0), &sample);
+        answer.push(token);
+        input = vec![token];
+    }
+    answer
+}
+
+fn embed(content: &ContentId, token: u32) -> u64 {
+    let mut model = [0; 8];
+    model.copy_from_slice(&content.0[..8]);
+    mix(u64::from_le_bytes(model), u64::from(token))
+}
+
+fn choose(row: u64, sample: &SampleSpec) -> u32 {
+    let chance =
+        if sample.sampling.temperature_e6 == 0 { 0 } else { mix(sample.sampling.seed, u64::from(sample.position)) };
+    (mix(row, chance) % u64::from(VOCABULARY)) as u32
+}
+
+/// A hash of two words: splitmix64's finaliser over their combination.
+fn mix(a: u64, b: u64) -> u64 {
+    let mut x = a.rotate_left(25) ^ b.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(0xD1B5_4A32_D192_ED03);
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}
+
+/// Tokens a symbolic model knows.
+pub const VOCABULARY: u32 = 50_000;
+/// Weights of one symbolic layer.
+const LAYER_BYTES: u64 = 20 << 20;
+/// How fast weights come from disk.
+const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;

@@ -1,0 +1,127 @@
+//! A machine of the virtual world: a node, its disk, its executor, and whether any of it runs.
+use crate::compute::Executor;
+use crate::disk::Disk;
+use node_core::config::{Capacity, Config};
+use node_core::id::{Generation, NodeId};
+use node_core::input::Input;
+use node_core::node::Node;
+use node_core::time::Instant;
+use std::collections::VecDeque;
+use std::net::{Ipv4Addr, SocketAddr};
+
+/// A host of one world, counted from 0.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct HostId(pub u32);
+
+impl HostId {
+    /// Its place in lists.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What kind of machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostSpec {
+    /// Where it stands: latency grows with the distance between regions.
+    pub region: u32,
+    /// What its node advertises.
+    pub capacity: Capacity,
+    /// Its executor takes this many percent of the predicted time.
+    pub skew_percent: u32,
+}
+
+impl Default for HostSpec {
+    /// A desktop computer with a small GPU.
+    fn default() -> Self {
+        HostSpec {
+            region: 0,
+            capacity: Capacity {
+                machine: 0,
+                device: "simulated".into(),
+                memory_total: 8 << 30,
+                memory_free: 8 << 30,
+                bytes_per_second: 20_000_000_000,
+                flops_per_second: 1_000_000_000_000,
+                step_ns: 50_000,
+                numerics: 1,
+            },
+            skew_percent: 100,
+        }
+    }
+}
+
+/// One machine.
+pub struct Host {
+    /// Its name in the world.
+    pub id: HostId,
+    /// Its node's name in the mesh.
+    pub node_id: NodeId,
+    /// The key behind it.
+    pub peer_id: Vec<u8>,
+    /// UDP P.
+    pub gossip_addr: SocketAddr,
+    /// UDP P + 1.
+    pub data_addr: SocketAddr,
+    /// What kind of machine.
+    pub spec: HostSpec,
+    /// The process, while it runs.
+    pub node: Option<Node>,
+    /// Counts starts: what was on its way to an earlier life is lost.
+    pub life: u32,
+    /// Until when nothing on it moves.
+    pub paused_until: Option<Instant>,
+    /// What arrived meanwhile.
+    pub inbox: VecDeque<Input>,
+    /// The earliest wakeup in the queue.
+    pub wake_at: Option<Instant>,
+    /// What survives.
+    pub disk: Disk,
+    /// Its device.
+    pub executor: Executor,
+}
+
+impl Host {
+    pub(crate) fn new(id: HostId, mut spec: HostSpec) -> Self {
+        let peer_id = format!("simulated peer {}", id.0).into_bytes();
+        // 10.0.0.0/8, one address per host.
+        let ip = Ipv4Addr::from_bits(0x0A00_0001 + id.0);
+        spec.capacity.machine = u64::from(id.0) + 1;
+        Host {
+            id,
+            node_id: NodeId::of_peer(&peer_id),
+            peer_id,
+            gossip_addr: SocketAddr::from((ip, 9440)),
+            data_addr: SocketAddr::from((ip, 9441)),
+            executor: Executor::new(&spec),
+            spec,
+            node: None,
+            life: 0,
+            paused_until: None,
+            inbox: VecDeque::new(),
+            wake_at: None,
+            disk: Disk::default(),
+        }
+    }
+
+    /// Whether the process is there (paused or not).
+    pub fn runs(&self) -> bool {
+        self.node.is_some()
+    }
+
+    pub(crate) fn config(&mut self, now: Instant) -> Config {
+        let unix_seconds = EPOCH_SECONDS + now.0 / 1_000_000_000;
+        Config {
+            node: self.node_id,
+            generation: Generation(self.disk.next_generation(unix_seconds)),
+            peer_id: self.peer_id.clone(),
+            name: format!("host-{}", self.id.0),
+            gossip_addrs: vec![self.gossip_addr],
+            data_addrs: vec![self.data_addr],
+            capacity: self.spec.capacity.clone(),
+        }
+    }
+}
+
+/// The wall clock when the virtual world begins: any plausible date.
+const EPOCH_SECONDS: u64 = 1_800_000_000;

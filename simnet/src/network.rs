@@ -1,0 +1,235 @@
+//! Bytes between hosts: datagrams that may be lost, doubled or overtaken, and connections that keep order or break.
+//!
+//! Delays are computed from the pair of hosts, never stored: a world of n hosts has n² links and no table of them.
+use crate::compute::Cargo;
+use crate::host::HostId;
+use crate::options::{Options, chance};
+use node_core::message::FrameHeader;
+use node_core::time::{Duration, Instant};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use std::collections::BTreeMap;
+
+/// All links of a world.
+pub struct Network {
+    options: Options,
+    rng: ChaCha8Rng,
+    /// Region of each host.
+    regions: Vec<u32>,
+    cuts: Vec<Cut>,
+    connections: BTreeMap<Pair, Connection>,
+    connection_ids: u64,
+}
+
+/// Two hosts, the smaller id first.
+pub type Pair = (HostId, HostId);
+
+/// One-way silence between groups.
+struct Cut {
+    from: Vec<bool>,
+    to: Vec<bool>,
+}
+
+/// A reliable connection, or an attempt at one.
+pub struct Connection {
+    /// Tells this connection from an earlier one of the same pair.
+    pub id: u64,
+    /// Lives of both ends when it began.
+    pub lives: (u32, u32),
+    /// It stands.
+    pub up: bool,
+    /// First the lane from the smaller to the larger id, then back.
+    lanes: [Lane; 2],
+}
+
+/// One direction.
+#[derive(Default)]
+struct Lane {
+    /// When the link has sent all it was given.
+    free_at: Instant,
+    /// When the last parcel arrives: later ones do not overtake it.
+    last_at: Instant,
+    /// Waiting for the connection to stand, or for a partition to end, by the order of sending.
+    held: BTreeMap<u64, Parcel>,
+    /// Parcels sent.
+    sent: u64,
+}
+
+/// Something on a reliable channel.
+#[derive(Clone, Debug)]
+pub enum Parcel {
+    /// A control message.
+    Message(Vec<u8>),
+    /// A frame and what it carries.
+    Frame(FrameHeader, Cargo),
+}
+
+impl Parcel {
+    fn bytes(&self) -> u64 {
+        match self {
+            Parcel::Message(bytes) => bytes.len() as u64,
+            Parcel::Frame(_, cargo) => FRAME_HEADER_BYTES + cargo.wire_bytes(),
+        }
+    }
+}
+
+impl Network {
+    pub(crate) fn new(options: Options) -> Self {
+        let rng = chance(options.seed, "network");
+        Network { options, rng, regions: Vec::new(), cuts: Vec::new(), connections: BTreeMap::new(), connection_ids: 0 }
+    }
+
+    pub(crate) fn add_host(&mut self, region: u32) {
+        self.regions.push(region);
+    }
+
+    // ---- partitions
+
+    /// Whether bytes get from one host to another now.
+    pub fn reaches(&self, from: HostId, to: HostId) -> bool {
+        let in_group = |group: &[bool], host: HostId| group.get(host.index()).copied().unwrap_or(false);
+        !self.cuts.iter().any(|cut| in_group(&cut.from, from) && in_group(&cut.to, to))
+    }
+
+    pub(crate) fn cut(&mut self, from: &[HostId], to: &[HostId]) {
+        let group = |hosts: &[HostId]| {
+            let mut group = vec![false; self.regions.len()];
+            for host in hosts {
+                group[host.index()] = true;
+            }
+            group
+        };
+        let cut = Cut { from: group(from), to: group(to) };
+        self.cuts.push(cut);
+    }
+
+    pub(crate) fn heal(&mut self) {
+        self.cuts.clear();
+    }
+
+    pub(crate) fn set_loss(&mut self, loss_ppm: u32) {
+        self.options.loss_ppm = loss_ppm;
+    }
+
+    // ---- datagrams
+
+    /// When copies of a datagram sent now arrive: none, one or two times.
+    pub(crate) fn datagram(&mut self, now: Instant, from: HostId, to: HostId) -> [Option<Instant>; 2] {
+        if !self.reaches(from, to) || self.happens(self.options.loss_ppm) {
+            return [None, None];
+        }
+        let mut delay = self.delay(from, to);
+        if self.happens(self.options.reorder_ppm) {
+            delay += self.options.latency * 4 + Duration::from_millis(1);
+        }
+        let again = self.happens(self.options.duplicate_ppm).then(|| now + delay + self.delay(from, to));
+        [Some(now + delay), again]
+    }
+
+    /// Round trip without chance.
+    pub fn rtt(&self, a: HostId, b: HostId) -> Duration {
+        (self.base(a, b) + self.options.jitter / 4) * 2
+    }
+
+    fn base(&self, a: HostId, b: HostId) -> Duration {
+        let region = |host: HostId| self.regions.get(host.index()).copied().unwrap_or(0);
+        self.options.latency + self.options.latency_per_region * region(a).abs_diff(region(b))
+    }
+
+    /// One-way: base plus a jitter whose square is uniform-ish, so that long delays are rare.
+    fn delay(&mut self, from: HostId, to: HostId) -> Duration {
+        let jitter = self.options.jitter.as_nanos() as u64;
+        let chance = u64::from(self.rng.random_range(0..=1000u32));
+        self.base(from, to) + Duration::from_nanos(jitter / 1000 * chance / 1000 * chance * 3 / 4)
+    }
+
+    fn happens(&mut self, ppm: u32) -> bool {
+        ppm > 0 && self.rng.random_range(0..1_000_000u32) < ppm
+    }
+
+    // ---- connections
+
+    /// The connection or attempt of a pair.
+    pub fn connection(&self, pair: Pair) -> Option<&Connection> {
+        self.connections.get(&pair)
+    }
+
+    /// Begin an attempt; what an earlier connection held is lost.
+    pub(crate) fn dial(&mut self, pair: Pair, lives: (u32, u32)) -> u64 {
+        self.connection_ids += 1;
+        let lanes = [Lane::default(), Lane::default()];
+        self.connections.insert(pair, Connection { id: self.connection_ids, lives, up: false, lanes });
+        self.connection_ids
+    }
+
+    pub(crate) fn establish(&mut self, pair: Pair) {
+        if let Some(connection) = self.connections.get_mut(&pair) {
+            connection.up = true;
+        }
+    }
+
+    pub(crate) fn remove(&mut self, pair: Pair) -> Option<Connection> {
+        self.connections.remove(&pair)
+    }
+
+    /// Connections of one host.
+    pub(crate) fn pairs_of(&self, host: HostId) -> Vec<Pair> {
+        self.connections.keys().copied().filter(|pair| pair.0 == host || pair.1 == host).collect()
+    }
+
+    pub(crate) fn pairs(&self) -> Vec<Pair> {
+        self.connections.keys().copied().collect()
+    }
+
+    /// Give a parcel to the lane `from` → `to`: when it arrives and its number, or nothing if it is held for now.
+    pub(crate) fn send(
+        &mut self,
+        now: Instant,
+        from: HostId,
+        to: HostId,
+        parcel: Parcel,
+    ) -> Option<(Instant, u64, Parcel)> {
+        let open = self.reaches(from, to);
+        let mut delay = self.delay(from, to);
+        while self.happens(self.options.loss_ppm) {
+            delay += self.rtt(from, to); // sent again
+        }
+        let bandwidth = self.options.bandwidth.max(1);
+        let connection = self.connections.get_mut(&pair(from, to))?;
+        let up = connection.up;
+        let lane = &mut connection.lanes[usize::from(from > to)];
+        lane.sent += 1;
+        if !up || !open || !lane.held.is_empty() {
+            lane.held.insert(lane.sent, parcel);
+            return None;
+        }
+        let sending = Duration::from_nanos(parcel.bytes().saturating_mul(1_000_000_000) / bandwidth);
+        lane.free_at = lane.free_at.max(now) + sending;
+        lane.last_at = lane.last_at.max(lane.free_at + delay);
+        Some((lane.last_at, lane.sent, parcel))
+    }
+
+    /// Hold a parcel that met a partition on its way.
+    pub(crate) fn hold(&mut self, from: HostId, to: HostId, number: u64, parcel: Parcel) {
+        if let Some(connection) = self.connections.get_mut(&pair(from, to)) {
+            connection.lanes[usize::from(from > to)].held.insert(number, parcel);
+        }
+    }
+
+    /// What both lanes of a pair hold, to be sent again: (from, to, parcel).
+    pub(crate) fn take_held(&mut self, pair: Pair) -> Vec<(HostId, HostId, Parcel)> {
+        let Some(connection) = self.connections.get_mut(&pair) else { return Vec::new() };
+        let [there, back] = &mut connection.lanes;
+        let there = std::mem::take(&mut there.held).into_values().map(|parcel| (pair.0, pair.1, parcel));
+        let back = std::mem::take(&mut back.held).into_values().map(|parcel| (pair.1, pair.0, parcel));
+        there.chain(back).collect()
+    }
+}
+
+/// Two hosts, the smaller id first.
+pub fn pair(a: HostId, b: HostId) -> Pair {
+    (a.min(b), a.max(b))
+}
+
+/// What the transport puts before a payload.
+const FRAME_HEADER_BYTES: u64 = 64;

@@ -1,0 +1,93 @@
+//! What happens next: events by virtual time, and in the order they were thought of when times are equal.
+use node_core::time::Instant;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// A heap of events ordered by (time, sequence), so that no tie is broken by chance.
+#[derive(Debug)]
+pub struct Queue<E> {
+    heap: BinaryHeap<Reverse<Entry<E>>>,
+    sequence: u64,
+}
+
+#[derive(Debug)]
+struct Entry<E> {
+    at: Instant,
+    sequence: u64,
+    event: E,
+}
+
+impl<E> Queue<E> {
+    /// Nothing is going to happen.
+    pub fn new() -> Self {
+        Queue { heap: BinaryHeap::new(), sequence: 0 }
+    }
+
+    /// Let this happen at that time.
+    pub fn push(&mut self, at: Instant, event: E) {
+        self.sequence += 1;
+        self.heap.push(Reverse(Entry { at, sequence: self.sequence, event }));
+    }
+
+    /// The next event if it is due by `until`.
+    pub fn pop_until(&mut self, until: Instant) -> Option<(Instant, E)> {
+        if self.heap.peek().is_none_or(|Reverse(entry)| entry.at > until) {
+            return None;
+        }
+        self.heap.pop().map(|Reverse(entry)| (entry.at, entry.event))
+    }
+
+    /// Events waiting.
+    pub fn len(&self) -> usize {
+        self.heap.len()
+    }
+
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.heap.is_empty()
+    }
+}
+
+impl<E> Default for Queue<E> {
+    fn default() -> Self {
+        Queue::new()
+    }
+}
+
+impl<E> PartialEq for Entry<E> {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.sequence) == (other.at, other.sequence)
+    }
+}
+
+impl<E> Eq for Entry<E> {}
+
+impl<E> PartialOrd for Entry<E> {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<E> Ord for Entry<E> {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.sequence).cmp(&(other.at, other.sequence))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_times_keep_their_order() {
+        let mut queue = Queue::new();
+        for (at, name) in [(5, 'c'), (3, 'a'), (5, 'd'), (4, 'b')] {
+            queue.push(Instant(at), name);
+        }
+        let order: String = std::iter::from_fn(|| queue.pop_until(Instant(5))).map(|(_, name)| name).collect();
+        assert_eq!(order, "abcd");
+        queue.push(Instant(9), 'e');
+        assert_eq!(queue.pop_until(Instant(8)), None);
+        assert_eq!(queue.len(), 1);
+    }
+}

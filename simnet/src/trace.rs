@@ -1,0 +1,113 @@
+//! The fingerprint of a run: a rolling hash over everything that happened to every host, in order.
+use crate::host::HostId;
+use node_core::input::Input;
+use node_core::time::Instant;
+
+/// A rolling hash. Two runs with equal hashes had the same inputs at the same times.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    hasher: blake3::Hasher,
+    events: u64,
+}
+
+impl Trace {
+    /// An input reaches a host.
+    pub fn input(&mut self, at: Instant, host: HostId, input: &Input) {
+        self.head(at, host, kind(input));
+        match input {
+            Input::Datagram { from, bytes, .. } | Input::Message { from, bytes } => {
+                self.hasher.update(&from.0);
+                self.hasher.update(bytes);
+            }
+            Input::PeerFound { node, .. } | Input::Disconnected { node } => {
+                self.hasher.update(&node.0);
+            }
+            Input::Connected { node, rtt_ns } => {
+                self.hasher.update(&node.0);
+                self.hasher.update(&rtt_ns.to_le_bytes());
+            }
+            Input::Frame { from, header, tensor } => {
+                self.hasher.update(&from.0);
+                self.numbers(&[header.job.0, u64::from(header.edge), header.request.0, u64::from(header.position)]);
+                self.numbers(&[u64::from(header.epoch.counter), u64::from(header.count), tensor.0]);
+            }
+            Input::Computed { work, results } => {
+                self.numbers(&[work.0]);
+                self.hasher.update(format!("{results:?}").as_bytes());
+            }
+            Input::Signed { token, .. } | Input::Verified { token, .. } | Input::Planned { token, .. } => {
+                self.numbers(&[*token]);
+            }
+            Input::Persisted { seq } => self.numbers(&[*seq]),
+            Input::Loaded { job, epoch, result } => {
+                self.numbers(&[job.0, u64::from(epoch.counter), u64::from(result.is_ok())]);
+            }
+            Input::Deploy { call, .. } | Input::Submit { call, .. } | Input::Cancel { call } => self.numbers(&[call.0]),
+            Input::Undeploy { job } => self.numbers(&[job.0]),
+            Input::LinkMeasured { node, rtt_ns, bytes_per_second } => {
+                self.hasher.update(&node.0);
+                self.numbers(&[*rtt_ns, *bytes_per_second]);
+            }
+            Input::Wakeup | Input::CapacityChanged(_) | Input::Holdings(_) | Input::Leave | Input::Drain(_) => {}
+        }
+    }
+
+    /// A fault strikes.
+    pub fn fault(&mut self, at: Instant, fault: &crate::Fault) {
+        self.events += 1;
+        self.numbers(&[at.0]);
+        self.hasher.update(format!("{fault:?}").as_bytes());
+    }
+
+    /// The hash so far.
+    pub fn hash(&self) -> String {
+        self.hasher.finalize().to_hex()[..16].to_string()
+    }
+
+    /// Events so far.
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    fn head(&mut self, at: Instant, host: HostId, kind: u8) {
+        self.events += 1;
+        let mut head = [0; 13];
+        head[..8].copy_from_slice(&at.0.to_le_bytes());
+        head[8..12].copy_from_slice(&host.0.to_le_bytes());
+        head[12] = kind;
+        self.hasher.update(&head);
+    }
+
+    fn numbers(&mut self, numbers: &[u64]) {
+        for number in numbers {
+            self.hasher.update(&number.to_le_bytes());
+        }
+    }
+}
+
+fn kind(input: &Input) -> u8 {
+    match input {
+        Input::Wakeup => 0,
+        Input::PeerFound { .. } => 1,
+        Input::Datagram { .. } => 2,
+        Input::Connected { .. } => 3,
+        Input::Disconnected { .. } => 4,
+        Input::Message { .. } => 5,
+        Input::Signed { .. } => 6,
+        Input::Verified { .. } => 7,
+        Input::LinkMeasured { .. } => 8,
+        Input::CapacityChanged(_) => 9,
+        Input::Holdings(_) => 10,
+        Input::Leave => 11,
+        Input::Drain(_) => 12,
+        Input::Deploy { .. } => 13,
+        Input::Planned { .. } => 14,
+        Input::Submit { .. } => 15,
+        Input::Cancel { .. } => 16,
+        Input::Undeploy { .. } => 17,
+        Input::Loaded { .. } => 18,
+        Input::Frame { .. } => 19,
+        Input::Computed { .. } => 20,
+        Input::Persisted { .. } => 21,
+    }
+}

@@ -1,0 +1,142 @@
+//! Membership at scale: joining, dying, partitions that heal, and runs that repeat themselves.
+use node_core::time::{Duration, Instant};
+use simnet::checker::membership::{converged, divergences, informed};
+use simnet::{Fault, HostId, HostSpec, Options, World};
+
+/// `n` nodes that all know the first one's address.
+fn mesh(options: Options, n: usize) -> (World, Vec<HostId>) {
+    let mut world = World::new(options);
+    let hosts = world.add_hosts(n, &HostSpec::default());
+    for &host in &hosts {
+        world.start(host);
+    }
+    for &host in &hosts[1..] {
+        world.introduce(host, hosts[0]);
+    }
+    (world, hosts)
+}
+
+fn converge(world: &mut World, limit_s: u64, gone: &[HostId], what: &str) -> Instant {
+    let step = Duration::from_millis(100);
+    let reached = world.run_while_not(Duration::from_secs(limit_s), step, |world| converged(world, gone));
+    let wrong = divergences(world, gone);
+    assert!(reached, "{what}: {} views differ after {limit_s} s, the first: {:?}", wrong.len(), wrong.first());
+    world.now()
+}
+
+#[test]
+fn a_hundred_join_and_ten_die() {
+    let began = std::time::Instant::now();
+    let (mut world, hosts) = mesh(Options::lan(1), 100);
+    let joined = converge(&mut world, 20, &[], "100 join");
+    assert!(world.run_while_not(Duration::from_secs(20), Duration::from_millis(100), |w| informed(w, &[])), "adverts");
+    let informed_at = world.now();
+    world.run_until(Instant(20_000_000_000).max(informed_at));
+    let died_at = world.now();
+    for &host in &hosts[40..50] {
+        world.strike(Fault::Crash(host));
+    }
+    world.run_for(Duration::from_millis(100));
+    let noticed = converge(&mut world, 10, &[], "10 die");
+    world.run_until(Instant(60_000_000_000));
+    assert!(converged(&world, &[]), "views stay as they are: {:?}", divergences(&world, &[]).first());
+    let real = began.elapsed();
+    println!(
+        "100 nodes: all joined after {:?}, informed after {:?}, 10 deaths known to all after {:?}; \
+         60 virtual seconds in {real:.2?} = {:.1} times real time, {} events, trace {}",
+        joined.since(Instant(0)),
+        informed_at.since(Instant(0)),
+        noticed.since(died_at),
+        60.0 / real.as_secs_f64(),
+        world.trace().events(),
+        world.trace().hash(),
+    );
+}
+
+#[test]
+fn two_partitions_heal() {
+    let (mut world, hosts) = mesh(Options::lan(2), 40);
+    converge(&mut world, 20, &[], "40 join");
+    let (left, right) = hosts.split_at(17);
+    world.strike(Fault::Partition { from: left.to_vec(), to: right.to_vec(), both: true });
+    world.run_for(Duration::from_secs(15));
+    let alive =
+        |host: HostId, world: &World| world.host(host).node.as_ref().map(|node| node.membership().alive().count());
+    assert_eq!(alive(left[3], &world), Some(left.len() - 1), "the left half knows only itself");
+    assert_eq!(alive(right[3], &world), Some(right.len() - 1), "the right half knows only itself");
+    world.strike(Fault::Heal);
+    let healed_at = world.now();
+    world.run_for(Duration::from_millis(100));
+    let whole = converge(&mut world, 60, &[], "two halves heal");
+    world.run_for(Duration::from_secs(10));
+    assert!(converged(&world, &[]), "and stay healed: {:?}", divergences(&world, &[]).first());
+    println!("40 nodes, 17 and 23 apart for 15 s: whole again {:?} after the cut ended", whole.since(healed_at));
+}
+
+#[test]
+fn the_same_seed_runs_the_same() {
+    let run = |seed: u64| {
+        let (mut world, hosts) = mesh(Options::swarm(seed), 12);
+        world.run_for(Duration::from_secs(3));
+        world.strike(Fault::Crash(hosts[5]));
+        world.strike(Fault::Pause { host: hosts[7], lasts: Duration::from_millis(700) });
+        world.run_for(Duration::from_secs(5));
+        world.strike(Fault::Restart { host: hosts[5], keep_disk: true });
+        world.run_for(Duration::from_secs(5));
+        (world.trace().hash(), world.trace().events())
+    };
+    assert_eq!(run(7), run(7));
+    assert_ne!(run(7).0, run(8).0);
+}
+
+#[test]
+fn a_restarted_node_comes_back_without_a_ghost() {
+    for keep_disk in [true, false] {
+        let (mut world, hosts) = mesh(Options::lan(3), 8);
+        converge(&mut world, 20, &[], "8 join");
+        world.run_for(Duration::from_secs(10));
+        world.strike(Fault::Crash(hosts[4]));
+        world.run_for(Duration::from_secs(3));
+        assert!(converged(&world, &[]), "the death is known");
+        world.strike(Fault::Restart { host: hosts[4], keep_disk });
+        world.run_for(Duration::from_millis(10));
+        if !keep_disk {
+            world.introduce(hosts[4], hosts[2]);
+        }
+        converge(&mut world, 15, &[], "the restarted node is a member again");
+        assert!(world.run_while_not(Duration::from_secs(10), Duration::from_millis(100), |w| informed(w, &[])));
+    }
+}
+
+#[test]
+fn leaving_is_known_at_once() {
+    let (mut world, hosts) = mesh(Options::lan(4), 30);
+    converge(&mut world, 20, &[], "30 join");
+    world.run_for(Duration::from_secs(5));
+    world.take_told();
+    world.strike(Fault::Leave(hosts[9]));
+    world.run_for(Duration::from_millis(20));
+    assert!(converged(&world, &[hosts[9]]), "{:?}", divergences(&world, &[hosts[9]]).first());
+    let left = world.take_told().into_iter().filter(|told| {
+        matches!(told.event, node_core::output::Event::PeerDown { reason: node_core::output::DownReason::Left, .. })
+    });
+    assert_eq!(left.count(), 29, "everybody knows that it left of its own will");
+}
+
+#[test]
+fn short_stalls_kill_nobody() {
+    let (mut world, hosts) = mesh(Options::lan(5), 16);
+    converge(&mut world, 20, &[], "16 join");
+    world.run_for(Duration::from_secs(2));
+    world.take_told();
+    for round in 0..40 {
+        world.strike(Fault::Pause { host: hosts[round % 16], lasts: Duration::from_millis(240) });
+        world.run_for(Duration::from_millis(500));
+    }
+    let downs: Vec<_> = world
+        .take_told()
+        .into_iter()
+        .filter(|told| matches!(told.event, node_core::output::Event::PeerDown { .. }))
+        .collect();
+    assert!(downs.is_empty(), "a stall of 240 ms is no death: {:?}", downs.first());
+}
