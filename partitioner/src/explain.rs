@@ -86,7 +86,7 @@ fn unused(verdict: &Verdict, options: &Options, least_ns: u64) -> String {
             let which = if *exact { "the best plan with it" } else { "the best plan seen with it" };
             format!("not used: {which} takes {} {measure} instead of {}", time(*best_with_ns), time(least_ns))
         }
-        Verdict::Considered { .. } => "not used: with it the plan is no faster, and has more to lose".into(),
+        Verdict::Considered { .. } => "not used: no plan with it is better than this one".into(),
         Verdict::NoPlacement { exact: true } => "not used: no arrangement with it fits (memory or links)".into(),
         Verdict::NoPlacement { exact: false } => "not used: no plan with it was among the promising ones".into(),
         Verdict::MovesMore => "not used: with it more weights would move, or tokens would take longer".into(),
