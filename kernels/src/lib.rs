@@ -1,9 +1,14 @@
 //! Tensors on a device: weights as stored, the model read top to bottom, and a stage of it as one object.
 //!
-//! `stage` is what the rest of the program sees. Next: `stage.rs`.
+//! `stage` is what the rest of the program sees. Next: `stage.rs`, then `model.rs` for how a CPU computes one.
 
 pub mod device;
 pub mod stage;
+
+mod cpu;
+mod kv_cache;
+pub mod model;
+mod pool;
 
 pub mod chat_template;
 pub mod quant;
@@ -12,5 +17,6 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use chat_template::{ChatMessage, ChatTemplate, ChatTemplateError};
+pub use model::load_cpu_stage;
 pub use sampler::{SampleError, Sampler, SamplerSettings};
 pub use tokenizer::{Tokenizer, TokenizerError};

@@ -1,0 +1,103 @@
+//! Arithmetic on the CPU: one text per kernel, compiled for each instruction set and chosen at run time.
+//!
+//! The numerics contract is kept here: every sum has one order, fixed by 16 lanes and the position of its terms, never by
+//! the number of rows, the number of threads or the instruction set. Multiplications that feed a sum are fused with it.
+//! Next: `cpu/simd.rs`, then `cpu/product.rs`.
+
+pub(crate) mod activations;
+pub(crate) mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod engine;
+mod portable;
+pub(crate) mod product;
+pub(crate) mod rotary;
+pub(crate) mod rows;
+pub(crate) mod simd;
+pub(crate) mod unpack;
+
+use simd::Kernel;
+
+/// The instruction sets there is code for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Isa {
+    /// AVX-512 with VNNI.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Whatever the compiler makes of arrays.
+    Portable,
+}
+
+impl Isa {
+    /// The best that this machine has.
+    pub(crate) fn detect() -> Self {
+        Self::all()[0]
+    }
+
+    /// All that this machine has, best first.
+    pub(crate) fn all() -> Vec<Self> {
+        let mut found = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            let avx2 = has!("avx2") && has!("fma") && has!("f16c");
+            if avx2 && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("avx512vnni")
+            {
+                found.push(Self::Avx512);
+            }
+            if avx2 {
+                found.push(Self::Avx2);
+            }
+        }
+        found.push(Self::Portable);
+        found
+    }
+
+    /// Its usual name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => "AVX-512 VNNI",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => "AVX2",
+            Self::Portable => "portable",
+        }
+    }
+
+    /// Runs a kernel.
+    ///
+    /// # Safety
+    /// The kernel's own contract; `self` comes from [`Self::detect`] or [`Self::all`].
+    #[inline]
+    pub(crate) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: the instruction set was detected; the rest is the kernel's contract.
+        unsafe {
+            match self {
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512 => on_avx512(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx2 => on_avx2(kernel),
+                Self::Portable => kernel.run::<portable::Portable>(),
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn on_avx512<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: the caller's contract.
+    unsafe { kernel.run::<avx512::Avx512>() }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn on_avx2<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: the caller's contract.
+    unsafe { kernel.run::<avx2::Avx2>() }
+}

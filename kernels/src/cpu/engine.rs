@@ -1,0 +1,370 @@
+//! The steps of a transformer block over all rows of a pass, shared among the threads: what an architecture is written in.
+//!
+//! A step either splits the output rows of a matrix among the threads, or the rows of the pass; the split never changes a
+//! bit. Small steps run on the caller alone: waking the others would cost more.
+use std::ops::Range;
+
+use super::Isa;
+use super::activations::{Quantise, Rows};
+use super::attention::{Attend, scores_len};
+use super::product::{Matrix, Product};
+use super::rotary::RotaryTable;
+use super::rows::{NormHeads, NormRow, RotateHeads, SwigluRow};
+use crate::kv_cache::{KvCache, Writer};
+use crate::pool::{Pool, share};
+use crate::stage::SequenceId;
+
+/// Threads, scratch, caches, and the rows that are being computed.
+pub(crate) struct Engine {
+    isa: Isa,
+    pool: Pool,
+    shape: Shape,
+    pub(crate) cache: KvCache,
+    rotary: RotaryTable,
+    pass: Vec<RowAt>,
+    /// Rows of the residual stream, `[rows, width]`.
+    pub(crate) hidden: Vec<f32>,
+    /// What the last step wants added to `hidden`; the next norm adds it.
+    delta: Vec<f32>,
+    x: Rows,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    attended: Rows,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    gated: Rows,
+    scores: Vec<Vec<f32>>,
+}
+
+/// What the steps need to know of a model.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) width: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) eps: f32,
+    /// Rotary pairs are halves of a head instead of neighbours.
+    pub(crate) halves: bool,
+    /// Activations enter products as integers, and caches hold f16.
+    pub(crate) integers: bool,
+}
+
+/// A row of the pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowAt {
+    pub(crate) sequence: SequenceId,
+    pub(crate) position: usize,
+}
+
+/// A biased matrix product's bias may be absent.
+pub(crate) type Bias<'a> = Option<&'a [f32]>;
+
+/// Below so many multiplications a step runs on the caller alone: about two microseconds of work.
+const ALONE: usize = 100_000;
+
+impl Engine {
+    pub(crate) fn new(
+        isa: Isa,
+        threads: usize,
+        shape: Shape,
+        layers: usize,
+        rotary: RotaryTable,
+    ) -> std::io::Result<Self> {
+        let pool = Pool::new(threads)?;
+        Ok(Self {
+            isa,
+            scores: vec![Vec::new(); pool.workers()],
+            pool,
+            cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.integers),
+            shape,
+            rotary,
+            pass: Vec::new(),
+            hidden: Vec::new(),
+            delta: Vec::new(),
+            x: Rows::default(),
+            q: Vec::new(),
+            k: Vec::new(),
+            v: Vec::new(),
+            attended: Rows::default(),
+            gate: Vec::new(),
+            up: Vec::new(),
+            gated: Rows::default(),
+        })
+    }
+
+    /// Begins a pass over these rows; the caller then fills `hidden`. Their places in the cache exist already.
+    pub(crate) fn begin(&mut self, rows: impl IntoIterator<Item = RowAt>) {
+        self.pass.clear();
+        self.pass.extend(rows);
+        let highest = self.pass.iter().map(|row| row.position + 1).max().unwrap_or(0);
+        self.rotary.grow(highest);
+        self.hidden.clear();
+        self.hidden.resize(self.pass.len() * self.shape.width, 0.0);
+        self.delta.clear();
+    }
+
+    /// hidden += what the last step gave; x = RMSNorm(hidden) · weight.
+    pub(crate) fn norm(&mut self, weight: &[f32]) {
+        let rows = 0..self.pass.len();
+        self.norm_rows(weight, rows);
+    }
+
+    /// As [`Self::norm`] for a choice of rows, which then are all that `x` holds.
+    fn norm_rows(&mut self, weight: &[f32], rows: Range<usize>) {
+        let Self { isa, pool, shape, hidden, delta, x, .. } = self;
+        let width = shape.width;
+        x.shape(rows.len(), width);
+        let (out, hidden) = (x.rows_mut(), Shared::of(hidden));
+        each_row(pool, rows.len(), 8 * width, &|_, i| {
+            let place = (rows.start + i) * width;
+            // SAFETY: each row is visited once; the instruction set was detected.
+            unsafe {
+                let (floats, groups) = out.row(i);
+                let (hidden, x) = (hidden.slice(place..place + width), floats);
+                let delta = if delta.is_empty() { &[] } else { &delta[place..place + width] };
+                let groups = if shape.integers { groups } else { &mut [] };
+                isa.run(NormRow { hidden, delta, weight, eps: shape.eps, x, groups });
+            }
+        });
+        delta.clear();
+    }
+
+    /// q, k, v = products of x with three matrices, plus biases.
+    pub(crate) fn queries_keys_values(&mut self, matrices: [Matrix<'_>; 3], biases: [Bias<'_>; 3]) {
+        let Self { isa, pool, shape, x, q, k, v, .. } = self;
+        products(*isa, pool, x, shape.integers, &matrices, [&mut *q, &mut *k, &mut *v]);
+        for (out, bias) in [q, k, v].into_iter().zip(biases) {
+            if let Some(bias) = bias {
+                for row in out.chunks_exact_mut(bias.len()) {
+                    row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
+                }
+            }
+        }
+    }
+
+    /// RMSNorm of each head of queries and keys.
+    pub(crate) fn norm_heads(&mut self, q_weight: &[f32], k_weight: &[f32]) {
+        let Self { isa, pool, shape, q, k, pass, .. } = self;
+        let (q_width, k_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let (q, k) = (Shared::of(q), Shared::of(k));
+        each_row(pool, pass.len(), 4 * (q_width + k_width), &|_, i| {
+            // SAFETY: each row is visited once; the instruction set was detected.
+            unsafe {
+                let row = q.slice(i * q_width..(i + 1) * q_width);
+                isa.run(NormHeads { row, weight: q_weight, eps: shape.eps });
+                let row = k.slice(i * k_width..(i + 1) * k_width);
+                isa.run(NormHeads { row, weight: k_weight, eps: shape.eps });
+            }
+        });
+    }
+
+    /// Turns queries and keys by their positions, puts keys and values into the cache of `layer`, and lets each row attend
+    /// to all positions up to its own.
+    pub(crate) fn attend(&mut self, layer: usize) {
+        self.rotate_and_store(layer);
+        let Self { isa, pool, shape, cache, pass, q, attended, scores, .. } = self;
+        let group = shape.heads / shape.kv_heads * shape.head_dim;
+        let q_width = group * shape.kv_heads;
+        let highest = pass.iter().map(|row| row.position).max().unwrap_or(0);
+        for scores in scores.iter_mut() {
+            let needed = scores_len(shape.heads / shape.kv_heads, highest);
+            if scores.len() < needed {
+                scores.resize(needed.next_power_of_two(), 0.0);
+            }
+        }
+        attended.shape(pass.len(), q_width);
+        let (out, scores) = (attended.rows_mut(), Shared::of(scores));
+        let views: Vec<_> = pass.iter().map(|row| cache.view(row.sequence).expect("an open sequence")).collect();
+        let work: usize = pass.iter().map(|row| 2 * (row.position + 1) * q_width).sum();
+        let units = pass.len() * shape.kv_heads;
+        // Later rows see more: dealing units out in turn is the even split.
+        let step = if work < ALONE { 1 } else { pool.workers() };
+        let attend = |worker: usize| {
+            for unit in (worker..units).step_by(step) {
+                let (i, head) = (unit / shape.kv_heads, unit % shape.kv_heads);
+                // SAFETY: each unit is done once and units do not overlap; scores are the worker's own; the instruction
+                // set was detected.
+                unsafe {
+                    isa.run(Attend {
+                        queries: &q[i * q_width + head * group..][..group],
+                        head_dim: shape.head_dim,
+                        blocks: views[i].head(layer, head),
+                        position: pass[i].position,
+                        scores: &mut scores.slice(worker..worker + 1)[0],
+                        out: out.part(i, head * group..(head + 1) * group),
+                    });
+                }
+            }
+        };
+        if step == 1 {
+            attend(0)
+        } else {
+            pool.run(&attend)
+        }
+        if shape.integers {
+            each_row(pool, pass.len(), 4 * q_width, &|_, i| {
+                // SAFETY: each row is visited once; the instruction set was detected.
+                unsafe {
+                    let (floats, groups) = out.row(i);
+                    isa.run(Quantise { floats: &floats[..q_width], groups });
+                }
+            });
+        }
+    }
+
+    fn rotate_and_store(&mut self, layer: usize) {
+        let Self { isa, pool, shape, cache, rotary, pass, q, k, v, .. } = self;
+        let (size, halves) = (shape.head_dim, shape.halves);
+        let (q_width, k_width) = (shape.heads * size, shape.kv_heads * size);
+        let scale = 1.0 / (size as f32).sqrt();
+        let mut writers: Vec<(SequenceId, Writer)> = Vec::new();
+        for row in pass.iter() {
+            if writers.last().is_none_or(|(sequence, _)| *sequence != row.sequence) {
+                writers.push((row.sequence, cache.writer(row.sequence).expect("an open sequence")));
+            }
+        }
+        let (q, k) = (Shared::of(q), Shared::of(k));
+        each_row(pool, pass.len(), 4 * (q_width + k_width), &|_, i| {
+            let RowAt { sequence, position } = pass[i];
+            let (cos, sin) = rotary.at(position);
+            let writer = writers.iter().find(|(s, _)| *s == sequence).map(|(_, writer)| writer);
+            // SAFETY: each row is visited once, and rows of a sequence have distinct positions; the instruction set was
+            // detected.
+            unsafe {
+                let queries = q.slice(i * q_width..(i + 1) * q_width);
+                isa.run(RotateHeads { row: queries, head_dim: size, halves, cos, sin, scale });
+                let keys = k.slice(i * k_width..(i + 1) * k_width);
+                isa.run(RotateHeads { row: keys, head_dim: size, halves, cos, sin, scale: 1.0 });
+                writer.expect("a writer per sequence").store(layer, position, keys, &v[i * k_width..][..k_width]);
+            }
+        });
+    }
+
+    /// What attention gave, through the output matrix, back to the residual stream.
+    pub(crate) fn attention_output(&mut self, matrix: Matrix<'_>) {
+        let Self { isa, pool, shape, attended, delta, .. } = self;
+        products(*isa, pool, attended, shape.integers, &[matrix], [delta]);
+    }
+
+    /// SwiGLU: down · (silu(gate · x) ∘ (up · x)), to the residual stream.
+    pub(crate) fn feed_forward(&mut self, gate_matrix: Matrix<'_>, up_matrix: Matrix<'_>, down: Matrix<'_>) {
+        let Self { isa, pool, shape, x, delta, gate, up, gated, .. } = self;
+        products(*isa, pool, x, shape.integers, &[gate_matrix, up_matrix], [&mut *gate, &mut *up]);
+        let (count, ffn) = (x.count(), gate_matrix.rows());
+        gated.shape(count, ffn);
+        let out = gated.rows_mut();
+        each_row(pool, count, 24 * ffn, &|_, i| {
+            // SAFETY: each row is visited once; the instruction set was detected.
+            unsafe {
+                let (floats, groups) = out.row(i);
+                let groups = if shape.integers { groups } else { &mut [] };
+                let (gate, up) = (&gate[i * ffn..][..ffn], &up[i * ffn..][..ffn]);
+                isa.run(SwigluRow { gate, up, x: floats, groups });
+            }
+        });
+        products(*isa, pool, gated, shape.integers, &[down], [delta]);
+    }
+
+    /// Adds what the last step gave to `hidden`: the end of a stage's last block.
+    pub(crate) fn settle(&mut self) {
+        self.hidden.iter_mut().zip(&self.delta).for_each(|(h, d)| *h += d);
+        self.delta.clear();
+    }
+
+    /// Final norm and output head of row `row`, after [`Self::settle`].
+    pub(crate) fn logits(&mut self, rows: &[usize], norm: &[f32], head: Matrix<'_>) -> Vec<f32> {
+        let width = self.shape.width;
+        for (i, &row) in rows.iter().enumerate() {
+            self.hidden.copy_within(row * width..(row + 1) * width, i * width); // rows ascend: none is lost
+        }
+        self.norm_rows(norm, 0..rows.len());
+        let mut out = Vec::new();
+        products(self.isa, &mut self.pool, &self.x, self.shape.integers, &[head], [&mut out]);
+        out
+    }
+
+    /// Bytes of caches and scratch.
+    pub(crate) fn bytes(&self) -> usize {
+        let floats = [&self.hidden, &self.delta, &self.q, &self.k, &self.v, &self.gate, &self.up];
+        let scratch: usize = floats.into_iter().chain(&self.scores).map(|v| v.capacity() * size_of::<f32>()).sum();
+        let rows: usize = [&self.x, &self.attended, &self.gated].into_iter().map(Rows::bytes).sum();
+        self.cache.bytes() + self.rotary.bytes() + scratch + rows
+    }
+}
+
+/// `out[i]` = `x` by `matrices[i]`; output rows of all matrices are split among the threads.
+fn products<const N: usize>(
+    isa: Isa,
+    pool: &mut Pool,
+    x: &Rows,
+    integers: bool,
+    matrices: &[Matrix<'_>; N],
+    out: [&mut Vec<f32>; N],
+) {
+    let mut first = [0; N];
+    let mut total = 0;
+    let out: [Shared<'_, f32>; N] = {
+        let mut index = 0;
+        out.map(|out| {
+            first[index] = total;
+            total += matrices[index].rows().next_multiple_of(GRAIN);
+            out.clear();
+            out.resize(x.count() * matrices[index].rows(), 0.0);
+            index += 1;
+            Shared::of(out)
+        })
+    };
+    let workers = pool.workers();
+    pool.run(&|worker| {
+        let mine = share(total, GRAIN, worker, workers);
+        for ((weights, first), out) in matrices.iter().zip(first).zip(&out) {
+            let bound = |row: usize| row.saturating_sub(first).min(weights.rows());
+            let rows = bound(mine.start)..bound(mine.end);
+            if !rows.is_empty() {
+                // SAFETY: shares do not overlap, so no element is written twice; the instruction set was detected.
+                unsafe { Product { weights: *weights, x, rows, integers, out: out.start }.run(isa) }
+            }
+        }
+    });
+}
+
+/// Output rows are dealt out by cache lines.
+const GRAIN: usize = 16;
+
+/// Calls `step(worker, row)` once for each row: on the caller alone if there is one row or little to do.
+fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize, usize) + Sync)) {
+    if rows == 1 || rows * work < ALONE {
+        return (0..rows).for_each(|row| step(0, row));
+    }
+    let workers = pool.workers();
+    pool.run(&|worker| share(rows, 1, worker, workers).for_each(|row| step(worker, row)));
+}
+
+/// Memory of which threads take disjoint parts.
+struct Shared<'a, T> {
+    start: *mut T,
+    len: usize,
+    of: std::marker::PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: `slice` asks for disjoint parts.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    fn of(all: &'a mut [T]) -> Self {
+        Self { start: all.as_mut_ptr(), len: all.len(), of: std::marker::PhantomData }
+    }
+
+    /// # Safety
+    /// No two live parts overlap.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn slice(&self, part: Range<usize>) -> &mut [T] {
+        assert!(part.start <= part.end && part.end <= self.len, "{part:?} of {}", self.len);
+        // SAFETY: in bounds, and disjoint by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(part.start), part.len()) }
+    }
+}

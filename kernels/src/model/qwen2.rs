@@ -1,0 +1,47 @@
+//! Qwen2 and Qwen2.5: as Llama, with biases on query, key and value, and rotary pairs that are halves of a head.
+use super::{LayerLoader, Stored};
+use crate::cpu::engine::Engine;
+use crate::stage::StageError;
+
+pub(super) struct Block {
+    attention_norm: Vec<f32>,
+    q: Stored,
+    k: Stored,
+    v: Stored,
+    /// Of query, key and value; a file may lack them.
+    biases: [Option<Vec<f32>>; 3],
+    output: Stored,
+    ffn_norm: Vec<f32>,
+    gate: Stored,
+    up: Stored,
+    down: Stored,
+}
+
+impl Block {
+    pub(super) fn load(layer: &mut LayerLoader<'_, '_>) -> Result<Self, StageError> {
+        Ok(Self {
+            attention_norm: layer.vector("attn_norm")?,
+            q: layer.matrix("attn_q")?,
+            k: layer.matrix("attn_k")?,
+            v: layer.matrix("attn_v")?,
+            biases: [layer.bias("attn_q")?, layer.bias("attn_k")?, layer.bias("attn_v")?],
+            output: layer.matrix("attn_output")?,
+            ffn_norm: layer.vector("ffn_norm")?,
+            gate: layer.matrix("ffn_gate")?,
+            up: layer.matrix("ffn_up")?,
+            down: layer.matrix("ffn_down")?,
+        })
+    }
+
+    /// `layer` counts within the stage.
+    pub(super) fn forward(&self, engine: &mut Engine, layer: usize) {
+        engine.norm(&self.attention_norm);
+        let biases = self.biases.each_ref().map(Option::as_deref);
+        engine.queries_keys_values([self.q.matrix(), self.k.matrix(), self.v.matrix()], biases);
+        engine.attend(layer);
+        engine.attention_output(self.output.matrix());
+
+        engine.norm(&self.ffn_norm);
+        engine.feed_forward(self.gate.matrix(), self.up.matrix(), self.down.matrix());
+    }
+}

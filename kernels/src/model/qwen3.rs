@@ -1,0 +1,48 @@
+//! Qwen3: as Llama, with an RMSNorm on each head of query and key, and rotary pairs that are halves of a head.
+use super::{LayerLoader, Stored};
+use crate::cpu::engine::Engine;
+use crate::stage::StageError;
+
+pub(super) struct Block {
+    attention_norm: Vec<f32>,
+    q: Stored,
+    k: Stored,
+    v: Stored,
+    q_norm: Vec<f32>,
+    k_norm: Vec<f32>,
+    output: Stored,
+    ffn_norm: Vec<f32>,
+    gate: Stored,
+    up: Stored,
+    down: Stored,
+}
+
+impl Block {
+    pub(super) fn load(layer: &mut LayerLoader<'_, '_>) -> Result<Self, StageError> {
+        Ok(Self {
+            attention_norm: layer.vector("attn_norm")?,
+            q: layer.matrix("attn_q")?,
+            k: layer.matrix("attn_k")?,
+            v: layer.matrix("attn_v")?,
+            q_norm: layer.vector("attn_q_norm")?,
+            k_norm: layer.vector("attn_k_norm")?,
+            output: layer.matrix("attn_output")?,
+            ffn_norm: layer.vector("ffn_norm")?,
+            gate: layer.matrix("ffn_gate")?,
+            up: layer.matrix("ffn_up")?,
+            down: layer.matrix("ffn_down")?,
+        })
+    }
+
+    /// `layer` counts within the stage.
+    pub(super) fn forward(&self, engine: &mut Engine, layer: usize) {
+        engine.norm(&self.attention_norm);
+        engine.queries_keys_values([self.q.matrix(), self.k.matrix(), self.v.matrix()], [None; 3]);
+        engine.norm_heads(&self.q_norm, &self.k_norm);
+        engine.attend(layer);
+        engine.attention_output(self.output.matrix());
+
+        engine.norm(&self.ffn_norm);
+        engine.feed_forward(self.gate.matrix(), self.up.matrix(), self.down.matrix());
+    }
+}
