@@ -1,5 +1,5 @@
 //! A conversation as the one string that a model was trained on: its own Jinja template, run by minijinja.
-use minijinja::value::Value;
+use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind, context};
 use serde::{Deserialize, Serialize};
 
@@ -63,6 +63,7 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_filter("tojson", to_json);
         environment.add_function("strftime_now", |format: String| strftime(&format, std::time::SystemTime::now()));
         environment
             .add_template_owned("chat", source.unwrap_or(CHATML).to_owned())
@@ -124,6 +125,37 @@ fn describe(error: &Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// JSON as Python's `json.dumps` spaces it, which is what models saw in training; nothing is escaped for HTML.
+fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    struct Python;
+    impl serde_json::ser::Formatter for Python {
+        fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { w.write_all(b", ") }
+        }
+        fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, w: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { w.write_all(b", ") }
+        }
+        fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W) -> std::io::Result<()> {
+            w.write_all(b": ")
+        }
+    }
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut out = Vec::new();
+    let written = match indent {
+        // Wider than any template asks for is an attack on memory.
+        Some(width) => {
+            let spaces = " ".repeat(width.min(16));
+            let pretty = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, pretty))
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Python)),
+    };
+    let failed = |what: String| Error::new(ErrorKind::InvalidOperation, what);
+    written.map_err(|e| failed(e.to_string()))?;
+    String::from_utf8(out).map(Value::from_safe_string).map_err(|e| failed(e.to_string()))
 }
 
 /// The current date (UTC) in the directives that templates use.

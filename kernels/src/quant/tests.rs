@@ -1,1 +1,147 @@
+use half::f16;
 
+use super::{QUANT_TYPES, QuantType, quantize, random_blocks};
+
+/// ggml's scalar code, transcribed with its own walking pointers and f32 arithmetic: written apart from the formulas it
+/// checks.
+fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
+    let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
+    let scale_min = |j: usize, q: &[u8]| {
+        if j < 4 {
+            (q[j] & 63, q[j + 4] & 63)
+        } else {
+            ((q[j + 4] & 0xF) | ((q[j - 4] >> 6) << 4), (q[j + 4] >> 4) | ((q[j] >> 6) << 4))
+        }
+    };
+    let mut y = Vec::new();
+    match kind {
+        QuantType::F32 => y.push(f32::from_le_bytes([block[0], block[1], block[2], block[3]])),
+        QuantType::F16 => y.push(half(0)),
+        QuantType::Bf16 => y.push(f32::from_bits(u32::from(u16::from_le_bytes([block[0], block[1]])) << 16)),
+        QuantType::Q4_0 => {
+            y = vec![0.0; 32];
+            for j in 0..16 {
+                y[j] = (i32::from(block[2 + j] & 0xF) - 8) as f32 * half(0);
+                y[j + 16] = (i32::from(block[2 + j] >> 4) - 8) as f32 * half(0);
+            }
+        }
+        QuantType::Q4_1 => {
+            y = vec![0.0; 32];
+            for j in 0..16 {
+                y[j] = f32::from(block[4 + j] & 0xF) * half(0) + half(2);
+                y[j + 16] = f32::from(block[4 + j] >> 4) * half(0) + half(2);
+            }
+        }
+        QuantType::Q8_0 => y.extend(block[2..].iter().map(|&q| f32::from(q as i8) * half(0))),
+        QuantType::Q4K | QuantType::Q5K => {
+            let five = kind == QuantType::Q5K;
+            let (mut q, qh) = if five { (48, &block[16..48]) } else { (16, &block[..0]) };
+            let (mut is, mut u1, mut u2) = (0, 1u8, 2u8);
+            for _ in (0..256).step_by(64) {
+                let (sc, m) = scale_min(is, &block[4..16]);
+                let (d1, m1) = (half(0) * f32::from(sc), half(2) * f32::from(m));
+                let (sc, m) = scale_min(is + 1, &block[4..16]);
+                let (d2, m2) = (half(0) * f32::from(sc), half(2) * f32::from(m));
+                for l in 0..32 {
+                    let high = if five && qh[l] & u1 != 0 { 16 } else { 0 };
+                    y.push(d1 * f32::from((block[q + l] & 0xF) + high) - m1);
+                }
+                for l in 0..32 {
+                    let high = if five && qh[l] & u2 != 0 { 16 } else { 0 };
+                    y.push(d2 * f32::from((block[q + l] >> 4) + high) - m2);
+                }
+                q += 32;
+                is += 2;
+                (u1, u2) = (u1 << 2, u2 << 2);
+            }
+        }
+        QuantType::Q6K => {
+            y = vec![0.0; 256];
+            let d = half(208);
+            let (mut ql, mut qh, mut sc, mut at) = (0, 128, 192, 0);
+            for _ in (0..256).step_by(128) {
+                for l in 0..32 {
+                    let is = l / 16;
+                    let q1 = ((block[ql + l] & 0xF) | ((block[qh + l] & 3) << 4)) as i8 - 32;
+                    let q2 = ((block[ql + l + 32] & 0xF) | (((block[qh + l] >> 2) & 3) << 4)) as i8 - 32;
+                    let q3 = ((block[ql + l] >> 4) | (((block[qh + l] >> 4) & 3) << 4)) as i8 - 32;
+                    let q4 = ((block[ql + l + 32] >> 4) | (((block[qh + l] >> 6) & 3) << 4)) as i8 - 32;
+                    let s = |k: usize| f32::from(block[sc + is + k] as i8);
+                    y[at + l] = d * s(0) * f32::from(q1);
+                    y[at + l + 32] = d * s(2) * f32::from(q2);
+                    y[at + l + 64] = d * s(4) * f32::from(q3);
+                    y[at + l + 96] = d * s(6) * f32::from(q4);
+                }
+                (at, ql, qh, sc) = (at + 128, ql + 64, qh + 32, sc + 8);
+            }
+        }
+    }
+    y
+}
+
+#[test]
+fn every_format_means_what_ggml_means() {
+    for kind in QUANT_TYPES {
+        let bytes = random_blocks(kind, 200, 7);
+        let len = 200 * kind.block_len();
+        let (mut single, mut double) = (vec![0f32; len], vec![0f64; len]);
+        kind.dequantize(&bytes, &mut single);
+        kind.dequantize_f64(&bytes, &mut double);
+        let wanted: Vec<f32> = bytes.chunks_exact(kind.block_bytes()).flat_map(|b| ggml(kind, b)).collect();
+        // Zero has two signs; the formats' zeros are equal all the same.
+        assert_eq!(single, wanted, "{}", kind.name());
+        for (s, d) in single.iter().zip(&double) {
+            assert!((f64::from(*s) - d).abs() <= d.abs() * 6e-8, "{}: {s} for {d}", kind.name());
+            assert!(d.abs() <= 2.5, "{}: {d} from a random block", kind.name());
+        }
+    }
+}
+
+#[test]
+fn numbers_and_sizes_are_ggmls() {
+    let table = [
+        (QuantType::F32, 0, 1, 4),
+        (QuantType::F16, 1, 1, 2),
+        (QuantType::Q4_0, 2, 32, 18),
+        (QuantType::Q4_1, 3, 32, 20),
+        (QuantType::Q8_0, 8, 32, 34),
+        (QuantType::Q4K, 12, 256, 144),
+        (QuantType::Q5K, 13, 256, 176),
+        (QuantType::Q6K, 14, 256, 210),
+        (QuantType::Bf16, 30, 1, 2),
+    ];
+    for (kind, id, len, bytes) in table {
+        assert_eq!((kind.ggml_id(), kind.block_len(), kind.block_bytes()), (id, len, bytes));
+        assert_eq!(QuantType::from_ggml(id), Some(kind));
+        assert_eq!(kind.row_bytes(3 * len), Some(3 * bytes));
+        assert_eq!(kind.row_bytes(3 * len + len / 2), if len == 1 { Some(3 * bytes) } else { None });
+    }
+    assert_eq!(QuantType::from_ggml(11), None);
+}
+
+/// The error of a quantised weight is at most half a step (and a rounding of the scale).
+#[test]
+fn quantisers_keep_weights_within_half_a_step() {
+    let mut weights = vec![0f32; 32 * 64];
+    QuantType::F32.dequantize(&random_blocks(QuantType::F32, weights.len(), 3), &mut weights);
+    weights[..32].fill(0.0);
+    weights[32..64].fill(-0.75);
+    for (kind, steps) in [
+        (QuantType::Q8_0, 127.0),
+        (QuantType::Q4_0, 8.0),
+        (QuantType::Q4_1, 7.5),
+        (QuantType::F16, 2048.0),
+        (QuantType::Bf16, 256.0),
+        (QuantType::F32, f32::INFINITY),
+    ] {
+        let bytes = quantize(kind, &weights).expect("has a quantiser");
+        let mut back = vec![0f32; weights.len()];
+        kind.dequantize(&bytes, &mut back);
+        for (w, b) in weights.iter().zip(&back) {
+            // Q4_0 has 7 steps on one side only: the outermost weight there is off by a whole one.
+            let bound = if kind == QuantType::Q4_0 { 1.01 } else { 0.51 } / steps + 1e-3;
+            assert!((w - b).abs() <= bound, "{}: {w} came back as {b}", kind.name());
+        }
+    }
+    assert_eq!(quantize(QuantType::Q4K, &[0.0; 256]), None);
+}

@@ -101,3 +101,186 @@ fn oracle_prompts_have_the_oracles_ids() {
         assert_eq!(String::from_utf8(shown).expect("text"), text);
     }
 }
+
+fn tokens(file: &ModelFile, key: &str) -> Vec<String> {
+    let texts = file.metadata().texts(key).expect("strings").expect("there");
+    texts.map(|t| String::from_utf8_lossy(t).into_owned()).collect()
+}
+
+/// The whole tokenizer as HF builds it for SmolLM2: Digits(individual) then ByteLevel, special tokens added.
+fn hugging_face(file: &ModelFile) -> tokenizers::Tokenizer {
+    use tokenizers::AddedToken;
+    use tokenizers::models::bpe::{BPE, Vocab};
+    use tokenizers::pre_tokenizers::{byte_level::ByteLevel, digits::Digits, sequence::Sequence};
+    let texts = tokens(file, "tokenizer.ggml.tokens");
+    let vocab: Vocab = texts.iter().enumerate().map(|(i, t)| (t.clone(), i as u32)).collect();
+    let pair = |m: String| m.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())).expect("a pair");
+    let merges = tokens(file, "tokenizer.ggml.merges").into_iter().map(pair).collect();
+    let mut hf = tokenizers::Tokenizer::new(BPE::builder().vocab_and_merges(vocab, merges).build().expect("valid"));
+    hf.with_pre_tokenizer(Some(Sequence::new(vec![
+        Digits::new(true).into(),
+        ByteLevel::new(false, true, true).into(),
+    ])));
+    let special: Vec<AddedToken> = texts[..17].iter().map(|t| AddedToken::from(t.clone(), true)).collect();
+    hf.add_special_tokens(&special);
+    hf
+}
+
+#[test]
+fn random_texts_encode_as_hugging_face_does() {
+    let Some(file) = real_model() else { return };
+    let (ours, theirs) = (file.tokenizer().expect("a tokenizer"), hugging_face(&file));
+    let mut numbers = Numbers(88_172_645_463_325_252);
+    for _ in 0..20_000 {
+        let text = numbers.text();
+        let wanted = theirs.encode(text.as_str(), false).expect("encodes").get_ids().to_vec();
+        assert_eq!(ours.encode(&text, true).expect("encodes"), wanted, "{text:?}");
+    }
+}
+
+/// Text comes back but for bytes that the vocabulary cannot spell; token by token the same as at once.
+#[test]
+fn random_texts_come_back() {
+    let Some(file) = real_model() else { return };
+    let tokenizer = file.tokenizer().expect("a tokenizer");
+    let mut numbers = Numbers(4_242);
+    for _ in 0..3000 {
+        let text = numbers.text();
+        for special in [false, true] {
+            let ids = tokenizer.encode(&text, special).expect("encodes");
+            let mut decoder = tokenizer.decoder();
+            let mut streamed: String = ids.iter().map(|&id| decoder.push(id)).collect();
+            streamed += &decoder.finish();
+            assert_eq!(streamed, tokenizer.decode(&ids));
+            // The vocabulary lacks bytes 04, f1 and some others.
+            let spellable = !text.contains(['\u{4}', '\u{40000}', '\u{100000}']);
+            if spellable && !special {
+                assert_eq!(streamed, text);
+            }
+            if special {
+                assert_eq!(
+                    ids.iter().filter(|&&id| id == 1).count(),
+                    text.matches("<|im_start|>").count(),
+                    "control tokens are parsed"
+                );
+            } else {
+                assert!(!ids.iter().any(|&id| tokenizer.is_control(id)), "control tokens are text");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_small_vocabulary() {
+    let tokenizer = TinyModel::default().open().tokenizer().expect("a tokenizer");
+    let hello = tokenizer.token_id("hello").expect("a token");
+    let world = tokenizer.encode(" world", false).expect("encodes");
+    assert_eq!(world, [tokenizer.token_id("Ġwor").expect("a token"), tokenizer.token_id("ld").expect("a token")]);
+    let prompt = format!("{}hello{}", TINY_CONTROL[1], TINY_CONTROL[2]);
+    assert_eq!(tokenizer.encode_prompt(&prompt).expect("encodes"), [1, hello, 2]);
+    assert_eq!(tokenizer.decode(&[1, hello, 2]), "hello");
+    assert_eq!(tokenizer.encode("hell", false).expect("encodes").len(), 1);
+    assert_eq!((tokenizer.bos(), tokenizer.add_bos(), tokenizer.eos()), (Some(1), false, &[2, 0][..]));
+    assert_eq!(tokenizer.token_bytes(5000), None);
+    assert_eq!(tokenizer.decode(&[5000]), "");
+    assert!(tokenizer.encode("", true).expect("encodes").is_empty());
+    let long = "x".repeat(super::TEXT_BYTES_MAX + 1);
+    assert!(matches!(tokenizer.encode(&long, false), Err(TokenizerError::TooLong { .. })));
+}
+
+fn tiny(change: impl Fn(&mut GgufWriter)) -> Result<Tokenizer, TokenizerError> {
+    let mut w = TinyModel::default().writer();
+    change(&mut w);
+    ModelFile::from_bytes(w.write().into()).expect("the weights are sound").tokenizer()
+}
+
+/// Two merges that make one token have no single rank: HF ranks merges, and the text still comes out.
+#[test]
+fn a_vocabulary_that_ranks_cannot_hold_goes_to_hugging_face() {
+    let merges = ["h e", "l l", "he ll", "e ll", "h ell", "hell o", "Ġ w", "o r", "Ġw or", "l d"];
+    let mut texts: Vec<String> = Vec::new();
+    let listed = tiny(|w| {
+        texts_with(w, &["ell"]);
+        w.texts("tokenizer.ggml.merges", &merges);
+    })
+    .expect("a tokenizer");
+    assert_eq!(listed.engine(), "tokenizers");
+    texts.extend(["hello world", "ell", "hell", " wor ld"].map(str::to_owned));
+    for text in &texts {
+        assert_eq!(&listed.decode(&listed.encode(text, false).expect("encodes")), text);
+    }
+    // "h e" comes before "e ll": hell is he + ll, not h + ell.
+    assert_eq!(listed.encode("hello", false).expect("encodes"), [listed.token_id("hello").expect("a token")]);
+    assert_eq!(listed.encode("ell", false).expect("encodes"), [listed.token_id("ell").expect("a token")]);
+}
+
+/// Replaces unused-looking single-byte tokens at the end of the byte range by other texts, keeping the count.
+fn texts_with(w: &mut GgufWriter, extra: &[&str]) {
+    let file = ModelFile::from_bytes(TinyModel::default().writer().write().into()).expect("sound");
+    let mut texts = tokens(&file, "tokenizer.ggml.tokens");
+    for (i, text) in extra.iter().enumerate() {
+        // 0xff and below: bytes that no test text has.
+        texts[3 + 255 - i] = (*text).to_owned();
+    }
+    w.texts("tokenizer.ggml.tokens", &texts);
+}
+
+#[test]
+fn broken_vocabularies_are_refused() {
+    let refused = |change: &dyn Fn(&mut GgufWriter) -> &mut GgufWriter, part: &str| {
+        let error = tiny(|w| _ = change(w)).expect_err(part).to_string();
+        assert!(error.contains(part), "expected {part:?} in {error:?}");
+    };
+    refused(&|w| w.text("tokenizer.ggml.model", "rwkv"), "\"rwkv\"; supported: gpt2");
+    refused(&|w| w.text("tokenizer.ggml.pre", "viking"), "\"viking\"");
+    refused(&|w| w.without("tokenizer.ggml.model"), "tokenizer.ggml.model");
+    refused(&|w| w.without("tokenizer.ggml.merges"), "tokenizer.ggml.merges");
+    refused(&|w| w.without("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens");
+    refused(&|w| w.texts("tokenizer.ggml.merges", &["he"]), "pairs like");
+    refused(&|w| w.texts("tokenizer.ggml.merges", &["h x"]), "make no token");
+    refused(&|w| w.i32s("tokenizer.ggml.token_type", &[1, 2]), "kinds");
+    refused(&|w| w.u32("tokenizer.ggml.eos_token_id", 1 << 30), "of a vocabulary of");
+    refused(&|w| w.text("tokenizer.ggml.merges", "h e"), "found a string");
+}
+
+/// A SentencePiece vocabulary: spaces in front, merges by score, bytes for what no piece spells.
+#[test]
+fn sentence_piece_vocabularies() {
+    let count = TinyModel::default().open().config().vocab;
+    let pieces =
+        ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "▁hello", "▁w", "or", "▁wor", "ld", "ello"];
+    let sp = |prefix: bool| {
+        tiny(|w| {
+            let mut texts: Vec<String> = vec!["<unk>".into(), "<s>".into(), "</s>".into()];
+            let mut kinds = vec![2, 3, 3];
+            texts.extend((0..256).map(|b| format!("<0x{b:02X}>")));
+            kinds.extend([6; 256]);
+            texts.extend(pieces.iter().take(count - 259).map(|&p| p.to_owned()));
+            kinds.resize(texts.len(), 1);
+            assert_eq!(texts.len(), count, "as many pieces as the model has rows");
+            let scores: Vec<f32> = (0..count).map(|i| if i < 259 { 0.0 } else { -(i as f32) }).collect();
+            w.text("tokenizer.ggml.model", "llama").texts("tokenizer.ggml.tokens", &texts);
+            w.i32s("tokenizer.ggml.token_type", &kinds).f32s("tokenizer.ggml.scores", &scores);
+            w.bool("tokenizer.ggml.add_space_prefix", prefix);
+        })
+        .expect("a tokenizer")
+    };
+    let tokenizer = sp(true);
+    assert_eq!(tokenizer.engine(), "tokenizers");
+    assert!(tokenizer.add_bos());
+    let ids = tokenizer.encode_prompt("he ho").expect("encodes");
+    assert_eq!(ids[0], 1);
+    for text in ["he ho", "hello", "é 日本", "  two", "he\nhe", "x"] {
+        let ids = tokenizer.encode(text, false).expect("encodes");
+        assert_eq!(tokenizer.decode(&ids), text, "{ids:?}");
+    }
+    // A newline has no piece: its byte.
+    let newline = tokenizer.encode("\n", false).expect("encodes");
+    assert_eq!(newline.last(), Some(&(3 + 10)));
+    // After a special token the text has a space in front again, as the reference has it.
+    let again = tokenizer.encode("<s>he", true).expect("encodes");
+    assert_eq!(again[0], 1);
+    assert_eq!(tokenizer.encode("he", false).expect("encodes"), again[1..]);
+    let plain = sp(false);
+    assert_eq!(plain.decode(&plain.encode(" he", false).expect("encodes")), " he");
+}

@@ -1,1 +1,124 @@
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::{CHUNK_BYTES_MAX, Content, IndexError, ShardIndex};
+use crate::quant::QuantType;
+use crate::weights::ModelFile;
+use crate::weights::testing::{TinyModel, real_model_path};
+
+fn index(file: &ModelFile) -> ShardIndex {
+    ShardIndex::build(file, |_| ()).expect("a complete file")
+}
+
+fn check(file: &ModelFile) {
+    let done = AtomicU64::new(0);
+    let index = ShardIndex::build(file, |bytes| _ = done.fetch_add(bytes, Ordering::Relaxed)).expect("complete");
+    assert_eq!(done.into_inner(), file.file_len());
+    let mut at = 0;
+    for (number, chunk) in index.chunks().iter().enumerate() {
+        assert_eq!(chunk.range.start, at);
+        assert!(chunk.range.end > at && chunk.range.end - at <= CHUNK_BYTES_MAX);
+        at = chunk.range.end;
+        let bytes = &file.bytes()[chunk.range.start as usize..chunk.range.end as usize];
+        assert!(index.verify(number, bytes));
+        let mut spoilt = bytes.to_vec();
+        spoilt[bytes.len() / 2] ^= 4;
+        assert!(!index.verify(number, &spoilt), "a flipped bit");
+        assert!(!index.verify(number, &bytes[1..]), "a byte short");
+        if let Content::Rows { tensor, rows } = &chunk.content {
+            let tensor = &file.tensors()[*tensor as usize];
+            assert_eq!(chunk.range.start, tensor.range.start + rows.start * tensor.row_bytes());
+            assert!(rows.end <= tensor.rows as u64);
+        }
+    }
+    assert_eq!(at, file.file_len());
+    assert!(!index.verify(index.chunks().len(), b""));
+    assert!(index.matches(file));
+    let decoded = ShardIndex::decode(&index.encode()).expect("round trip");
+    assert_eq!(decoded, index);
+    assert_eq!(decoded.content_id(), index.content_id());
+    let json = serde_json::to_vec(&index).expect("serialises");
+    assert_eq!(serde_json::from_slice::<ShardIndex>(&json).expect("deserialises"), index);
+}
+
+#[test]
+fn an_index_covers_the_file() {
+    for quant in [QuantType::F32, QuantType::Q4_1, QuantType::Q6K] {
+        // F32 of width 1024 has tensors of several chunks.
+        check(&TinyModel { quant, layers: 2, width: 1024, ..TinyModel::default() }.open());
+    }
+    // Bytes after the last tensor, and before the first, belong to chunks too.
+    let mut bytes = TinyModel::default().writer().write();
+    bytes.extend(vec![7; 3 << 20]);
+    check(&ModelFile::from_bytes(bytes.into()).expect("opens"));
+    let mut gap = TinyModel::default().writer();
+    let mut at = 4096;
+    for tensor in gap.tensors_mut() {
+        tensor.offset = Some(at);
+        at += (tensor.bytes.len() as u64).next_multiple_of(32);
+    }
+    let mut bytes = gap.write();
+    bytes.extend(vec![0; 4096]);
+    check(&ModelFile::from_bytes(bytes.into()).expect("opens"));
+    if let Some(path) = real_model_path() {
+        check(&ModelFile::open(&path).expect("opens"));
+    }
+}
+
+/// The content id names the content: it changes with any bit of the file and with nothing else.
+#[test]
+fn the_content_id_names_the_content() {
+    let bytes = TinyModel::default().writer().write();
+    let id = |bytes: Vec<u8>| index(&ModelFile::from_bytes(bytes.into()).expect("opens")).content_id();
+    assert_eq!(id(bytes.clone()), id(bytes.clone()));
+    let mut other = bytes.clone();
+    *other.last_mut().expect("bytes") ^= 1;
+    assert_ne!(id(other), id(bytes));
+}
+
+#[test]
+fn chunks_for_a_stage_hold_its_tensors_only() {
+    let file = TinyModel { layers: 3, width: 1024, quant: QuantType::F16, ..TinyModel::default() }.open();
+    let index = index(&file);
+    let ranges = file.stage_ranges(1..2);
+    let wanted = index.chunks_for(&ranges);
+    assert!(!wanted.is_empty() && wanted.windows(2).all(|w| w[0] < w[1]));
+    for (number, chunk) in index.chunks().iter().enumerate() {
+        let needed = match &chunk.content {
+            Content::Rows { tensor, .. } => file.tensors()[*tensor as usize].name.starts_with("blk.1."),
+            Content::Header | Content::Padding => false,
+        };
+        assert_eq!(wanted.contains(&number), needed, "chunk {number}: {:?}", chunk.content);
+    }
+    let header = index.chunks_for(&[file.header_range()]);
+    assert!(header.iter().all(|&c| index.chunks()[c].content == Content::Header));
+    let everything = index.chunks_for(&[0..u64::MAX, 5..9, 9..5]);
+    assert_eq!(everything.len(), index.chunks().len());
+    assert!(index.chunks_for(&[]).is_empty() && index.chunks_for(&[7..7]).is_empty());
+}
+
+/// An index from a peer: truncated at every length and flipped at every byte it is refused or still covers its file.
+#[test]
+fn a_hostile_index_is_refused_or_sound() {
+    let file = TinyModel { layers: 1, ..TinyModel::default() }.open();
+    let bytes = index(&file).encode();
+    for len in 0..bytes.len() {
+        assert!(ShardIndex::decode(&bytes[..len]).is_err(), "cut at {len}");
+    }
+    assert!(ShardIndex::decode(&[&bytes[..], &[0]].concat()).is_err(), "a byte more");
+    for at in 0..bytes.len() {
+        for change in [0x01, 0x80, 0xff] {
+            let mut spoilt = bytes.clone();
+            spoilt[at] ^= change;
+            if let Ok(index) = ShardIndex::decode(&spoilt) {
+                assert_eq!(index.encode(), spoilt, "decoding is canonical");
+                let end = index.chunks().last().map_or(0, |c| c.range.end);
+                assert_eq!(end, index.file_len());
+                assert!(index.content_id() != self::index(&file).content_id());
+            }
+        }
+    }
+    // A count that only a larger file could hold.
+    let mut counted = bytes.clone();
+    counted[24..28].copy_from_slice(&u32::MAX.to_le_bytes());
+    assert!(matches!(ShardIndex::decode(&counted), Err(IndexError::Malformed(_))));
+}
