@@ -35,8 +35,10 @@ pub struct Failover {
 struct Guard {
     participants: BTreeSet<NodeId>,
     excluded: BTreeMap<NodeId, Instant>,
-    /// Since when a neighbour has reported a node silent that this head hears.
-    reported: BTreeMap<NodeId, Instant>,
+    /// Nodes that this head hears but a neighbour does not: which neighbour, and since when.
+    reported: BTreeMap<NodeId, (NodeId, Instant)>,
+    /// Participants that failed under the present placement.
+    failed_now: BTreeSet<NodeId>,
     /// When an executor failed last, per node.
     failed: BTreeMap<NodeId, Instant>,
 }
@@ -47,6 +49,7 @@ impl Failover {
         let guard = self.jobs.entry(job).or_default();
         guard.participants = participants.into_iter().collect();
         guard.reported.clear();
+        guard.failed_now.clear();
     }
 
     /// A job is over.
@@ -61,12 +64,21 @@ impl Failover {
 
     /// A participant reports its neighbour silent, or (with no silence) heard again. If this head hears the neighbour
     /// itself (`heard`), only their link may be cut: the neighbour goes if that has not healed after `LINK_CUT`.
-    pub fn handle_reported(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration, heard: bool) {
-        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+    pub fn handle_reported(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        by: NodeId,
+        node: NodeId,
+        silent: Duration,
+        heard: bool,
+    ) {
+        let both = |guard: &&mut Guard| guard.participants.contains(&node) && guard.participants.contains(&by);
+        let Some(guard) = self.jobs.get_mut(&job).filter(both) else { return };
         if silent.is_zero() {
             guard.reported.remove(&node);
         } else if heard {
-            guard.reported.entry(node).or_insert(now);
+            guard.reported.entry(node).or_insert((by, now));
         } else {
             self.lose(now, job, node, silent);
         }
@@ -74,12 +86,12 @@ impl Failover {
 
     /// Links that did not heal.
     pub fn handle_wakeup(&mut self, now: Instant) {
-        let due = |(&job, guard): (&JobId, &Guard)| {
-            let cut = guard.reported.iter().find(|&(_, &since)| now.since(since) >= LINK_CUT);
-            cut.map(|(&node, &since)| (job, node, now.since(since)))
+        let cut = |(&job, guard): (&JobId, &Guard)| {
+            let due = guard.reported.iter().find(|&(_, &(_, since))| now.since(since) >= LINK_CUT);
+            due.map(|(&node, &(_, since))| (job, node, now.since(since)))
         };
-        let cut: Vec<_> = self.jobs.iter().filter_map(due).collect();
-        for (job, node, silent) in cut {
+        // One at a time: the ends of a cut link report each other, and losing one end settles it.
+        while let Some((job, node, silent)) = self.jobs.iter().find_map(cut) {
             self.lose(now, job, node, silent);
         }
     }
@@ -87,7 +99,7 @@ impl Failover {
     /// When the next of them is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let reported = self.jobs.values().flat_map(|guard| guard.reported.values());
-        reported.min().map(|&since| (since + LINK_CUT, "failover: a link may be cut"))
+        reported.map(|&(_, since)| since).min().map(|since| (since + LINK_CUT, "failover: a link may be cut"))
     }
 
     /// SWIM says that a member is gone. A fresh lease (`heard`) outranks it, unless the node said so itself.
@@ -112,6 +124,9 @@ impl Failover {
     /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, reason: String) {
         let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        if !guard.failed_now.insert(node) {
+            return;
+        }
         let again = guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
         if again {
             guard.excluded.insert(node, now + EXCLUDED);
@@ -134,9 +149,10 @@ impl Failover {
     fn lose(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
         let Some(guard) = self.jobs.get_mut(&job) else { return };
         if !guard.participants.remove(&node) {
+            guard.reported.remove(&node);
             return;
         }
-        guard.reported.remove(&node);
+        guard.reported.retain(|&silent, &mut (by, _)| silent != node && by != node);
         guard.excluded.insert(node, now + EXCLUDED);
         let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
         self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
@@ -207,11 +223,11 @@ mod tests {
     #[test]
     fn a_link_that_heals_in_time_costs_nobody_a_place() {
         let mut failover = guarded();
-        failover.handle_reported(at(0), JOB, B, LEASE, true);
-        failover.handle_reported(at(900), JOB, B, Duration::ZERO, true);
+        failover.handle_reported(at(0), JOB, A, B, LEASE, true);
+        failover.handle_reported(at(900), JOB, A, B, Duration::ZERO, true);
         failover.handle_wakeup(at(1000));
         assert_eq!(outputs(&mut failover), vec![]);
-        failover.handle_reported(at(2000), JOB, B, LEASE, true);
+        failover.handle_reported(at(2000), JOB, A, B, LEASE, true);
         assert_eq!(failover.next_wakeup().map(|(at, _)| at), Some(at(3000)));
         failover.handle_wakeup(at(3000));
         assert_eq!(outputs(&mut failover).len(), 2);
@@ -222,6 +238,9 @@ mod tests {
         let mut failover = guarded();
         failover.handle_stage_failed(at(0), JOB, A, "out of memory".into());
         assert_eq!(failover.excluded(at(1), JOB).count(), 0);
+        failover.handle_stage_failed(at(1), JOB, A, "out of memory".into());
+        assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, told twice");
+        failover.handle_placed(JOB, [A, B]);
         failover.handle_stage_failed(at(500), JOB, A, "out of memory".into());
         assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);
     }

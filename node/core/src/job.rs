@@ -196,7 +196,14 @@ impl Jobs {
     pub fn handle_reconnected(&mut self, now: Instant, node: NodeId) {
         for job in self.jobs.values_mut() {
             job.handle_reconnected(now, node, &mut self.out);
+            job.handle_back(node, &mut self.out);
         }
+    }
+
+    /// A member is alive again, or for the first time.
+    pub fn handle_peer_up(&mut self, now: Instant, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.handle_back(node, &mut self.out));
+        self.handle_fleet_changed(now);
     }
 
     /// Something of the present placement is lost: place the job anew.

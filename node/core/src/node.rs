@@ -250,7 +250,7 @@ impl Node {
                 if self.jobs.epoch_of(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
                     let heard = self.liveness.is_fresh(now, node);
-                    self.failover.handle_reported(now, job, node, silent, heard);
+                    self.failover.handle_reported(now, job, from, node, silent, heard);
                 }
             }
             Message::StageFailed { job, epoch, reason } => {
@@ -332,7 +332,7 @@ impl Node {
             }
             MembershipOutput::PeerUp { node } => {
                 self.failover.handle_peer_up(node);
-                self.jobs.handle_fleet_changed(now);
+                self.jobs.handle_peer_up(now, node);
                 self.notify(Event::PeerUp { node });
             }
             MembershipOutput::PeerDown { node, reason } => self.peer_down(node, reason),

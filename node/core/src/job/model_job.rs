@@ -31,6 +31,8 @@ pub(super) struct ModelJob {
     pub(super) requests: Requests,
     /// Bytes that nodes hold for this job, as they said.
     resident: BTreeMap<NodeId, u64>,
+    /// Nodes that were asked to hold a stage, now or earlier, and may hold it still.
+    asked: BTreeSet<NodeId>,
     /// Placements tried since the job was last ready.
     attempts: u32,
     /// Since when there has been no plan; none once it is ready again.
@@ -102,6 +104,7 @@ impl ModelJob {
             epoch: Epoch { counter: 0, minter: me },
             state: State::Planning { token: 0 },
             resident: BTreeMap::new(),
+            asked: BTreeSet::new(),
             attempts: 0,
             degraded: None,
         }
@@ -227,6 +230,7 @@ impl ModelJob {
         let nodes: BTreeSet<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
         out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, plan: plan.clone() }));
         out.push_back(JobOutput::Watch { job, epoch, nodes: nodes.iter().copied().collect() });
+        self.asked.extend(nodes.iter().copied());
         self.state = State::Preparing { plan, missing: nodes, retry_at: now + PREPARE_RETRY };
         self.send_prepares(out);
     }
@@ -282,9 +286,7 @@ impl ModelJob {
         let stages: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
         let send = |to: NodeId, message: Message| JobOutput::Message { to, message };
         out.extend(stages.iter().map(|&to| send(to, Message::Go { job, epoch })));
-        // Whoever held a stage before and has none now may drop it.
-        let former: Vec<NodeId> = self.resident.keys().filter(|node| !stages.contains(node)).copied().collect();
-        for node in former {
+        for &node in self.asked.iter().filter(|node| !stages.contains(node)) {
             self.resident.remove(&node);
             out.push_back(send(node, Message::End { job, epoch }));
         }
@@ -296,6 +298,15 @@ impl ModelJob {
         let track = Track { epoch, stages, token_ns: plan.token_ns() };
         self.state = State::Ready { plan };
         self.requests.start(now, track, out);
+    }
+
+    /// A node is back: if it still holds what it held before it was lost, it may drop that now.
+    pub(super) fn handle_back(&mut self, node: NodeId, out: &mut Out) {
+        let State::Ready { plan } = &self.state else { return };
+        if plan.stage_of(node.into()).is_none() && self.asked.remove(&node) {
+            let message = Message::End { job: self.id, epoch: self.epoch };
+            out.push_back(JobOutput::Message { to: node, message });
+        }
     }
 
     pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
@@ -332,6 +343,15 @@ impl ModelJob {
             return;
         };
         self.requests.fail_all(&DoneReason::Failed(degraded.reason.clone()), out);
+        self.dismiss_all(out);
+    }
+
+    /// Nobody needs to hold anything for this job any more.
+    fn dismiss_all(&mut self, out: &mut Out) {
+        let (job, epoch) = (self.id, self.epoch);
+        let asked = core::mem::take(&mut self.asked);
+        out.extend(asked.into_iter().map(|to| JobOutput::Message { to, message: Message::End { job, epoch } }));
+        self.resident.clear();
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
@@ -346,10 +366,8 @@ impl ModelJob {
     /// Ends the job everywhere.
     pub(super) fn end(&mut self, why: &str, out: &mut Out) {
         self.requests.fail_all(&DoneReason::Failed(why.into()), out);
-        let (job, epoch) = (self.id, self.epoch);
-        let mut nodes: BTreeSet<NodeId> = self.resident.keys().copied().collect();
-        nodes.extend(self.plan().into_iter().flat_map(|plan| plan.stages()).map(|stage| NodeId::from(stage.device)));
-        out.extend(nodes.into_iter().map(|to| JobOutput::Message { to, message: Message::End { job, epoch } }));
+        let job = self.id;
+        self.dismiss_all(out);
         out.push_back(JobOutput::Unwatch { job });
         for call in core::mem::take(&mut self.callers) {
             out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.into() }));

@@ -44,6 +44,8 @@ pub(super) struct Requests {
     next: u64,
     waiting: VecDeque<(CallId, Request)>,
     running: BTreeMap<RequestId, Stream>,
+    /// The last requests closed: a `Close` lost with a connection is repeated when it stands again.
+    closed: VecDeque<RequestId>,
     /// None while the job is being placed.
     track: Option<Track>,
 }
@@ -58,6 +60,7 @@ impl Requests {
             next: 0,
             waiting: VecDeque::new(),
             running: BTreeMap::new(),
+            closed: VecDeque::new(),
             track: None,
         }
     }
@@ -108,10 +111,7 @@ impl Requests {
     /// Ends a running request: its caches are freed on every stage, the next in the queue gets its slot.
     fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
         let Some(stream) = self.running.remove(&id) else { return };
-        if let Some(track) = &self.track {
-            let close = Message::Close { job: self.job, epoch: track.epoch, request: id };
-            out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
-        }
+        self.close(id, out);
         done(stream.call, reason, out);
         self.fill_slots(now, out);
     }
@@ -130,6 +130,7 @@ impl Requests {
     /// The job is ready under a new epoch: every running request is replayed from its token log, as a prefill.
     pub(super) fn start(&mut self, now: Instant, track: Track, out: &mut Out) {
         self.track = Some(track);
+        self.closed.clear();
         let ids: Vec<RequestId> = self.running.keys().copied().collect();
         for id in ids {
             if let Some(stream) = self.running.get_mut(&id) {
@@ -164,18 +165,24 @@ impl Requests {
 
     /// Ends everything; returns the calls that were ended.
     pub(super) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
-        let close_to = self.track.take();
         for (id, stream) in core::mem::take(&mut self.running) {
-            if let Some(track) = &close_to {
-                let close = Message::Close { job: self.job, epoch: track.epoch, request: id };
-                out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
-            }
+            self.close(id, out);
             done(stream.call, reason.clone(), out);
         }
         for (call, _) in core::mem::take(&mut self.waiting) {
             done(call, reason.clone(), out);
         }
-        self.track = close_to;
+    }
+
+    /// Frees a request's caches on every stage. Without a track there is nothing to free: a new epoch begins empty.
+    fn close(&mut self, request: RequestId, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let close = Message::Close { job: self.job, epoch: track.epoch, request };
+        out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
+        self.closed.push_back(request);
+        if self.closed.len() > SEQUENCES_MAX as usize {
+            self.closed.pop_front();
+        }
     }
 
     fn open(&self, id: RequestId, out: &mut Out) {
@@ -247,9 +254,10 @@ impl Requests {
 
     /// A connection to a stage broke and stands again: what was on it may be lost either way.
     pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
-        if !self.track.as_ref().is_some_and(|track| track.stages.contains(&node)) {
-            return;
-        }
+        let Some(track) = self.track.as_ref().filter(|track| track.stages.contains(&node)) else { return };
+        let (job, epoch) = (self.job, track.epoch);
+        let closes = self.closed.iter().map(|&request| Message::Close { job, epoch, request });
+        out.extend(closes.map(|message| JobOutput::Message { to: node, message }));
         let ids: Vec<(RequestId, u32)> = self.running.values().map(|stream| (stream.id, stream.acked())).collect();
         for (id, acked) in ids {
             self.resend(now, id, acked, out);
