@@ -36,6 +36,8 @@ pub struct Executor {
     skew_percent: u32,
     bytes_per_second: u64,
     step_ns: u64,
+    /// Bytes that stages may take.
+    memory: u64,
     stages: BTreeMap<JobId, Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
     /// The next arrival's name, top bit set.
@@ -44,6 +46,8 @@ pub struct Executor {
     busy_until: Instant,
     /// Answers nothing any more (a hung driver).
     pub hung: bool,
+    /// The next so many batches fail (a device that is lost and found).
+    pub failures: u32,
 }
 
 #[derive(Debug)]
@@ -60,29 +64,43 @@ impl Executor {
             skew_percent: spec.skew_percent,
             bytes_per_second: spec.capacity.bytes_per_second,
             step_ns: spec.capacity.step_ns,
+            memory: spec.capacity.memory_free,
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
             arrivals: 1 << 63,
             busy_until: Instant(0),
             hung: false,
+            failures: 0,
         }
     }
 
     /// The process died and took everything with it.
     pub(crate) fn reset(&mut self, spec: &HostSpec) {
-        *self = Executor { hung: false, ..Executor::new(spec) };
+        *self = Executor::new(spec);
     }
 
-    /// `Output::Load`: layers that stay keep their caches.
+    /// `Output::Load`: layers that stay keep their caches. A stage beyond the memory left is refused.
     pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, spec: StageSpec) -> (Instant, Input) {
         let bytes = spec.bytes_max;
         let old = self.stages.remove(&job);
+        let free = self.memory_free();
+        if bytes > free {
+            let reason = format!("a stage of {bytes} bytes, {free} are free");
+            return (now + Duration::from_millis(1), Input::Loaded { job, epoch, result: Err(reason) });
+        }
         let same = old.as_ref().is_some_and(|old| old.spec.layers == spec.layers && old.spec.content == spec.content);
         let caches = old.filter(|_| same).map(|old| old.caches).unwrap_or_default();
         self.stages.insert(job, Stage { epoch, spec, caches });
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
-        (now + took, Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) })
+        self.busy_until = self.busy_until.max(now) + took;
+        (self.busy_until, Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) })
+    }
+
+    /// Bytes that stages do not take.
+    pub fn memory_free(&self) -> u64 {
+        let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.spec.bytes_max));
+        self.memory.saturating_sub(taken)
     }
 
     /// `Output::Unload`.
@@ -101,14 +119,27 @@ impl Executor {
     ) -> Option<(Instant, Input)> {
         let positions: u64 = items.iter().map(|item| u64::from(item.count)).sum();
         let layers = self.stages.get(&job).map_or(0, |stage| stage.spec.layers.len() as u64);
-        let results: Result<Vec<ItemResult>, String> =
-            items.into_iter().map(|item| self.compute_item(job, epoch, item)).collect();
+        let results = self.run_batch(job, epoch, items);
         // One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
         let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
         let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
         let took = Duration::from_nanos(predicted * u64::from(self.skew_percent) / 100);
         self.busy_until = self.busy_until.max(now) + took;
         (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
+    }
+
+    /// A batch as a whole works or fails; its inputs are gone either way.
+    fn run_batch(&mut self, job: JobId, epoch: Epoch, items: Vec<Item>) -> Result<Vec<ItemResult>, String> {
+        let made: Vec<TensorId> = items.iter().map(|item| item.output).collect();
+        let fails = self.failures > 0;
+        self.failures = self.failures.saturating_sub(1);
+        let results: Vec<_> = items.into_iter().map(|item| self.compute_item(job, epoch, item)).collect();
+        let results: Result<Vec<ItemResult>, String> = results.into_iter().collect();
+        let results = if fails { Err("the device was lost".into()) } else { results };
+        if results.is_err() {
+            made.iter().for_each(|tensor| drop(self.tensors.remove(tensor)));
+        }
+        results
     }
 
     /// `Output::Release`.
@@ -143,6 +174,11 @@ impl Executor {
         self.tensors.len()
     }
 
+    /// Caches held for requests, over all stages: a checker of leaks looks at it.
+    pub fn caches_held(&self) -> usize {
+        self.stages.values().map(|stage| stage.caches.len()).sum()
+    }
+
     fn compute_item(&mut self, job: JobId, epoch: Epoch, item: Item) -> Result<ItemResult, String> {
         let input = match item.input {
             Payload::Tokens(tokens) => Cargo::Tokens(tokens),
@@ -162,6 +198,9 @@ impl Executor {
         };
         if rows.len() != item.count as usize {
             return Err(format!("{} rows for {} positions", rows.len(), item.count));
+        }
+        if !stage.caches.contains_key(&item.request) && stage.caches.len() >= stage.spec.sequences as usize {
+            return Err(format!("{} sequences are open already", stage.caches.len()));
         }
         let cache = stage.caches.entry(item.request).or_insert_with(|| vec![Vec::new(); stage.spec.layers.len()]);
         for (chain, layer) in cache.iter_mut().zip(stage.spec.layers.clone()) {

@@ -32,6 +32,15 @@ pub enum Fault {
     },
     /// All partitions end.
     Heal,
+    /// The data-plane connection of two hosts breaks; what is on its way is lost. Either may connect again.
+    Break(HostId, HostId),
+    /// The next so many batches of the host's device fail.
+    Device {
+        /// Which host.
+        host: HostId,
+        /// How many.
+        failures: u32,
+    },
     /// Datagram loss becomes this many parts per million.
     Loss(u32),
     /// The operator asks the node to leave.

@@ -15,10 +15,13 @@ pub mod network;
 
 pub mod faults;
 
+pub mod workload;
+
 pub mod checker;
 pub mod trace;
 
 pub use faults::{Fault, Schedule};
 pub use host::{HostId, HostSpec};
 pub use options::Options;
+pub use workload::Workload;
 pub use world::{Observer, Told, World};

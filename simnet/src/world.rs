@@ -9,6 +9,7 @@ use crate::network::{Network, Pair, Parcel, pair};
 use crate::options::Options;
 use crate::queue::Queue;
 use crate::trace::Trace;
+use node_core::config::Capacity;
 use node_core::id::{NodeId, TensorId};
 use node_core::input::Input;
 use node_core::node::Node;
@@ -398,8 +399,12 @@ impl World {
             Output::Load { job, epoch, stage } => {
                 let answer = host.executor.load(now, job, epoch, *stage);
                 self.answer_at(id, answer);
+                self.measure_memory(id);
             }
-            Output::Unload { job } => host.executor.unload(job),
+            Output::Unload { job } => {
+                host.executor.unload(job);
+                self.measure_memory(id);
+            }
             Output::Compute { work, job, epoch, items } => {
                 if let Some(answer) = host.executor.compute(now, work, job, epoch, items) {
                     self.answer_at(id, answer);
@@ -413,6 +418,14 @@ impl World {
             }
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
         }
+    }
+
+    /// The shell notices a while later what its device has left.
+    fn measure_memory(&mut self, id: HostId) {
+        let host = &self.hosts[id.index()];
+        let memory_free = host.executor.memory_free();
+        let capacity = Capacity { memory_free, ..host.spec.capacity.clone() };
+        self.answer(id, MEASURE, Input::CapacityChanged(capacity));
     }
 
     fn send_datagram(&mut self, from: HostId, addr: SocketAddr, bytes: Vec<u8>) {
@@ -606,6 +619,8 @@ impl World {
                     }
                 }
             }
+            Fault::Break(a, b) => self.break_connection(pair(a, b)),
+            Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
             Fault::Loss(ppm) => self.network.set_loss(ppm),
             Fault::Leave(id) => self.deliver(id, Input::Leave),
         }
@@ -638,5 +653,7 @@ fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     hasher.finalize().as_bytes().to_vec()
 }
 
+/// Time until a change of free memory is noticed.
+const MEASURE: Duration = Duration::from_millis(10);
 /// What a paused host's socket buffers hold; beyond that datagrams are lost.
 const INBOX_MAX: usize = 4096;

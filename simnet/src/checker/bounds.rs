@@ -1,0 +1,71 @@
+//! Bounds hold: one batch per stage in flight, batches and chunks no larger than promised, and no tensor left behind.
+use crate::host::HostId;
+use crate::world::{Observer, World};
+use node_core::id::{Epoch, JobId, WorkId};
+use node_core::input::Input;
+use node_core::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
+use node_core::output::Output;
+use node_core::time::Instant;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+/// Watches batches on every host. Clones share what they saw.
+#[derive(Clone, Default)]
+pub struct Bounds {
+    seen: Rc<RefCell<Seen>>,
+}
+
+#[derive(Default)]
+struct Seen {
+    running: BTreeMap<(HostId, JobId, Epoch), WorkId>,
+    violations: Vec<String>,
+}
+
+impl Bounds {
+    /// What was seen that must not be.
+    pub fn violations(&self) -> Vec<String> {
+        self.seen.borrow().violations.clone()
+    }
+
+    /// A process died: its batch never comes back.
+    pub fn forget(&self, host: HostId) {
+        self.seen.borrow_mut().running.retain(|(holder, ..), _| *holder != host);
+    }
+}
+
+impl Observer for Bounds {
+    fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
+        if let Input::Computed { work, .. } = input {
+            self.seen.borrow_mut().running.retain(|(holder, ..), running| *holder != host || running != work);
+        }
+    }
+
+    fn output(&mut self, at: Instant, host: HostId, output: &Output) {
+        let Output::Compute { work, job, epoch, items } = output else { return };
+        let mut seen = self.seen.borrow_mut();
+        let mut wrong = Vec::new();
+        if let Some(running) = seen.running.insert((host, *job, *epoch), *work) {
+            wrong.push(format!("{work:?} while {running:?} runs"));
+        }
+        if items.is_empty() || items.len() > SEQUENCES_MAX as usize {
+            wrong.push(format!("a batch of {} items", items.len()));
+        }
+        let rows: u32 = items.iter().map(|item| item.count).sum();
+        if rows > CHUNK_POSITIONS_MAX {
+            wrong.push(format!("a batch of {rows} rows"));
+        }
+        let told = wrong.into_iter().map(|what| format!("{} ms, host {}: {what}", at.0 / 1_000_000, host.0));
+        seen.violations.extend(told);
+    }
+}
+
+/// Tensors and caches that live hosts hold when nothing runs any more.
+pub fn leaks(world: &World) -> Vec<String> {
+    let live = world.hosts().filter(|host| host.runs());
+    live.filter_map(|host| {
+        let (tensors, caches) = (host.executor.tensors_held(), host.executor.caches_held());
+        (tensors + caches > 0).then(|| format!("host {} holds {tensors} tensors and {caches} caches", host.id.0))
+    })
+    .collect()
+}

@@ -1,0 +1,188 @@
+//! What people ask of a mesh: a symbolic model served by one host, requests and cancellations, and what came back.
+//!
+//! A workload only speaks through `Input`s and `Event`s, as the HTTP API does. Next: `checker/requests.rs`.
+use crate::host::HostId;
+use crate::world::{Told, World};
+use node_core::id::{CallId, ContentId, Epoch, JobId};
+use node_core::input::{Input, ModelSpec, Request};
+use node_core::message::Sampling;
+use node_core::output::{DoneReason, Event};
+use node_core::time::{Duration, Instant};
+use partitioner::{Layer, Work};
+use std::collections::BTreeMap;
+
+/// A model whose stages compute with hashes: `layers` blocks of `layer_bytes` each.
+pub fn symbolic_model(layers: u32, layer_bytes: u64) -> ModelSpec {
+    let layer = Layer { flops_per_token: 2 * layer_bytes, weight_bytes: layer_bytes, kv_bytes_per_token: 1 << 10 };
+    ModelSpec {
+        content: ContentId([0x5A; 32]),
+        name: "symbolic".into(),
+        work: Work {
+            layers: vec![layer; layers as usize],
+            embed_bytes: layer_bytes / 2,
+            head_bytes: layer_bytes / 2,
+            tied: false,
+            head_flops: layer_bytes,
+            activation_bytes: 4 * u64::from(WIDTH),
+            context: 4096,
+            sequences: 8,
+            scratch_bytes: 1 << 20,
+        },
+        width: WIDTH,
+        int8: true,
+        eos: vec![crate::compute::VOCABULARY],
+    }
+}
+
+/// One request and everything told about it.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What was asked.
+    pub request: Request,
+    /// When.
+    pub submitted: Instant,
+    /// Every token told: when, position, token, in the order told.
+    pub tokens: Vec<(Instant, u32, u32)>,
+    /// Every end told: the checker wants one.
+    pub ends: Vec<(Instant, DoneReason)>,
+    /// The caller went away.
+    pub cancelled: bool,
+}
+
+impl Call {
+    /// The longest the caller waited between two tokens (or for the first).
+    pub fn longest_pause(&self) -> Duration {
+        let times = std::iter::once(self.submitted).chain(self.tokens.iter().map(|(at, ..)| *at));
+        let next = self.tokens.iter().map(|(at, ..)| *at);
+        times.zip(next).map(|(before, after)| after.since(before)).max().unwrap_or_default()
+    }
+}
+
+/// One served model and its callers.
+pub struct Workload {
+    /// The host whose API is used.
+    pub head: HostId,
+    /// What is served.
+    pub model: ModelSpec,
+    /// The job, once it was ready.
+    pub job: Option<JobId>,
+    /// Its epoch as last told ready.
+    pub epoch: Option<Epoch>,
+    /// Requests by call.
+    pub calls: BTreeMap<CallId, Call>,
+    /// Everything else that the head told, for messages of failing tests.
+    pub notes: Vec<Told>,
+    next: u64,
+}
+
+impl Workload {
+    /// Ask a host to serve the model.
+    pub fn deploy(world: &mut World, head: HostId, model: ModelSpec) -> Self {
+        let call = CallId(DEPLOY);
+        world.inject(head, Input::Deploy { call, model: Box::new(model.clone()), plan_only: false });
+        Workload { head, model, job: None, epoch: None, calls: BTreeMap::new(), notes: Vec::new(), next: DEPLOY }
+    }
+
+    /// Run until the model is served; `false` if that takes longer than `limit`.
+    pub fn run_until_ready(&mut self, world: &mut World, limit: Duration) -> bool {
+        self.run(world, limit, |workload, _| workload.job.is_some())
+    }
+
+    /// A request, now.
+    pub fn submit(&mut self, world: &mut World, request: Request) -> CallId {
+        self.next += 1;
+        let call = CallId(self.next);
+        let job = self.job.expect("requests are sent when the job is ready");
+        let record =
+            Call { request: request.clone(), submitted: world.now(), tokens: vec![], ends: vec![], cancelled: false };
+        self.calls.insert(call, record);
+        world.inject(self.head, Input::Submit { call, job, request: Box::new(request) });
+        call
+    }
+
+    /// The caller goes away.
+    pub fn cancel(&mut self, world: &mut World, call: CallId) {
+        if let Some(record) = self.calls.get_mut(&call) {
+            record.cancelled = true;
+        }
+        world.inject(self.head, Input::Cancel { call });
+    }
+
+    /// Run, looking often, until `done`; `false` if that takes longer than `limit`.
+    pub fn run(&mut self, world: &mut World, limit: Duration, mut done: impl FnMut(&Workload, &World) -> bool) -> bool {
+        let end = world.now() + limit;
+        loop {
+            self.absorb(world);
+            if done(self, world) {
+                return true;
+            }
+            if world.now() >= end {
+                return false;
+            }
+            world.run_for(LOOK);
+        }
+    }
+
+    /// Run until every request has ended.
+    pub fn run_until_done(&mut self, world: &mut World, limit: Duration) -> bool {
+        self.run(world, limit, |workload, _| workload.calls.values().all(|call| !call.ends.is_empty()))
+    }
+
+    /// Where the stages are now, first to last.
+    pub fn stages(&self, world: &World) -> Vec<HostId> {
+        let node = world.host(self.head).node.as_ref();
+        let view = node.and_then(|node| node.jobs().find(|view| Some(view.job) == self.job));
+        view.iter().flat_map(|view| &view.stages).filter_map(|(node, _)| world.host_of(*node)).collect()
+    }
+
+    /// Takes in what nodes told.
+    pub fn absorb(&mut self, world: &mut World) {
+        for told in world.take_told() {
+            if told.host != self.head {
+                continue;
+            }
+            match &told.event {
+                Event::JobReady { job, epoch, .. } => {
+                    self.job = Some(*job);
+                    self.epoch = Some(*epoch);
+                    self.notes.push(told);
+                }
+                Event::Token { call, position, token } => {
+                    let (position, token) = (*position, *token);
+                    if let Some(call) = self.calls.get_mut(call) {
+                        call.tokens.push((told.at, position, token));
+                    }
+                }
+                Event::Done { call, reason } => {
+                    if let Some(call) = self.calls.get_mut(call) {
+                        call.ends.push((told.at, reason.clone()));
+                    }
+                }
+                Event::PeerUp { .. }
+                | Event::PeerDown { .. }
+                | Event::PlanReady { .. }
+                | Event::JobPlaced { .. }
+                | Event::JobDegraded { .. }
+                | Event::JobEnded { .. }
+                | Event::Lost { .. }
+                | Event::Refused { .. } => self.notes.push(told),
+            }
+        }
+    }
+}
+
+/// A greedy request whose prompt is drawn from `seed`.
+pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
+    let prompt = (0..u64::from(prompt)).map(|i| {
+        let mixed = (seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(i.wrapping_mul(0xBF58_476D_1CE4_E5B9));
+        (mixed >> 33) as u32 % crate::compute::VOCABULARY
+    });
+    Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false }
+}
+
+/// Model width of symbolic models: rows as large on the wire as a small model's.
+const WIDTH: u32 = 576;
+/// The call of `deploy`; requests count on from it.
+const DEPLOY: u64 = 1000;
+/// How often a workload looks at what was told.
+const LOOK: Duration = Duration::from_millis(1);
