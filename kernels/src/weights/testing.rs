@@ -1,6 +1,8 @@
 //! Small valid models made in memory, for tests and benches of whatever reads weights.
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
 
 use super::{Architecture, ModelFile};
 use crate::quant::{QuantType, random_blocks};
@@ -287,29 +289,44 @@ fn tiny_vocabulary(w: &mut GgufWriter) -> usize {
     tokens.len()
 }
 
-/// Where the real model is (`MESHNODE_MODEL`, else the cache that `meshnode pull` fills), or `None` after printing
-/// SKIPPED.
+/// Where the real model is: `MESHNODE_MODEL`, else the cache that `meshnode pull` fills, fetched into it if need be. `None`
+/// after printing SKIPPED.
 ///
 /// # Panics
-/// If it is not there and `MESHNODE_REQUIRE` lists `model`.
+/// If it cannot be had and `MESHNODE_REQUIRE` lists `model`.
 #[must_use]
 #[expect(clippy::print_stdout, reason = "a skipped test says so")]
-pub fn real_model_path() -> Option<std::path::PathBuf> {
-    const NAME: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
-    let cached = || {
-        let cache = std::env::var_os("XDG_CACHE_HOME").map(std::path::PathBuf::from);
-        let cache = cache.or_else(|| Some(std::path::PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
-        Some(cache?.join("meshnode/models").join(NAME))
-    };
-    let path = std::env::var_os("MESHNODE_MODEL").map(std::path::PathBuf::from).or_else(cached);
-    if let Some(path) = path.filter(|p| p.is_file()) {
-        return Some(path);
+pub fn real_model_path() -> Option<PathBuf> {
+    static FOUND: OnceLock<Result<PathBuf, String>> = OnceLock::new(); // one fetch, however many tests want it
+    match FOUND.get_or_init(find_or_fetch) {
+        Ok(path) => Some(path.clone()),
+        Err(reason) => {
+            let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
+            let reason = format!("{reason}; `meshnode pull smollm2-135m` fetches it, or MESHNODE_MODEL names it");
+            assert!(!required.split(',').any(|r| r == "model"), "the model is required: {reason}");
+            println!("SKIPPED: {reason}");
+            None
+        }
     }
-    let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
-    assert!(
-        !required.split(',').any(|r| r == "model"),
-        "the model is required; `meshnode pull smollm2-135m` fetches it"
-    );
-    println!("SKIPPED: {NAME} is not in the cache; `meshnode pull smollm2-135m` fetches it");
-    None
+}
+
+fn find_or_fetch() -> Result<PathBuf, String> {
+    if let Some(named) = std::env::var_os("MESHNODE_MODEL").map(PathBuf::from) {
+        let missing = || format!("MESHNODE_MODEL names {}, which is not a file", named.display());
+        return if named.is_file() { Ok(named) } else { Err(missing()) };
+    }
+    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home);
+    let cache = cache.ok_or("neither XDG_CACHE_HOME nor HOME says where the cache is")?;
+    let path = cache.join("meshnode/models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if path.is_file() {
+        return Ok(path);
+    }
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fetch_model.py");
+    let run = Command::new("python3").arg(script).arg(&path).status();
+    match run {
+        Ok(status) if status.success() => Ok(path),
+        Ok(status) => Err(format!("tests/fetch_model.py ended with {status}")),
+        Err(error) => Err(format!("python3 did not start to fetch the model: {error}")),
+    }
 }
