@@ -40,6 +40,10 @@ const TEKKEN: Pattern = Pattern {
 const DIGIT: Pattern = plain(r"\p{N}");
 const DIGITS: Pattern = plain(r"\p{N}+");
 const THREE_DIGITS: Pattern = plain(r"[0-9][0-9][0-9]");
+const LINE_BREAK: Pattern = plain(r"[\r\n]");
+const SPACED_LETTERS: Pattern = plain(r"\s?\p{L}+");
+const SPACED_PUNCTUATION: Pattern = plain(r"\s?\p{P}+");
+const EAST_ASIAN: Pattern = plain(r"[\u{4e00}-\u{9fa5}\u{0800}-\u{4e00}\u{ac00}-\u{d7ff}]+");
 const PUNCTUATION: Pattern = plain(r"[\p{P}\$\+<=>\^~\|]+");
 const PUNCTUATION_OR_BACKTICK: Pattern = plain(r"[\p{P}\$\+<=>\^~\|`]+");
 
@@ -91,6 +95,7 @@ impl Rules {
             }
             "dbrx" | "smaug-bpe" => rules(&[LLAMA3]),
             "qwen2" | "deepseek-r1-qwen" => Self { compose: true, ..rules(&[QWEN2]) },
+            "deepseek-coder" => rules(&[LINE_BREAK, SPACED_LETTERS, SPACED_PUNCTUATION, EAST_ASIAN, DIGIT]),
             "stablelm2" => rules(&[QWEN2]),
             "gpt-4o" | "llama4" => rules(&[GPT4O]),
             "tekken" => Self { whole_words: true, add_bos: true, ..rules(&[TEKKEN]) },

@@ -284,3 +284,51 @@ fn sentence_piece_vocabularies() {
     let plain = sp(false);
     assert_eq!(plain.decode(&plain.encode(" he", false).expect("encodes")), " he");
 }
+
+/// The vocabularies that llama.cpp ships for its own tests, with the ids that each model's original tokenizer gives. They
+/// are too large for this repository: `MESHNODE_VOCABS` names a folder with its `models/ggml-vocab-*` files.
+#[test]
+fn published_vocabularies_give_published_ids() {
+    let Some(dir) = std::env::var_os("MESHNODE_VOCABS").map(std::path::PathBuf::from) else {
+        println!("SKIPPED: MESHNODE_VOCABS names no folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files");
+        return;
+    };
+    let engines = [
+        ("gpt-2", "wordchipper"),
+        ("llama-bpe", "tokenizers"),
+        ("qwen2", "wordchipper"),
+        ("llama-spm", "tokenizers"),
+        ("phi-3", "tokenizers"),
+        ("starcoder", "wordchipper"),
+        ("refact", "wordchipper"),
+        ("command-r", "wordchipper"),
+        ("mpt", "wordchipper"),
+        ("falcon", "wordchipper"),
+        ("deepseek-coder", "wordchipper"),
+    ];
+    let mut wrong = Vec::new();
+    for (name, engine) in engines {
+        let read = |end: &str| std::fs::read(dir.join(format!("ggml-vocab-{name}.gguf{end}"))).expect("a file");
+        let start = std::time::Instant::now();
+        let metadata = crate::weights::Metadata::from_gguf(&read("").into()).expect("a sound file");
+        let tokenizer = Tokenizer::from_metadata(&metadata).expect("a tokenizer");
+        println!("{name}: {} in {:?}", tokenizer.engine(), start.elapsed());
+        if tokenizer.engine() != engine {
+            wrong.push(format!("{name}: by {}", tokenizer.engine()));
+        }
+        let texts = String::from_utf8(read(".inp")).expect("UTF-8");
+        let lines = String::from_utf8(read(".out")).expect("UTF-8");
+        for (text, line) in texts.split("\n__ggml_vocab_test__\n").zip(lines.lines()) {
+            let ids: Vec<u32> = line.split_whitespace().map(|n| n.parse().expect("an id")).collect();
+            let found = tokenizer.encode(text, false).expect("encodes");
+            if found != ids {
+                wrong.push(format!("{name}: {text:?}\n  expected {ids:?}\n  found    {found:?}"));
+            }
+            let back = tokenizer.decode(&found);
+            if back != text && !text.is_empty() {
+                wrong.push(format!("{name}: {text:?} came back as {back:?}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -100,6 +100,14 @@ impl Metadata {
         Self { bytes, entries }
     }
 
+    /// The header of any GGUF file, whatever model it holds or lacks.
+    ///
+    /// # Errors
+    /// As for opening a model, but for what only models have.
+    pub fn from_gguf(bytes: &Bytes) -> Result<Self, WeightsError> {
+        Ok(super::gguf::parse(bytes)?.metadata)
+    }
+
     /// Any value.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&Value> {
