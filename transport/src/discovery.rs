@@ -105,11 +105,10 @@ impl Discovery {
     ) -> Result<Self, BindError> {
         let listen = options.listen;
         let bind_error = |error: io::Error| BindError::new(listen, error);
+        // libp2p shares ports between processes (SO_REUSEPORT); a second node must hear that this one is taken.
+        drop(std::net::TcpListener::bind(listen).map_err(bind_error)?);
         let mut swarm = build(&options).map_err(|e| bind_error(io::Error::other(e)))?;
-        swarm.listen_on(multiaddr(listen)).map_err(|error| match error {
-            libp2p::TransportError::Other(error) => bind_error(os_error(error)),
-            error @ libp2p::TransportError::MultiaddrNotSupported(_) => bind_error(io::Error::other(error.to_string())),
-        })?;
+        swarm.listen_on(multiaddr(listen)).map_err(|error| bind_error(io::Error::other(error.to_string())))?;
         let local_addr = loop {
             match swarm.next().await {
                 Some(SwarmEvent::NewListenAddr { address, .. }) => {
@@ -117,7 +116,7 @@ impl Discovery {
                         break SocketAddr::new(listen.ip(), port);
                     }
                 }
-                Some(SwarmEvent::ListenerClosed { reason: Err(error), .. }) => return Err(bind_error(os_error(error))),
+                Some(SwarmEvent::ListenerClosed { reason: Err(error), .. }) => return Err(bind_error(error)),
                 Some(_) => {}
                 None => return Err(bind_error(io::Error::other("the swarm ended"))),
             }
@@ -301,12 +300,6 @@ fn printable(text: &str) -> String {
 
 fn multiaddr(addr: SocketAddr) -> Multiaddr {
     Multiaddr::from(addr.ip()).with(libp2p::multiaddr::Protocol::Tcp(addr.port()))
-}
-
-/// libp2p wraps the system's error; its kind is what tells a taken port.
-fn os_error(error: io::Error) -> io::Error {
-    let text = error.to_string();
-    if text.contains("in use") { io::ErrorKind::AddrInUse.into() } else { error }
 }
 
 #[cfg(test)]

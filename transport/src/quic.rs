@@ -39,6 +39,8 @@ mod join;
 mod peer;
 mod receive;
 mod slots;
+#[cfg(test)]
+mod tests;
 
 /// The data plane of a node. Clones share it.
 #[derive(Clone)]

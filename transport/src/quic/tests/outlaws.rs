@@ -1,0 +1,282 @@
+//! Peers without the right to talk, and members that break the rules: each is refused with a reason, nothing else moves.
+use super::*;
+use crate::certificate::Chain;
+use crate::frame::{HEADER_BYTES, encode_header};
+use crate::fuzz::Noise;
+use crate::quic::hello::{Hello, PROTOCOL, Purpose};
+use quinn::{Connection, RecvStream, SendStream, crypto::rustls::QuicClientConfig};
+
+/// A peer that sends what it likes.
+struct Outlaw {
+    identity: Identity,
+    endpoint: quinn::Endpoint,
+}
+
+impl Outlaw {
+    fn new(identity: Identity) -> Self {
+        Self { identity, endpoint: quinn::Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap() }
+    }
+
+    async fn connect(&self, to: &Node, alpn: &[u8]) -> Result<Connection, quinn::ConnectionError> {
+        let mut tls = libp2p_tls::make_client_config(self.identity.keypair(), None).unwrap();
+        tls.alpn_protocols = vec![alpn.to_vec()];
+        let mut config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
+        let mut transport = quinn::TransportConfig::default();
+        // Before and after its certificate is checked, it is glad to let the node open streams.
+        transport.max_concurrent_uni_streams(100u32.into());
+        config.transport_config(Arc::new(transport));
+        self.endpoint.connect_with(config, to.addr(), "l").unwrap().await
+    }
+
+    async fn greet(&self, to: &Node, greeting: &[u8]) -> (Connection, SendStream, RecvStream) {
+        let connection = self.connect(to, config::ALPN).await.unwrap();
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write_all(greeting).await.unwrap();
+        (connection, send, recv)
+    }
+
+    /// Greets as a member should and reads the answer.
+    async fn greet_as(&self, to: &Node, chain: Chain) -> (Connection, SendStream, RecvStream) {
+        let hello = Hello { instance: 1, purpose: Purpose::Member(Some(chain)) };
+        let (connection, send, mut recv) = self.greet(to, &hello.encode()).await;
+        Hello::read(&mut recv).await.unwrap();
+        (connection, send, recv)
+    }
+}
+
+fn greeting(chain: Option<Chain>) -> Vec<u8> {
+    Hello { instance: 1, purpose: Purpose::Member(chain) }.encode()
+}
+
+async fn closed(connection: &Connection) -> (CloseCode, String) {
+    match timeout(PATIENCE, connection.closed()).await.unwrap() {
+        quinn::ConnectionError::ApplicationClosed(close) => {
+            let code = CloseCode::from_wire(close.error_code.into_inner()).unwrap();
+            (code, String::from_utf8_lossy(&close.reason).into_owned())
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_are_refused_before_anything_else() {
+    let mut nodes = mesh(1);
+    let node = &mut nodes[0];
+    let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
+    let outlaw = Outlaw::new(Identity::generate());
+    let me = outlaw.identity.clone();
+
+    let own_mesh = MeshCredentials::found(&me, now_unix() + 100);
+    let somebody = Identity::generate();
+    let somebodys = mesh.issue(&node.identity, somebody.peer_id(), Roles::MEMBER, now_unix() + 100).unwrap();
+    let expired = mesh.issue(&node.identity, me.peer_id(), Roles::MEMBER, now_unix() - 3).unwrap();
+    let mut forged = own_mesh.chain.encode();
+    forged[3..35].copy_from_slice(&mesh.mesh.0);
+    let forged = Chain::decode(&forged).unwrap();
+    let mut other_version = greeting(None);
+    other_version[8..10].copy_from_slice(&(PROTOCOL + 1).to_le_bytes());
+
+    let cases = [
+        (greeting(None), CloseCode::NoCertificate, "no certificate"),
+        (greeting(Some(own_mesh.chain)), CloseCode::OtherMesh, "of mesh"),
+        (greeting(Some(somebodys)), CloseCode::BadCertificate, "belongs to"),
+        (greeting(Some(expired)), CloseCode::CertificateExpired, "expired"),
+        (greeting(Some(forged)), CloseCode::BadCertificate, "forged"),
+        (other_version, CloseCode::OtherVersion, "protocol"),
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), CloseCode::BadHello, "malformed"),
+    ];
+    for (greeting, code, words) in cases {
+        let (connection, mut control, _recv) = outlaw.greet(node, &greeting).await;
+        // A message right behind the greeting, and a frame on a stream of its own: neither may get through. The stream
+        // cannot even be opened.
+        let _ = control.write_all(&[4, 0, 0, 0, 1, 2, 3, 4]).await;
+        let stream = tokio::spawn({
+            let connection = connection.clone();
+            async move { connection.open_uni().await.map(drop) }
+        });
+        let (found, text) = closed(&connection).await;
+        assert_eq!(found, code, "{text}");
+        assert!(text.contains(words), "{text}");
+        assert!(stream.await.unwrap().is_err(), "a stranger opened a stream");
+        assert!(node.refused().await.contains(words));
+    }
+    let told = node.told();
+    assert!(told.is_empty(), "{told:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_protocol_name_fails_the_handshake() {
+    let mut nodes = mesh(1);
+    let node = &mut nodes[0];
+    let outlaw = Outlaw::new(Identity::generate());
+    assert!(outlaw.connect(node, b"meshnode/2").await.is_err());
+    assert!(node.refused().await.contains("handshake"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_dialer_is_told_why() {
+    let mut nodes = mesh(1);
+    let node = nodes.pop().unwrap();
+    let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
+    let dialer = |expiry: Option<u64>| {
+        let identity = Identity::generate();
+        let credentials = match expiry {
+            Some(expiry) => member(&mesh, &node.identity, &identity, expiry),
+            None => MeshCredentials::found(&identity, now_unix() + 100),
+        };
+        Node::start(identity, Some(credentials), Limits::default())
+    };
+    let mut expired = dialer(Some(now_unix() - 5));
+    expired.dial(&node);
+    let reason = expired.disconnected().await;
+    let refused = Disconnect::Dial(DialError::Refused {
+        code: CloseCode::CertificateExpired,
+        text: "the certificate expired 5 s ago; join again with a new ticket".into(),
+    });
+    assert!(
+        reason == refused
+            || matches!(&reason, Disconnect::Dial(DialError::Refused { code: CloseCode::CertificateExpired, .. })),
+        "{reason:?}"
+    );
+    assert!(reason.to_string().contains("new ticket"));
+    let mut foreign = dialer(None);
+    foreign.dial(&node);
+    let reason = foreign.disconnected().await;
+    assert!(matches!(reason, Disconnect::Dial(DialError::Refused { code: CloseCode::OtherMesh, .. })), "{reason:?}");
+    let mut nobody = Node::start(Identity::generate(), None, Limits::default());
+    nobody.dial(&node);
+    assert_eq!(nobody.disconnected().await, Disconnect::Dial(DialError::NoCredentials));
+    // Members refuse those they dial as well.
+    let mut member = node;
+    member.dial(&foreign);
+    let reason = member.disconnected().await;
+    assert!(matches!(&reason, Disconnect::Dial(DialError::Refused { code: CloseCode::OtherMesh, .. })), "{reason:?}");
+}
+
+/// A member of the mesh that sends raw bytes to `node`, which expects frames of job 1, width 8, at most 4 rows.
+async fn member_outlaw() -> (Node, Outlaw, Chain) {
+    let node = mesh(1).pop().unwrap();
+    let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
+    let outlaw = Outlaw::new(Identity::generate());
+    let chain = mesh.issue(&node.identity, outlaw.identity.peer_id(), Roles::MEMBER, now_unix() + 100).unwrap();
+    node.endpoint.expect(route(1), Expectation::hidden(8, 4));
+    (node, outlaw, chain)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_that_do_not_fit_cost_the_connection() {
+    let (mut node, outlaw, chain) = member_outlaw().await;
+    let good = || {
+        let payload = rows(2, 8);
+        let mut bytes = encode_header(&head(route(1), 0, 2, 8), Codec::Raw, &payload).to_vec();
+        bytes.extend_from_slice(&payload);
+        bytes
+    };
+    let changed = |at: usize, to: u8| {
+        let mut bytes = good();
+        bytes[at] = to;
+        bytes
+    };
+    let bomb = zstd_bomb();
+    let mut other_route = good();
+    other_route.extend_from_slice(&changed(8, 9));
+    let cases = [
+        (changed(0, 2), "format 2"),
+        (changed(1, 9), "dtype"),
+        (changed(1, Dtype::U32 as u8), "dtype"),
+        (changed(2, 3), "codec"),
+        (changed(7, 1), "reserved"),
+        (changed(52, 9), "width"),
+        (changed(20, 5), "rows"),
+        (changed(20, 0), "rows"),
+        (changed(56, 63), "bytes"),
+        (changed(63, 255), "bytes"),
+        (changed(64, 0xaa), "checksum"),
+        (changed(HEADER_BYTES, 0xaa), "checksum"),
+        (bomb, "unpack"),
+        (other_route, "another job"),
+    ];
+    for (bytes, words) in cases {
+        let (connection, _control, _recv) = outlaw.greet_as(&node, chain.clone()).await;
+        node.connected(&outlaw.identity.node_id()).await;
+        let mut stream = connection.open_uni().await.unwrap();
+        stream.write_all(&bytes).await.unwrap();
+        let (code, text) = closed(&connection).await;
+        assert_eq!(code, CloseCode::BadFrame, "{text}");
+        assert!(text.contains(words), "{text} should say {words}");
+        assert!(node.refused().await.contains(words));
+        assert!(matches!(node.disconnected().await, Disconnect::Here { code: CloseCode::BadFrame, .. }));
+    }
+    let frames = node.told().into_iter().filter(|e| matches!(e, Event::Frame { .. })).count();
+    assert_eq!(frames, 1, "only the good one before the one of another route");
+}
+
+/// A frame of 4 x 8 values that claims to be packed, and unpacks to 64 MiB.
+fn zstd_bomb() -> Vec<u8> {
+    let wide = Expectation::hidden(8, 4);
+    assert_eq!(wide.bytes_max(), 128);
+    // 64 MiB of zeros pack to some 6 KiB, so the frame must pretend to be large: cut the bomb to what the shape allows.
+    let bomb = zstd::bulk::compress(&[0; 4096], 1).unwrap();
+    assert!(bomb.len() < 128);
+    let mut bytes = encode_header(&head(route(1), 0, 4, 8), Codec::ShuffledZstd, &bomb).to_vec();
+    bytes.extend_from_slice(&bomb);
+    bytes
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn oversized_messages_and_unknown_streams_cost_the_connection() {
+    let (mut node, outlaw, chain) = member_outlaw().await;
+    let (connection, mut control, _recv) = outlaw.greet_as(&node, chain.clone()).await;
+    control.write_all(&u32::MAX.to_le_bytes()).await.unwrap();
+    assert_eq!(closed(&connection).await.0, CloseCode::BadMessage);
+    assert!(node.refused().await.contains("at most"));
+    let (connection, _control, _recv) = outlaw.greet_as(&node, chain).await;
+    let (mut send, _recv) = connection.open_bi().await.unwrap();
+    send.write_all(&[99]).await.unwrap();
+    assert_eq!(closed(&connection).await.0, CloseCode::BadMessage);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn noise_on_every_kind_of_stream_leaves_the_node_well() {
+    let (mut node, outlaw, chain) = member_outlaw().await;
+    let payload = rows(2, 8);
+    let mut good = encode_header(&head(route(1), 0, 2, 8), Codec::Raw, &payload).to_vec();
+    good.extend_from_slice(&payload);
+    let mut noise = Noise::new(11);
+    for round in 0..60 {
+        let (connection, mut control, _recv) = outlaw.greet_as(&node, chain.clone()).await;
+        match round % 3 {
+            0 => {
+                let mut stream = connection.open_uni().await.unwrap();
+                let _ = stream.write_all(&noise.mangle(&good)).await;
+                let _ = stream.finish();
+            }
+            1 => {
+                let (mut send, _recv) = connection.open_bi().await.unwrap();
+                let _ = send.write_all(&noise.mangle(&[1, 4, 0, 0, 0, 1, 2, 3, 4])).await;
+                let _ = send.finish();
+            }
+            _ => {
+                let _ = control.write_all(&noise.mangle(&[4, 0, 0, 0, 1, 2, 3, 4])).await;
+                let _ = control.finish();
+            }
+        }
+        let hello = noise.mangle(&greeting(Some(chain.clone())));
+        let (_stranger, _send, _recv) = outlaw.greet(&node, &hello).await;
+        connection.close(0u32.into(), b"");
+        node.told();
+    }
+    // It still serves others.
+    let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
+    let identity = Identity::generate();
+    let member = member(&mesh, &node.identity, &identity, now_unix() + 100);
+    let mut other = Node::start(identity, Some(member), Limits::default());
+    other.dial(&node);
+    other.connected(&node.id()).await;
+    other.endpoint.send_message(node.id(), Bytes::from_static(b"well?")).unwrap();
+    loop {
+        if node.message().await == b"well?" {
+            return;
+        }
+    }
+}
