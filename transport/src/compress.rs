@@ -45,16 +45,34 @@ pub fn unpack(codec: Codec, dtype: Dtype, packed: Vec<u8>, raw_length: usize) ->
 
 /// All first bytes, then all second bytes, …: exponents stand beside exponents, which is what makes floats pack.
 fn shuffle(raw: &[u8], element: usize) -> Vec<u8> {
-    let mut out = Vec::with_capacity(raw.len());
-    (0..element).for_each(|byte| out.extend(raw.iter().skip(byte).step_by(element)));
-    out
+    match element {
+        2 => shuffle_elements::<2>(raw),
+        _ => shuffle_elements::<4>(raw),
+    }
 }
 
 fn unshuffle(shuffled: &[u8], element: usize) -> Vec<u8> {
-    let count = shuffled.len() / element;
-    let mut out = vec![0; shuffled.len()];
-    for (byte, plane) in shuffled.chunks_exact(count.max(1)).enumerate() {
-        plane.iter().zip(out.iter_mut().skip(byte).step_by(element)).for_each(|(from, to)| *to = *from);
+    match element {
+        2 => unshuffle_elements::<2>(shuffled),
+        _ => unshuffle_elements::<4>(shuffled),
+    }
+}
+
+/// Bytes that make no whole element stay where they are, at the end.
+fn shuffle_elements<const N: usize>(raw: &[u8]) -> Vec<u8> {
+    let (elements, rest) = raw.as_chunks::<N>();
+    let mut out = Vec::with_capacity(raw.len());
+    (0..N).for_each(|byte| out.extend(elements.iter().map(|element| element[byte])));
+    out.extend_from_slice(rest);
+    out
+}
+
+fn unshuffle_elements<const N: usize>(shuffled: &[u8]) -> Vec<u8> {
+    let count = shuffled.len() / N;
+    let mut out = shuffled.to_vec();
+    let (elements, _) = out.as_chunks_mut::<N>();
+    for (byte, plane) in shuffled.chunks_exact(count.max(1)).take(N).enumerate() {
+        plane.iter().zip(&mut *elements).for_each(|(from, element)| element[byte] = *from);
     }
     out
 }
@@ -115,6 +133,9 @@ mod tests {
             assert!(packed.len() < raw.len());
             assert_eq!(unpack(Codec::ShuffledZstd, dtype, packed, raw.len()).unwrap(), raw);
         }
+        let odd = activations(100)[..397].to_vec();
+        assert_eq!(unshuffle(&shuffle(&odd, 4), 4), odd);
+        assert_eq!(unshuffle(&shuffle(&odd[..1], 2), 2), odd[..1]);
         assert_eq!(pack(Codec::Raw, Dtype::F32, &[1, 2, 3, 4]), None);
         assert_eq!(unpack(Codec::Raw, Dtype::F32, vec![1, 2, 3, 4], 4), Ok(vec![1, 2, 3, 4]));
     }

@@ -78,7 +78,7 @@ pub enum DiscoveryEvent {
         found: String,
     },
     /// An address given by `dial` did not answer.
-    DialFailed {
+    Unreachable {
         /// The address.
         addr: String,
         /// Why.
@@ -213,7 +213,7 @@ impl Finder {
         let id = options.connection_id();
         match swarm.dial(options) {
             Ok(()) => self.asked.push((id, addr)),
-            Err(error) => (self.told)(DiscoveryEvent::DialFailed { addr: addr.to_string(), why: error.to_string() }),
+            Err(error) => (self.told)(DiscoveryEvent::Unreachable { addr: addr.to_string(), why: error.to_string() }),
         }
     }
 
@@ -232,7 +232,7 @@ impl Finder {
             SwarmEvent::OutgoingConnectionError { connection_id, error, .. } => {
                 if let Some(at) = self.asked.iter().position(|(id, _)| *id == connection_id) {
                     let addr = self.asked.swap_remove(at).1.to_string();
-                    (self.told)(DiscoveryEvent::DialFailed { addr, why: error.to_string() });
+                    (self.told)(DiscoveryEvent::Unreachable { addr, why: error.to_string() });
                 }
             }
             SwarmEvent::Behaviour(BehaviourEvent::Identify(identify::Event::Received {
@@ -327,7 +327,7 @@ mod tests {
                     assert!(gossip.contains(&"127.0.0.1:1111".parse().unwrap()), "{gossip:?}");
                     assert!(data.contains(&"127.0.0.1:2222".parse().unwrap()), "{data:?}");
                 }
-                other @ (DiscoveryEvent::OtherVersion { .. } | DiscoveryEvent::DialFailed { .. }) => {
+                other @ (DiscoveryEvent::OtherVersion { .. } | DiscoveryEvent::Unreachable { .. }) => {
                     panic!("{other:?}")
                 }
             }
@@ -342,7 +342,7 @@ mod tests {
         drop(b);
         time::sleep(Duration::from_millis(50)).await;
         a.dial(&PeerAddress::parse(&nobody.to_string()).unwrap());
-        assert!(matches!(told.recv().await.unwrap(), DiscoveryEvent::DialFailed { .. }));
+        assert!(matches!(told.recv().await.unwrap(), DiscoveryEvent::Unreachable { .. }));
     }
 
     #[tokio::test]

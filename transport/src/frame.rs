@@ -265,22 +265,26 @@ fn checksum(seed: u32, payload: &[u8]) -> u32 {
 
 /// f32 values of a payload, whatever its alignment. Trailing bytes that make no value are dropped.
 pub fn to_f32(payload: &[u8]) -> Vec<f32> {
-    payload.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    payload.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
 /// u32 values of a payload, whatever its alignment. Trailing bytes that make no value are dropped.
 pub fn to_u32(payload: &[u8]) -> Vec<u32> {
-    payload.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    payload.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()
 }
 
 /// A payload of f32 values.
 pub fn from_f32(values: &[f32]) -> Bytes {
-    values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>().into()
+    let mut out = vec![0; 4 * values.len()];
+    out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
+    out.into()
 }
 
 /// A payload of u32 values.
 pub fn from_u32(values: &[u32]) -> Bytes {
-    values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>().into()
+    let mut out = vec![0; 4 * values.len()];
+    out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
+    out.into()
 }
 
 /// Frame format.

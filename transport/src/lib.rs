@@ -16,7 +16,7 @@ pub mod identity;
 pub mod join;
 mod lane;
 mod probe;
-mod quic;
+pub mod quic;
 mod socket;
 mod throttle;
 pub mod ticket;
