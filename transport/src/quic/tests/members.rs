@@ -201,7 +201,10 @@ async fn a_peer_that_does_not_read_is_reset_and_blocks_nobody() {
     });
     assert_eq!(sent, Some(SendError::Slow));
     assert!(matches!(a.disconnected().await, Disconnect::Here { code: CloseCode::TooSlow, .. }));
-    assert!(matches!(b.disconnected().await, Disconnect::ByPeer { code: CloseCode::TooSlow, .. }));
+    // The close may drown in what is under way; then silence tells.
+    let reason = b.disconnected().await;
+    let told = matches!(reason, Disconnect::ByPeer { code: CloseCode::TooSlow, .. } | Disconnect::Lost);
+    assert!(told, "{reason:?}");
     let held: usize = b.passed.iter().filter(|e| matches!(e, Event::Frame { .. })).count();
     assert!(held <= 1, "{held} frames of 4 MiB arrived, the credit is 4 MiB");
 }
