@@ -392,8 +392,12 @@ impl World {
                 let valid = sign(&peer_id, &bytes) == signature;
                 self.answer(id, self.options.signature, Input::Verified { token, valid });
             }
-            Output::Plan { token, work, fleet, options } => {
-                let result = partitioner::plan(&work, &fleet, &options).map(Box::new);
+            Output::Plan { token, work, fleet, options, repair } => {
+                let result = match repair {
+                    Some(current) => partitioner::repair(&current, &work, &fleet, &options),
+                    None => partitioner::plan(&work, &fleet, &options),
+                };
+                let result = result.map(Box::new);
                 self.answer(id, self.options.plan, Input::Planned { token, result });
             }
             Output::Load { job, epoch, stage } => {

@@ -1,5 +1,6 @@
 //! A model served by symbolic stages while hosts die, stop, lose their connections or their devices: callers see the
 //! tokens that one host alone would have told, each once and in order, and nothing is left behind.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::CallId;
 use node_core::output::{DoneReason, Event};
 use node_core::time::Duration;
@@ -266,6 +267,27 @@ fn a_device_that_fails_is_loaded_anew_or_left_out() {
         room.run_for(Duration::from_micros(draw.random_range(0..800_000)));
         let victim = room.some_stage(draw.random_range(0..100)).unwrap_or(HEAD);
         room.strike(Fault::Device { host: victim, failures: draw.random_range(1..3) });
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+    }
+}
+
+#[test]
+fn an_executor_that_hangs_loses_its_stage_though_its_node_lives() {
+    for seed in seeds(10) {
+        let what = format!("hang, seed {seed}");
+        let mut draw = chance(seed, "hang");
+        let mut room = Room::serving(Options::swarm(seed), 6);
+        room.submit(seed, 300, 20);
+        assert!(room.work.run_until_done(&mut room.world, ms(10_000)), "{what}");
+        for n in 0..3 {
+            room.submit(seed * 10 + n, draw.random_range(1..1000), draw.random_range(20..60));
+        }
+        room.run_for(Duration::from_micros(draw.random_range(0..800_000)));
+        let victim = room.some_stage(draw.random_range(0..100)).unwrap_or(HEAD);
+        room.world.host_mut(victim).executor.hung = true;
+        assert!(room.work.run_until_done(&mut room.world, ms(60_000)), "{what}: {:?}", room.work.notes);
+        room.strike(Fault::Crash(victim)); // what it still holds is of no interest
         let room = room.check(&what);
         room.assert_all_finished(&what);
     }

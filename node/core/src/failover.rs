@@ -121,6 +121,13 @@ impl Failover {
         }
     }
 
+    /// A participant that was lost is heard again before anything else was placed: it may be used.
+    pub fn handle_back(&mut self, job: JobId, node: NodeId) {
+        if let Some(guard) = self.jobs.get_mut(&job) {
+            guard.excluded.remove(&node);
+        }
+    }
+
     /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, reason: String) {
         let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };

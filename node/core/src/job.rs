@@ -27,8 +27,11 @@ pub const JOB_TAG: u64 = 2 << 56;
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobOutput {
-    /// Plan this work on the present fleet. `resident` bytes of a node are this job's own, and free for its next plan.
-    Plan { token: u64, job: Option<JobId>, work: Box<Work>, resident: Vec<(NodeId, u64)>, losses: bool },
+    /// Plan for a caller who only wants to know.
+    PlanOnly { token: u64, work: Box<Work> },
+    /// Plan this job on the present fleet. `resident` bytes of a node are the job's own, and free for its next plan;
+    /// `repair` is the plan whose stages may still be held.
+    Plan { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, repair: Option<Box<Plan>> },
     /// Write a record; nothing depends on it until `handle_persisted`.
     Persist { seq: u64, record: Record },
     /// A message to a participant.
@@ -94,7 +97,7 @@ impl Jobs {
             let token = self.ids.next();
             self.plan_calls.insert(token, call);
             let work = Box::new(model.work);
-            self.out.push_back(JobOutput::Plan { token, job: None, work, resident: Vec::new(), losses: true });
+            self.out.push_back(JobOutput::PlanOnly { token, work });
             return;
         }
         if let Some(job) = self.jobs.values_mut().find(|job| job.serves(&model)) {

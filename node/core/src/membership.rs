@@ -247,6 +247,12 @@ impl Membership {
         Fleet { devices, links, default_link }
     }
 
+    /// What a member, or this node, offers.
+    pub fn capacity(&self, node: NodeId) -> Option<&Capacity> {
+        let advert = if node == self.node { Some(self.adverts.own()) } else { self.adverts.get(node) };
+        advert.map(|advert| &advert.capacity)
+    }
+
     fn device(&self, advert: &Advert) -> Device {
         let capacity = &advert.capacity;
         Device {

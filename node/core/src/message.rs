@@ -37,7 +37,7 @@ pub enum Message {
     Go { job: JobId, epoch: Epoch },
     /// Head to all participants: the job is over.
     End { job: JobId, epoch: Epoch },
-    /// Head to the last stage: settings and tokens so far of a request.
+    /// Head to the last stage: settings of a request, and its tokens so far where choosing looks back at them.
     Open { job: JobId, epoch: Epoch, request: RequestId, sampling: Sampling, tokens: Vec<u32> },
     /// Head to all stages: the request is over, free its cache.
     Close { job: JobId, epoch: Epoch, request: RequestId },
@@ -107,6 +107,11 @@ impl Sampling {
         repetition_penalty_e6: 1_000_000,
         seed: 0,
     };
+
+    /// Whether choosing a token needs the tokens before it.
+    pub fn looks_back(&self) -> bool {
+        self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
+    }
 }
 
 /// What a node tells about itself, signed by its key because others pass it on.

@@ -18,7 +18,7 @@ use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
-use partitioner::{DeviceId, Goal, Options, Work};
+use partitioner::{DeviceId, Fleet, Goal, Options};
 
 /// A node of the mesh: the whole of what it decides.
 ///
@@ -215,7 +215,10 @@ impl Node {
                 self.membership.handle_push_pull(now, from, &members, adverts, reply);
             }
             Message::Leaving => self.membership.handle_leaving(now, from),
-            Message::Prepare { job, epoch, prepare } => self.placement.handle_prepare(now, from, job, epoch, prepare),
+            Message::Prepare { job, epoch, prepare } => {
+                let wedged = self.pipeline.wedged(now);
+                self.placement.handle_prepare(now, from, job, epoch, prepare, wedged);
+            }
             Message::Go { job, epoch } => self.placement.handle_go(now, from, job, epoch),
             Message::End { job, epoch } => self.placement.handle_end(from, job, epoch),
             Message::Open { job, epoch, request, sampling, tokens } => {
@@ -350,6 +353,9 @@ impl Node {
         let heard = self.liveness.is_fresh(self.now, node);
         self.failover.handle_peer_down(self.now, node, reason, heard);
         self.jobs.handle_peer_down(node);
+        if reason == DownReason::Left {
+            self.placement.handle_head_left(node);
+        }
         self.notify(Event::PeerDown { node, reason });
     }
 
@@ -370,6 +376,10 @@ impl Node {
                 }
             }
             LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
+            LivenessOutput::Back { job, node } if self.jobs.epoch_of(job).is_some() => {
+                self.failover.handle_back(job, node);
+                self.jobs.handle_fleet_changed(now);
+            }
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
         }
     }
@@ -394,7 +404,15 @@ impl Node {
 
     fn route_job(&mut self, output: JobOutput) {
         match output {
-            JobOutput::Plan { token, job, work, resident, losses } => self.plan(token, job, work, &resident, losses),
+            JobOutput::PlanOnly { token, work } => {
+                let fleet = Box::new(self.membership.fleet());
+                let options = self.plan_options(true);
+                self.out.push_back(Output::Plan { token, work, fleet, options, repair: None });
+            }
+            JobOutput::Plan { token, job, work, resident, repair } => {
+                let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
+                self.out.push_back(Output::Plan { token, work, fleet, options, repair });
+            }
             JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
             JobOutput::Frame { to, header, tokens } => self.send_frame(to, header, Payload::Tokens(tokens)),
@@ -411,19 +429,22 @@ impl Node {
         }
     }
 
-    /// Asks the planner with the mesh as it is: members alive, less those that this job lost, and with what the job
-    /// holds already counted as free.
-    fn plan(&mut self, token: u64, job: Option<JobId>, work: Box<Work>, resident: &[(NodeId, u64)], losses: bool) {
-        let mut fleet = Box::new(self.membership.fleet());
-        let excluded: Vec<DeviceId> =
-            job.iter().flat_map(|&job| self.failover.excluded(self.now, job)).map(DeviceId::from).collect();
+    /// The mesh as a job may use it: members alive, less those that this job lost, and with what the job holds already
+    /// counted as free, though never more than a node has in all.
+    fn fleet_for(&self, job: JobId, resident: &[(NodeId, u64)]) -> Fleet {
+        let mut fleet = self.membership.fleet();
+        let excluded: Vec<DeviceId> = self.failover.excluded(self.now, job).map(DeviceId::from).collect();
         for device in &mut fleet.devices {
             device.excluded |= excluded.contains(&device.id);
-            let own: u64 = resident.iter().filter(|(node, _)| DeviceId::from(*node) == device.id).map(|(_, b)| b).sum();
-            device.memory = device.memory.saturating_add(own);
+            let own = resident.iter().filter(|(node, _)| DeviceId::from(*node) == device.id).map(|(_, bytes)| bytes);
+            let total = self.membership.capacity(device.id.into()).map_or(0, |capacity| capacity.memory_total);
+            device.memory = device.memory.saturating_add(own.sum()).min(total.max(device.memory));
         }
-        let options = Options { goal: Goal::Latency, head: self.me.into(), headroom_percent: HEADROOM_PERCENT, losses };
-        self.out.push_back(Output::Plan { token, work, fleet, options });
+        fleet
+    }
+
+    fn plan_options(&self, losses: bool) -> Options {
+        Options { goal: Goal::Latency, head: self.me.into(), headroom_percent: HEADROOM_PERCENT, losses }
     }
 
     fn route_placement(&mut self, output: PlacementOutput) {

@@ -28,8 +28,9 @@ pub enum Output {
     Sign { token: u64, bytes: Vec<u8> },
     /// Verify a peer's signature (answer: `Verified`).
     Verify { token: u64, peer_id: Vec<u8>, bytes: Vec<u8>, signature: Vec<u8> },
-    /// Plan (answer: `Planned`).
-    Plan { token: u64, work: Box<Work>, fleet: Box<Fleet>, options: Options },
+    /// Plan (answer: `Planned`): afresh with `partitioner::plan`, or where there is a plan to `repair` by the fewest bytes
+    /// moved, with `partitioner::repair`.
+    Plan { token: u64, work: Box<Work>, fleet: Box<Fleet>, options: Options, repair: Option<Box<Plan>> },
     /// Put a stage in memory, weights from disk or from `sources` by content hash; kernels compiled and warmed by a
     /// dummy step before the answer (`Loaded`). Layers already resident for the job stay; a former stage of the same
     /// job outside the new range is dropped.

@@ -12,7 +12,7 @@ use crate::message::{FrameHeader, Message, Sampling};
 use crate::output::{Item, Payload};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, VecDeque};
-use alloc::{string::String, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
 use stage::{Batch, StageRun};
 
 /// What a stage needs to know of the route it is part of.
@@ -95,7 +95,7 @@ impl Pipeline {
     /// The head told the last stage how to sample a request.
     pub fn handle_open(&mut self, job: JobId, request: RequestId, sampling: Sampling, tokens: Vec<u32>) {
         if let Some(stage) = self.stages.get_mut(&job) {
-            stage.handle_open(request, sampling, tokens, &mut self.out);
+            stage.handle_open(request, sampling, tokens);
         }
     }
 
@@ -124,6 +124,14 @@ impl Pipeline {
         }
     }
 
+    /// Why the executor would not get to new work, if a batch (perhaps of a stage long gone) has been with it for far
+    /// longer than predicted.
+    pub fn wedged(&self, now: Instant) -> Option<String> {
+        let late = |batch: &&Batch| now.since(batch.started) > BATCH_MIN.max(batch.budget * 4);
+        let batch = self.in_flight.values().find(late)?;
+        Some(format!("the executor has been busy with one batch for {} ms", now.since(batch.started).as_millis()))
+    }
+
     /// The next thing to do, besides starting batches.
     pub fn poll_output(&mut self) -> Option<PipelineOutput> {
         self.out.pop_front()
@@ -134,9 +142,9 @@ impl Pipeline {
     pub fn poll_compute(&mut self, now: Instant) -> Option<PipelineOutput> {
         let (work, tensors) = (WorkId(self.work_next), &mut self.tensor_next);
         for (&job, stage) in &mut self.stages {
-            if let Some((batch, items, budget)) = stage.start_batch(now, work, tensors) {
+            if let Some((batch, items)) = stage.start_batch(now, work, tensors) {
                 self.work_next += 1;
-                let epoch = batch.epoch;
+                let (epoch, budget) = (batch.epoch, batch.budget);
                 self.in_flight.insert(work, batch);
                 return Some(PipelineOutput::Compute { work, job, epoch, items, budget });
             }
@@ -145,9 +153,15 @@ impl Pipeline {
     }
 }
 
+/// A batch shorter than this never counts as stuck, whatever was predicted.
+const BATCH_MIN: Duration = Duration::from_secs(1);
+
 /// Gives up a payload that will not be used.
 fn discard(payload: Payload, out: &mut VecDeque<PipelineOutput>) {
     if let Payload::Tensor(tensor) = payload {
         out.push_back(PipelineOutput::Discard { tensor });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -118,8 +118,16 @@ impl Placement {
         }
     }
 
-    /// The head asks this node to hold a stage.
-    pub fn handle_prepare(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, prepare: Prepare) {
+    /// The head asks this node to hold a stage. `wedged` says why the executor would not get to it, if it would not.
+    pub fn handle_prepare(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        epoch: Epoch,
+        prepare: Prepare,
+        wedged: Option<String>,
+    ) {
         if let Some(what) = self.unsound(from, job, epoch, &prepare) {
             self.out.push_back(PlacementOutput::Refused { from, what: what.clone() });
             return self.answer(from, job, epoch, Err(what));
@@ -138,6 +146,9 @@ impl Placement {
         };
         if self.draining && !self.held.contains_key(&job) {
             return self.answer(from, job, epoch, Err(format!("node {} takes no new work", self.me)));
+        }
+        if let Some(reason) = wedged {
+            return self.answer(from, job, epoch, Err(reason));
         }
         if let Some(failed) = resident_before {
             self.out.push_back(PlacementOutput::Fence { job });
@@ -234,6 +245,12 @@ impl Placement {
         if self.held.get(&job).is_some_and(|held| held.head() == from && epoch >= held.epoch) {
             self.drop_job(job);
         }
+    }
+
+    /// A node said goodbye: jobs of which it was the head are over.
+    pub fn handle_head_left(&mut self, node: NodeId) {
+        let jobs: Vec<JobId> = self.held.iter().filter(|(_, held)| held.head() == node).map(|(&job, _)| job).collect();
+        jobs.into_iter().for_each(|job| self.drop_job(job));
     }
 
     /// Someone knows a higher epoch of the job: what runs here is out of date. The weights stay until the head asks for

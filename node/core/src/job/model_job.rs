@@ -31,6 +31,8 @@ pub(super) struct ModelJob {
     pub(super) requests: Requests,
     /// Bytes that nodes hold for this job, as they said.
     resident: BTreeMap<NodeId, u64>,
+    /// The plan that was ready last: the next one keeps what it can of it.
+    last_ready: Option<Box<Plan>>,
     /// Nodes that were asked to hold a stage, now or earlier, and may hold it still.
     asked: BTreeSet<NodeId>,
     /// Placements tried since the job was last ready.
@@ -104,6 +106,7 @@ impl ModelJob {
             epoch: Epoch { counter: 0, minter: me },
             state: State::Planning { token: 0 },
             resident: BTreeMap::new(),
+            last_ready: None,
             asked: BTreeSet::new(),
             attempts: 0,
             degraded: None,
@@ -168,7 +171,8 @@ impl ModelJob {
         self.state = State::Planning { token };
         let resident = self.resident.iter().map(|(&node, &bytes)| (node, bytes)).collect();
         let work = Box::new(self.model.work.clone());
-        out.push_back(JobOutput::Plan { token, job: Some(self.id), work, resident, losses: false });
+        let repair = self.last_ready.clone();
+        out.push_back(JobOutput::Plan { token, job: self.id, work, resident, repair });
     }
 
     pub(super) fn waits_for_plan(&self, token: u64) -> bool {
@@ -296,6 +300,7 @@ impl ModelJob {
         self.attempts = 0;
         self.degraded = None;
         let track = Track { epoch, stages, token_ns: plan.token_ns() };
+        self.last_ready = Some(plan.clone());
         self.state = State::Ready { plan };
         self.requests.start(now, track, out);
     }
@@ -352,6 +357,7 @@ impl ModelJob {
         let asked = core::mem::take(&mut self.asked);
         out.extend(asked.into_iter().map(|to| JobOutput::Message { to, message: Message::End { job, epoch } }));
         self.resident.clear();
+        self.last_ready = None;
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {

@@ -187,12 +187,13 @@ impl Requests {
 
     fn open(&self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
+        let sampling = stream.request.sampling;
         let message = Message::Open {
             job: self.job,
             epoch: track.epoch,
             request: id,
-            sampling: stream.request.sampling,
-            tokens: stream.tokens().to_vec(),
+            sampling,
+            tokens: if sampling.looks_back() { stream.tokens().to_vec() } else { Vec::new() },
         };
         out.push_back(JobOutput::Message { to: track.last(), message });
     }
@@ -247,7 +248,7 @@ impl Requests {
 
     /// A stage holds only `have` positions of what was sent: send again from there.
     pub(super) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
-        if self.running.get(&id).is_some_and(|stream| stream.misses(have)) {
+        if self.running.get_mut(&id).is_some_and(|stream| stream.takes_gap(now, have)) {
             self.resend(now, id, have, out);
         }
     }

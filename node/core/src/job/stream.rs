@@ -25,6 +25,8 @@ pub(super) struct Stream {
     acked: u32,
     /// Ends of unsampled chunks that were sent and not acknowledged.
     chunks: VecDeque<u32>,
+    /// The last gap that was answered: when, and what was held.
+    gap: Option<(Instant, u32)>,
     /// When it last got further.
     progress_at: Instant,
     /// Times it was sent again since.
@@ -58,13 +60,14 @@ impl Stream {
             sent: 0,
             acked: 0,
             chunks: VecDeque::new(),
+            gap: None,
             progress_at: now,
             resends: 0,
             strikes: 0,
         }
     }
 
-    /// Everything so far: what `Open` carries.
+    /// Everything so far, for `Open`.
     pub(super) fn tokens(&self) -> &[u32] {
         &self.tokens
     }
@@ -94,9 +97,15 @@ impl Stream {
         self.acked
     }
 
-    /// Whether a stage that holds `have` positions misses something that was sent.
-    pub(super) fn misses(&self, have: u32) -> bool {
-        have < self.sent
+    /// Whether to send again to a stage that holds `have` positions: something sent is missing there, and it is not just
+    /// one more frame, sent before, that met the same gap.
+    pub(super) fn takes_gap(&mut self, now: Instant, have: u32) -> bool {
+        let known = self.gap.is_some_and(|(at, told)| told == have && now.since(at) < GAP_QUIET);
+        if have >= self.sent || known {
+            return false;
+        }
+        self.gap = Some((now, have));
+        true
     }
 
     /// The next frame into the first stage, if one may be sent now.
@@ -167,6 +176,9 @@ impl Stream {
         self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
     }
 }
+
+/// How long the same gap is not answered twice: all chunks in flight meet it, one after the other.
+const GAP_QUIET: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
 mod tests {

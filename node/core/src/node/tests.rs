@@ -1,5 +1,6 @@
 //! Whole nodes side by side: instant disks, a network of one fixed delay, and stages that compute with hashes, so that a
 //! wrong position, token or cache is seen in the answer.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use super::*;
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Generation, RequestId};
@@ -8,7 +9,7 @@ use crate::message::Sampling;
 use crate::output::{DoneReason, Item, StageSpec};
 use alloc::collections::BTreeMap;
 use alloc::vec;
-use partitioner::{Fleet, Layer, Plan, PlanError, Stage};
+use partitioner::{Layer, Work};
 
 const CALL: CallId = CallId(1);
 const LAYERS: u32 = 6;
@@ -230,8 +231,12 @@ impl Mesh {
             Output::Disconnect { .. } => {}
             Output::Sign { token, .. } => self.post(Duration::ZERO, me, Input::Signed { token, signature: vec![1] }),
             Output::Verify { token, .. } => self.post(Duration::ZERO, me, Input::Verified { token, valid: true }),
-            Output::Plan { token, work, fleet, .. } => {
-                self.post(Duration::ZERO, me, Input::Planned { token, result: plan(&work, &fleet) });
+            Output::Plan { token, work, fleet, options, repair } => {
+                let result = match repair {
+                    Some(current) => partitioner::repair(&current, &work, &fleet, &options),
+                    None => partitioner::plan(&work, &fleet, &options),
+                };
+                self.post(Duration::ZERO, me, Input::Planned { token, result: result.map(Box::new) });
             }
             Output::Load { job, epoch, stage } => {
                 let bytes = u64::from(stage.layers.end - stage.layers.start) * LAYER_BYTES;
@@ -357,27 +362,6 @@ fn compute(host: &mut Host, job: JobId, items: Vec<Item>) -> Vec<ItemResult> {
     items.into_iter().map(run).collect()
 }
 
-/// As many layers as fit on each device, in the fleet's order.
-fn plan(work: &Work, fleet: &Fleet) -> Result<Box<Plan>, PlanError> {
-    let mut stages = Vec::new();
-    let mut next = 0;
-    for device in fleet.devices.iter().filter(|device| !device.excluded) {
-        let count = u32::try_from(device.memory / LAYER_BYTES).unwrap().min(work.layers.len() as u32 - next);
-        if count > 0 {
-            let bytes = u64::from(count) * LAYER_BYTES;
-            stages.push(Stage { device: device.id, layers: next..next + count, bytes, step_ns: 1_000_000 });
-            next += count;
-        }
-    }
-    if next < work.layers.len() as u32 {
-        let offered = u64::from(next) * LAYER_BYTES;
-        let need = work.layers.len() as u64 * LAYER_BYTES;
-        return Err(PlanError::Memory { need, offered, missing: need - offered });
-    }
-    let parts = codec::encode_part(&(stages, 3_000_000u64, true, Vec::<(DeviceId, String)>::new(), Vec::<u8>::new()));
-    Ok(Box::new(codec::decode_part::<Plan, 100_000>("plan", &parts).unwrap()))
-}
-
 fn model() -> ModelSpec {
     let layer = Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0 };
     ModelSpec {
@@ -454,7 +438,7 @@ fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
         Event::JobDegraded { call: Some(CALL), reason, .. } => Some(reason.clone()),
         _ => None,
     });
-    assert!(told.is_some_and(|reason| reason.contains("200 bytes are missing")));
+    assert!(told.is_some_and(|reason| reason.contains("150 bytes are missing")));
     assert!(mesh.ready().is_none());
     mesh.add(3, 250);
     mesh.run_for(Duration::from_secs(5));

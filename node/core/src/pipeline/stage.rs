@@ -16,13 +16,18 @@ type Out = VecDeque<PipelineOutput>;
 pub(super) struct StageRun {
     job: JobId,
     route: Route,
+    /// Requests that have (or will have, once what waits has run) a cache here; at most `route.sequences`.
     requests: BTreeMap<RequestId, Held>,
+    /// How to sample, at the last stage, from `Open` to `Close`.
+    opened: BTreeMap<RequestId, Opened>,
+    /// Frames of requests for which there is no cache until another's `Close` arrives, in order.
+    outside: VecDeque<Waiting>,
     /// Requests closed under this epoch: their late frames must not open a cache again.
     closed: BTreeSet<RequestId>,
     /// Accepted frames in the order in which the executor will run them.
     waiting: VecDeque<Waiting>,
-    /// The batch at the executor, and since when.
-    running: Option<(WorkId, Instant)>,
+    /// The batch at the executor.
+    running: Option<WorkId>,
     /// The batch before was decode only: the next may be a prefill chunk.
     prefill_turn: bool,
     /// The executor failed; nothing runs until the head places the job anew.
@@ -36,8 +41,6 @@ pub(super) struct StageRun {
 struct Held {
     /// Positions `0..have` are in the cache or will be once what waits has run.
     have: u32,
-    /// Settings and tokens, at the last stage once `Open` has come.
-    open: Option<Opened>,
     /// Frames that wait for `Open`, in order.
     parked: VecDeque<Waiting>,
     /// When it was last used, on a counter: the one unused for longest goes first.
@@ -62,6 +65,9 @@ struct Waiting {
 pub(super) struct Batch {
     pub(super) job: JobId,
     pub(super) epoch: Epoch,
+    pub(super) started: Instant,
+    /// How long it should take.
+    pub(super) budget: Duration,
     items: Vec<(FrameHeader, TensorId)>,
 }
 
@@ -71,6 +77,8 @@ impl StageRun {
             job,
             route,
             requests: BTreeMap::new(),
+            opened: BTreeMap::new(),
+            outside: VecDeque::new(),
             closed: BTreeSet::new(),
             waiting: VecDeque::new(),
             running: None,
@@ -81,13 +89,9 @@ impl StageRun {
         }
     }
 
-    fn is_last(&self) -> bool {
-        self.route.next.is_none()
-    }
-
     /// Whether this batch is the one it waits for.
     pub(super) fn runs(&self, work: WorkId) -> bool {
-        self.running.is_some_and(|(running, _)| running == work)
+        self.running == Some(work)
     }
 
     fn tell_head(&self, message: Message, out: &mut Out) {
@@ -106,7 +110,7 @@ impl StageRun {
         if self.closed.contains(&header.request) {
             return discard(payload, out);
         }
-        let have = self.requests.get(&header.request).map_or(0, |held| held.have);
+        let have = self.have(header.request);
         let full = self.waiting.len() >= STAGE_QUEUE_MAX;
         if header.position > have || full {
             if !full {
@@ -114,7 +118,19 @@ impl StageRun {
             }
             return discard(payload, out);
         }
-        self.accept(header, payload, out);
+        let waiting = Waiting { header, payload };
+        if self.requests.contains_key(&header.request) || self.requests.len() < self.route.sequences as usize {
+            self.accept(waiting, out);
+        } else {
+            self.keep_outside(waiting, out);
+        }
+    }
+
+    /// Positions held of a request, counting what waits.
+    fn have(&self, request: RequestId) -> u32 {
+        let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request == request);
+        let inside = self.requests.get(&request).map(|held| held.have);
+        inside.unwrap_or_else(|| outside().map_or(0, |waiting| waiting.header.position + waiting.header.count))
     }
 
     /// Why a frame does not fit this stage, if it does not.
@@ -135,22 +151,19 @@ impl StageRun {
         None
     }
 
-    fn accept(&mut self, header: FrameHeader, payload: Payload, out: &mut Out) {
-        if !self.requests.contains_key(&header.request) {
-            self.make_room(out);
-        }
+    fn accept(&mut self, waiting: Waiting, out: &mut Out) {
+        let header = waiting.header;
         let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
         self.touched += 1;
-        let is_last = self.is_last();
+        let unopened = self.route.next.is_none() && !self.opened.contains_key(&header.request);
         let held = self.requests.entry(header.request).or_default();
         held.touched = self.touched;
-        let waits_for_open = is_last && held.open.is_none() && (header.sample || !held.parked.is_empty());
+        let waits_for_open = unopened && (header.sample || !held.parked.is_empty());
         if waits_for_open && parked >= PARKED_FRAMES_MAX {
             // The head's watchdog sends it again, with `Open` first.
-            return discard(payload, out);
+            return discard(waiting.payload, out);
         }
         held.have = header.position + header.count;
-        let waiting = Waiting { header, payload };
         if waits_for_open {
             held.parked.push_back(waiting);
         } else {
@@ -158,31 +171,48 @@ impl StageRun {
         }
     }
 
-    /// Makes room for one more request. The head keeps at most `sequences` of them open, so if all are taken the `Close`
-    /// of one was lost with a connection: the one unused for longest. Were it alive after all, a `Gap` brings it back.
-    fn make_room(&mut self, out: &mut Out) {
-        while self.requests.len() >= self.route.sequences as usize {
-            let Some(oldest) = self.requests.iter().min_by_key(|(_, held)| held.touched).map(|(&request, _)| request)
-            else {
-                return;
-            };
-            self.drop_request(oldest, out);
+    /// All caches are taken. The head keeps at most `sequences` requests open, so the `Close` of one is on its way, on
+    /// another stream; the frame waits for it. Sent a second time it says that the `Close` was lost with a connection:
+    /// then the cache unused for longest goes. Were that one alive after all, a `Gap` brings it back.
+    fn keep_outside(&mut self, waiting: Waiting, out: &mut Out) {
+        let request = waiting.header.request;
+        let again = |old: &Waiting| old.header.request == request && old.header.position >= waiting.header.position;
+        if !self.outside.iter().any(again) {
+            if self.outside.len() >= PARKED_FRAMES_MAX {
+                return discard(waiting.payload, out);
+            }
+            return self.outside.push_back(waiting);
+        }
+        let oldest = self.requests.iter().min_by_key(|(_, held)| held.touched).map(|(&request, _)| request);
+        // Its own frames first, so that the room made is not given to what they were.
+        self.drop_waiting(request, out);
+        oldest.into_iter().for_each(|oldest| self.drop_request(oldest, out));
+        self.accept(waiting, out);
+    }
+
+    /// Lets frames in that waited for a cache.
+    fn admit_outside(&mut self, out: &mut Out) {
+        while self.requests.len() < self.route.sequences as usize {
+            let Some(request) = self.outside.front().map(|waiting| waiting.header.request) else { return };
+            let (mine, others) = self.outside.drain(..).partition(|waiting| waiting.header.request == request);
+            self.outside = others;
+            let mine: VecDeque<Waiting> = mine;
+            mine.into_iter().for_each(|waiting| self.accept(waiting, out));
         }
     }
 
-    pub(super) fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>, out: &mut Out) {
-        if !self.is_last() || self.failed.is_some() || self.closed.contains(&request) {
+    pub(super) fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>) {
+        if self.route.next.is_some() || self.failed.is_some() || self.closed.contains(&request) {
             return;
         }
-        if !self.requests.contains_key(&request) {
-            self.make_room(out);
+        // More than can be open: the `Close` of the oldest was lost.
+        while self.opened.len() >= 2 * self.route.sequences as usize {
+            self.opened.pop_first();
         }
-        self.touched += 1;
-        let held = self.requests.entry(request).or_default();
-        held.touched = self.touched;
-        let history = if looks_back(&sampling) { tokens } else { Vec::new() };
-        held.open = Some(Opened { sampling, history });
-        self.waiting.append(&mut held.parked);
+        self.opened.insert(request, Opened { sampling, history: tokens });
+        if let Some(held) = self.requests.get_mut(&request) {
+            self.waiting.append(&mut held.parked);
+        }
     }
 
     pub(super) fn handle_close(&mut self, request: RequestId, out: &mut Out) {
@@ -190,20 +220,32 @@ impl StageRun {
         if self.closed.len() > CLOSED_REQUESTS_MAX {
             self.closed.pop_first();
         }
+        self.opened.remove(&request);
+        self.drop_waiting(request, out);
         self.drop_request(request, out);
+        self.admit_outside(out);
     }
 
     /// Forgets a request: its cache is freed, what waits for it is discarded.
     fn drop_request(&mut self, request: RequestId, out: &mut Out) {
         let Some(held) = self.requests.remove(&request) else { return };
-        let (gone, kept) = self.waiting.drain(..).partition(|waiting| waiting.header.request == request);
-        self.waiting = kept;
-        let gone: VecDeque<Waiting> = gone;
-        gone.into_iter().chain(held.parked).for_each(|waiting| discard(waiting.payload, out));
+        self.drop_waiting(request, out);
+        held.parked.into_iter().for_each(|waiting| discard(waiting.payload, out));
         out.push_back(PipelineOutput::Release { job: self.job, request });
     }
 
+    fn drop_waiting(&mut self, request: RequestId, out: &mut Out) {
+        for queue in [&mut self.waiting, &mut self.outside] {
+            let (gone, kept) = queue.drain(..).partition(|waiting| waiting.header.request == request);
+            *queue = kept;
+            let gone: VecDeque<Waiting> = gone;
+            gone.into_iter().for_each(|waiting| discard(waiting.payload, out));
+        }
+    }
+
     pub(super) fn drop_everything(&mut self, out: &mut Out) {
+        self.opened.clear();
+        self.outside.drain(..).for_each(|waiting| discard(waiting.payload, out));
         while let Some((&request, _)) = self.requests.first_key_value() {
             self.drop_request(request, out);
         }
@@ -229,14 +271,20 @@ impl StageRun {
         now: Instant,
         work: WorkId,
         tensor_next: &mut u64,
-    ) -> Option<(Batch, Vec<Item>, Duration)> {
+    ) -> Option<(Batch, Vec<Item>)> {
         if self.running.is_some() || self.waiting.is_empty() {
             return None;
         }
         let chosen = self.choose();
         let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         self.prefill_turn = chosen.iter().all(|waiting| waiting.header.count == 1);
-        let mut batch = Batch { job: self.job, epoch: self.route.epoch, items: Vec::with_capacity(chosen.len()) };
+        let mut batch = Batch {
+            job: self.job,
+            epoch: self.route.epoch,
+            started: now,
+            budget: self.pace.predict(rows),
+            items: Vec::with_capacity(chosen.len()),
+        };
         let mut items = Vec::with_capacity(chosen.len());
         for waiting in chosen {
             let output = TensorId(*tensor_next);
@@ -244,8 +292,8 @@ impl StageRun {
             batch.items.push((waiting.header, output));
             items.push(self.item(waiting, output));
         }
-        self.running = Some((work, now));
-        Some((batch, items, self.pace.predict(rows)))
+        self.running = Some(work);
+        Some((batch, items))
     }
 
     /// Removes from the queue what runs next: at most one frame per request, each request's first.
@@ -279,8 +327,7 @@ impl StageRun {
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
         let Waiting { header, payload } = waiting;
         let position = header.position + header.count;
-        let opened = self.requests.get(&header.request).and_then(|held| held.open.as_ref());
-        let sample = opened.filter(|_| header.sample).map(|opened| SampleSpec {
+        let sample = self.opened.get(&header.request).filter(|_| header.sample).map(|opened| SampleSpec {
             sampling: opened.sampling,
             position,
             history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
@@ -295,7 +342,7 @@ impl StageRun {
         results: Result<Vec<ItemResult>, String>,
         out: &mut Out,
     ) {
-        let started = self.running.take().map_or(now, |(_, started)| started);
+        self.running = None;
         let reason = match &results {
             Err(reason) => Some(reason.clone()),
             Ok(results) if results.len() != batch.items.len() => {
@@ -307,7 +354,7 @@ impl StageRun {
             batch.discard_results(results, out);
             return self.fail(reason, out);
         }
-        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(started));
+        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
         for (&(header, output), result) in batch.items.iter().zip(results.unwrap_or_default()) {
             self.deliver(header, output, result, out);
         }
@@ -348,11 +395,9 @@ impl StageRun {
 
     /// Adds a chosen token to the history that the repetition penalty looks at.
     fn remember(&mut self, request: RequestId, position: u32, token: u32) {
-        let opened = self.requests.get_mut(&request).and_then(|held| held.open.as_mut());
-        if let Some(opened) = opened.filter(|opened| looks_back(&opened.sampling)) {
-            if opened.history.len() == position as usize {
-                opened.history.push(token);
-            }
+        let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.looks_back());
+        if let Some(opened) = opened.filter(|opened| opened.history.len() == position as usize) {
+            opened.history.push(token);
         }
     }
 }
@@ -367,11 +412,6 @@ impl Batch {
             }
         }
     }
-}
-
-/// Whether choosing a token needs the tokens before it.
-fn looks_back(sampling: &Sampling) -> bool {
-    sampling.repetition_penalty_e6 != Sampling::GREEDY.repetition_penalty_e6
 }
 
 /// What batches took so far, to predict the next one.
