@@ -3,7 +3,7 @@ use crate::identity::NodeId;
 use crate::socket::{self, BindError, Buffers};
 use std::{
     io,
-    net::{SocketAddr, UdpSocket},
+    net::{IpAddr, SocketAddr, UdpSocket},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -89,9 +89,17 @@ impl GossipSocket {
             return Err(GossipError::TooLong { bytes: payload.len() });
         }
         let packet = self.shared.sealer.seal(to, payload).ok_or(GossipError::Spent)?;
-        self.shared.socket.send_to(&packet, addr).map_err(|error| GossipError::Io { addr, error })?;
+        self.shared.socket.send_to(&packet, self.reachable(addr)).map_err(|error| GossipError::Io { addr, error })?;
         self.shared.sent.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// An IPv6 socket reaches IPv4 peers by their mapped address.
+    fn reachable(&self, addr: SocketAddr) -> SocketAddr {
+        match (self.local_addr, addr.ip()) {
+            (SocketAddr::V6(_), IpAddr::V4(ip)) => SocketAddr::new(ip.to_ipv6_mapped().into(), addr.port()),
+            (SocketAddr::V6(_) | SocketAddr::V4(_), _) => addr,
+        }
     }
 
     /// Where it listens.
@@ -141,7 +149,7 @@ impl Shared {
             match opener.open(&packet[..length]) {
                 Ok(Unsealed { from, payload }) => {
                     self.received.fetch_add(1, Ordering::Relaxed);
-                    incoming(from, source, payload);
+                    incoming(from, SocketAddr::new(source.ip().to_canonical(), source.port()), payload);
                 }
                 Err(error) => {
                     self.refused.fetch_add(1, Ordering::Relaxed);
@@ -218,6 +226,22 @@ mod tests {
         b.send(&[1; 16], a.local_addr(), b"still here").unwrap();
         assert_eq!(told.recv().unwrap().2, b"still here");
         assert_eq!(a.stats(), GossipStats { sent: 0, received: 2, refused: 3 });
+    }
+
+    #[test]
+    fn a_socket_for_both_families_reaches_both() {
+        let Ok(both) = GossipSocket::spawn("[::]:0".parse().unwrap(), [2; 16], 1, &KEY, |_, _, _| {}) else {
+            eprintln!("SKIPPED: no IPv6 here");
+            return;
+        };
+        let (tell, told) = mpsc::channel();
+        let v4 = GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, source, payload| {
+            tell.send((source, payload)).unwrap();
+        })
+        .unwrap();
+        both.send(&[1; 16], v4.local_addr(), b"mapped").unwrap();
+        let (source, payload) = told.recv().unwrap();
+        assert!(source.is_ipv4() && payload == b"mapped", "{source}");
     }
 
     #[test]

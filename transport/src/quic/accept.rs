@@ -5,7 +5,6 @@ use super::dial::{self, DIAL_MAX};
 use super::hello::{Hello, HelloError, Purpose};
 use super::join;
 use super::peer::{self, Parts};
-use crate::certificate::CertificateError;
 use crate::identity::{NodeId, PeerId, node_id};
 use quinn::{Connection, Incoming, RecvStream, SendStream};
 use std::{
@@ -97,12 +96,13 @@ async fn admit(
     if hello.purpose == Purpose::Member(None) {
         return refuse(CloseCode::NoCertificate, "no certificate was presented");
     }
-    if let Err(error) = dial::check_member(inner, &hello, peer_id) {
-        return refuse((&error).into(), &describe(&error));
-    }
+    let expiry = match dial::check_member(inner, &hello, peer_id) {
+        Ok(expiry) => expiry,
+        Err(error) => return refuse((&error).into(), &error.to_string()),
+    };
     yield_to_own_dial(inner, peer_id).await;
     let greeting = Hello { instance: inner.instance, purpose: Purpose::Member(Some(chain)) }.encode();
-    let parts = Parts { connection, peer_id, dialer: peer_id, instance: hello.instance, control };
+    let parts = Parts { connection, peer_id, dialer: peer_id, instance: hello.instance, expiry, control };
     // A duplicate was closed with that reason; the caller knows what to do.
     let _ = dial::establish(inner, parts, recv, Some(greeting));
 }
@@ -119,8 +119,4 @@ async fn yield_to_own_dial(inner: &Arc<Inner>, caller: PeerId) {
 fn close(inner: &Inner, connection: &Connection, addr: SocketAddr, peer: PeerId, code: CloseCode, why: &str) {
     connection.close(peer::code(code), why.as_bytes());
     inner.refused(Some(peer), addr, why);
-}
-
-fn describe(error: &CertificateError) -> String {
-    error.to_string()
 }

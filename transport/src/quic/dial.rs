@@ -55,11 +55,15 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
         Ok(greeted) => greeted?,
         Err(_) => return Err(DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX }),
     };
-    if let Err(error) = check_member(inner, &theirs, peer_id) {
-        connection.close(peer::code((&error).into()), error.to_string().as_bytes());
-        return Err(DialError::BadCertificate { peer: peer_id, error });
-    }
-    let parts = Parts { connection, peer_id, dialer: inner.identity.peer_id(), instance: theirs.instance, control };
+    let expiry = match check_member(inner, &theirs, peer_id) {
+        Ok(expiry) => expiry,
+        Err(error) => {
+            connection.close(peer::code((&error).into()), error.to_string().as_bytes());
+            return Err(DialError::BadCertificate { peer: peer_id, error });
+        }
+    };
+    let (dialer, instance) = (inner.identity.peer_id(), theirs.instance);
+    let parts = Parts { connection, peer_id, dialer, instance, expiry, control };
     match establish(inner, parts, recv, None) {
         Ok(()) => Ok(()),
         Err(code) => Err(DialError::Refused { code, text: String::new() }),
@@ -73,6 +77,9 @@ pub(super) async fn open(
     addrs: &[SocketAddr],
 ) -> Result<(Connection, SocketAddr), DialError> {
     let start = Instant::now();
+    // An IPv4 socket cannot reach IPv6 addresses; an IPv6 socket reaches both.
+    let v6 = inner.endpoint.local_addr().is_ok_and(|local| local.is_ipv6());
+    let addrs: Vec<_> = addrs.iter().copied().filter(|addr| v6 || addr.is_ipv4()).collect();
     let mut attempts: FuturesUnordered<_> = addrs
         .iter()
         .enumerate()
@@ -81,7 +88,7 @@ pub(super) async fn open(
             timeout(DIAL_MAX, handshake(inner, expected, *addr)).await.ok()
         })
         .collect();
-    let mut worst = DialError::Unreachable { addrs: addrs.to_vec(), after: DIAL_MAX };
+    let mut worst = DialError::Unreachable { addrs: addrs.clone(), after: DIAL_MAX };
     while let Some(attempt) = attempts.next().await {
         match attempt {
             Some(Ok(connection)) => return Ok(connection),
@@ -159,11 +166,11 @@ pub(super) fn refusal(error: &HelloError) -> (CloseCode, String) {
     }
 }
 
-/// Whether a greeting makes its sender a member of our mesh.
-pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<(), CertificateError> {
+/// Whether a greeting makes its sender a member of our mesh, and until when.
+pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<u64, CertificateError> {
     let Some(credentials) = inner.credentials() else { return Err(CertificateError::Malformed) };
     match &hello.purpose {
-        Purpose::Member(Some(chain)) => chain.verify(credentials.mesh, peer, super::now_unix()).map(drop),
+        Purpose::Member(Some(chain)) => chain.verify(credentials.mesh, peer, super::now_unix()).map(|_| chain.expiry()),
         Purpose::Member(None) | Purpose::Join(_) => Err(CertificateError::Malformed),
     }
 }
@@ -202,9 +209,16 @@ pub(super) fn establish(
     Ok(())
 }
 
-/// Tells the end of a connection, once, unless another took its place (which told it).
+/// Ends a connection with its certificate, and tells the end, once, unless another took its place (which told it).
 async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
-    let error = peer.connection.closed().await;
+    let certified = Duration::from_secs(peer.expiry.saturating_sub(super::now_unix()));
+    let error = match timeout(certified, peer.connection.closed()).await {
+        Ok(error) => error,
+        Err(_) => {
+            peer.close(CloseCode::CertificateExpired, "the certificate has expired");
+            peer.connection.closed().await
+        }
+    };
     if inner.slots().remove(&peer) {
         inner.sink.event(Event::Disconnected { node: peer.node, reason: peer.reason(error) });
     }

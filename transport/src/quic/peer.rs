@@ -47,11 +47,11 @@ impl Priority {
 pub struct Limits {
     /// Connections of all peers together.
     pub connections_max: usize,
-    /// Control messages waiting: a few full push-pulls.
+    /// Control messages waiting to be sent, and as many that arrived and are still held: a few full push-pulls.
     pub message_queue_bytes: usize,
     /// Frames waiting: a few prefill chunks of each of several requests.
     pub frame_queue_bytes: usize,
-    /// Frames and messages that arrived and are still held by this node.
+    /// Frames that arrived and are still held by this node; the peer waits beyond.
     pub arrived_bytes: usize,
 }
 
@@ -75,8 +75,12 @@ pub(super) struct Peer {
     /// The peer's life.
     pub(super) instance: u64,
     pub(super) throttle: Throttle,
-    /// Credit for what arrived: given back when the node drops it.
-    pub(super) arrived: Arc<Semaphore>,
+    /// When its certificate ends, unix seconds.
+    pub(super) expiry: u64,
+    /// Credit for frames that arrived: given back when the node drops them.
+    pub(super) frames_arrived: Arc<Semaphore>,
+    /// The same for messages, so that they never wait for frames.
+    pub(super) messages_arrived: Arc<Semaphore>,
     since: Instant,
     control: Lane<QuicPipe>,
     frames: Mutex<BTreeMap<(Route, Priority), Lane<QuicPipe>>>,
@@ -100,12 +104,13 @@ pub(super) struct Parts {
     pub(super) peer_id: PeerId,
     pub(super) dialer: PeerId,
     pub(super) instance: u64,
+    pub(super) expiry: u64,
     pub(super) control: SendStream,
 }
 
 impl Peer {
     pub(super) fn new(parts: Parts, limits: &Limits, sink: Arc<dyn Sink>, runtime: Handle) -> Self {
-        let Parts { connection, peer_id, dialer, instance, control } = parts;
+        let Parts { connection, peer_id, dialer, instance, expiry, control } = parts;
         // Only fails on a closed stream, which the first write will find out.
         let _ = control.set_priority(CONTROL);
         let messages_held = Arc::new(Budget::new(limits.message_queue_bytes));
@@ -126,7 +131,9 @@ impl Peer {
             dialer,
             instance,
             throttle: Throttle::default(),
-            arrived: Arc::new(Semaphore::new(limits.arrived_bytes)),
+            expiry,
+            frames_arrived: Arc::new(Semaphore::new(limits.arrived_bytes)),
+            messages_arrived: Arc::new(Semaphore::new(limits.message_queue_bytes)),
             since: Instant::now(),
             control,
             frames: Mutex::default(),
@@ -180,8 +187,14 @@ impl Peer {
     }
 
     pub(super) fn learn_link(&self, bytes_per_second: u64) {
-        lock(&self.link).bytes_per_second = Some(bytes_per_second);
-        self.throttle.set(Some(bytes_per_second / 10 * 7));
+        let mut link = lock(&self.link);
+        // A measurement can only be too low (a busy machine); a link that became slower is QUIC's own business.
+        let best = link.bytes_per_second.map_or(bytes_per_second, |before| before.max(bytes_per_second));
+        link.bytes_per_second = Some(best);
+        // On one machine there is no link to share.
+        if !self.connection.remote_address().ip().to_canonical().is_loopback() {
+            self.throttle.set(Some(best / 10 * 7));
+        }
     }
 
     pub(super) fn close(&self, reason: CloseCode, text: &str) {

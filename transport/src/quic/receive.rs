@@ -11,7 +11,7 @@ use crate::probe;
 use quinn::{ReadExactError, RecvStream, SendStream, VarInt};
 use std::{io, sync::Arc};
 use tokio::io::AsyncReadExt;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Largest control message: a full push-pull of 2,000 members with adverts.
 pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
@@ -53,7 +53,7 @@ async fn messages(inner: Arc<Inner>, peer: Arc<Peer>, mut recv: RecvStream) {
             let why = format!("a control message of {length} bytes, at most {MESSAGE_BYTES_MAX} are allowed");
             return refuse(&inner, &peer, CloseCode::BadMessage, &why);
         }
-        let Some(credit) = credit(&peer, length).await else { return };
+        let Some(credit) = credit(&peer.messages_arrived, length).await else { return };
         let mut bytes = vec![0; length];
         if recv.read_exact(&mut bytes).await.is_err() {
             return;
@@ -113,7 +113,7 @@ async fn one_frame(
     expected: &Expectation,
 ) -> Result<(), Failure> {
     let incoming = raw.check(expected).map_err(Failure::Frame)?;
-    let credit = credit(peer, incoming.raw_length).await.ok_or(Failure::Gone)?;
+    let credit = credit(&peer.frames_arrived, incoming.raw_length).await.ok_or(Failure::Gone)?;
     let mut payload = vec![0; incoming.wire_length];
     recv.read_exact(&mut payload).await.map_err(|_| Failure::Gone)?;
     incoming.check(&payload).map_err(Failure::Frame)?;
@@ -134,9 +134,8 @@ async fn unpack(incoming: Incoming, payload: Vec<u8>) -> Result<Vec<u8>, FrameEr
 }
 
 /// Waits until the node has room for `bytes` more of this peer.
-async fn credit(peer: &Peer, bytes: usize) -> Option<OwnedSemaphorePermit> {
-    let bytes = u32::try_from(bytes).ok()?;
-    peer.arrived.clone().acquire_many_owned(bytes).await.ok()
+async fn credit(arrived: &Arc<Semaphore>, bytes: usize) -> Option<OwnedSemaphorePermit> {
+    arrived.clone().acquire_many_owned(u32::try_from(bytes).ok()?).await.ok()
 }
 
 async fn answer(inner: Arc<Inner>, peer: Arc<Peer>, send: SendStream, mut recv: RecvStream) {

@@ -136,6 +136,20 @@ async fn a_removed_peer_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_ends_with_its_certificate() {
+    let mut nodes = mesh(1);
+    let mut node = nodes.pop().unwrap();
+    let mesh = (*node.endpoint.0.credentials().unwrap()).clone();
+    let identity = Identity::generate();
+    let soon = member(&mesh, &node.identity, &identity, now_unix() + 5);
+    let mut guest = Node::start(identity, Some(soon), Limits::default());
+    guest.dial(&node);
+    node.connected(&guest.id()).await;
+    assert!(matches!(node.disconnected().await, Disconnect::Here { code: CloseCode::CertificateExpired, .. }));
+    assert!(matches!(guest.disconnected().await, Disconnect::ByPeer { code: CloseCode::CertificateExpired, .. }));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nobody_there_is_told_with_the_address() {
     let mut nodes = mesh(1);
     let a = &mut nodes[0];
@@ -289,7 +303,7 @@ async fn weights_keep_to_their_share() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
     // a serves b: 1000 x 1000 bytes at 70 % of 2 MB/s take 0.7 s, less what may be owed.
-    a.endpoint.0.peer(&b.id()).unwrap().learn_link(2_000_000);
+    a.endpoint.0.peer(&b.id()).unwrap().throttle.set(Some(1_400_000));
     let start = std::time::Instant::now();
     let answer = b.endpoint.request(a.id(), vec![1; 1000].into()).await.unwrap().all(1 << 20).await.unwrap();
     assert_eq!(answer.len(), 1_000_000);
