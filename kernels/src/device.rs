@@ -88,7 +88,9 @@ impl DeviceChoice {
             DeviceChoice::This(id) => id,
             DeviceChoice::Auto => {
                 // A software driver (llvmpipe, lavapipe) is slower than the processor's own kernels.
-                let software = |d: &Device| ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|s| d.name.to_lowercase().contains(s));
+                let software = |d: &Device| {
+                    ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|s| d.name.to_lowercase().contains(s))
+                };
                 let cuda = devices.iter().find(|d| matches!(d.id, DeviceId::Cuda(_)));
                 let vulkan = devices.iter().find(|d| matches!(d.id, DeviceId::Vulkan(_)) && !software(d));
                 cuda.or(vulkan).map_or(DeviceId::Cpu, |d| d.id)
@@ -109,7 +111,11 @@ pub fn cpu() -> Device {
         line.split_whitespace().nth(1)?.parse::<u64>().ok()
     };
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = cpuinfo.lines().find(|l| l.starts_with("model name")).and_then(|l| l.split_once(": ")).map_or("processor", |(_, n)| n);
+    let name = cpuinfo
+        .lines()
+        .find(|l| l.starts_with("model name"))
+        .and_then(|l| l.split_once(": "))
+        .map_or("processor", |(_, n)| n);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     Device {
         id: DeviceId::Cpu,

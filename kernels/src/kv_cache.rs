@@ -6,7 +6,7 @@
 //! halves both memory and traffic.
 use std::collections::BTreeMap;
 
-use crate::cpu::simd::Simd;
+use crate::cpu::simd::{Kernel, Simd};
 use crate::stage::SequenceId;
 
 /// Positions in a block: two vectors of keys, small enough to waste little.
@@ -174,45 +174,75 @@ pub(crate) struct Writer {
     pages: Vec<*mut u8>,
 }
 
-// SAFETY: `store` asks that no two threads write the same position; distinct ones are distinct memory.
+// SAFETY: `StoreRow` asks that no two threads write the same place; distinct positions are distinct memory.
 unsafe impl Sync for Writer {}
 // SAFETY: as above.
 unsafe impl Send for Writer {}
 
 impl Writer {
-    /// Keys and values of all heads (`kv_heads · head_dim` each) at a position of one layer.
-    ///
-    /// # Safety
-    /// The cache outlives the call and nobody else reads or writes this position now.
-    pub(crate) unsafe fn store(&self, layer: usize, position: usize, keys: &[f32], values: &[f32]) {
-        let size = self.shape.head_dim;
-        assert!(layer < self.shape.layers, "a layer of the cache");
-        assert!(keys.len() == self.shape.kv_heads * size && values.len() == keys.len(), "a row of keys and values");
+    /// Where a position of one layer goes.
+    pub(crate) fn place(&self, layer: usize, position: usize) -> Place {
+        let shape = self.shape;
+        assert!(layer < shape.layers, "a layer of the cache");
         let page = self.pages[position / BLOCK];
-        for (head, (keys, values)) in keys.chunks_exact(size).zip(values.chunks_exact(size)).enumerate() {
-            // SAFETY: offsets lie within the page; the place is ours by contract.
-            unsafe {
-                let key = page.add(self.shape.head_offset(layer, head));
-                let value = key.add(self.shape.keys_bytes() + position % BLOCK * self.shape.value_row_bytes());
-                let key = key.add(position % BLOCK * self.shape.cell_bytes());
-                if self.shape.half {
-                    scatter::<Half>(keys, key, BLOCK * 2);
-                    scatter::<Half>(values, value, 2);
-                } else {
-                    scatter::<f32>(keys, key, BLOCK * 4);
-                    scatter::<f32>(values, value, 4);
-                }
-            }
-        }
+        let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % BLOCK * shape.cell_bytes());
+        let values = page.wrapping_add(
+            shape.head_offset(layer, 0) + shape.keys_bytes() + position % BLOCK * shape.value_row_bytes(),
+        );
+        Place { shape, keys, values }
     }
 }
 
-/// # Safety
-/// `to` has a cell for each number, `stride` bytes apart.
-unsafe fn scatter<C: Cell>(from: &[f32], to: *mut u8, stride: usize) {
-    for (i, &number) in from.iter().enumerate() {
-        // SAFETY: by contract.
-        unsafe { C::store(number, to.add(i * stride)) }
+/// Cells of one position of one layer, all heads.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    shape: Shape,
+    /// First key cell of the first head.
+    keys: *mut u8,
+    /// First value cell of the first head.
+    values: *mut u8,
+}
+
+/// Writes keys and values of all heads (`kv_heads · head_dim` each) to their place. Further contract of `run`: the cache
+/// is alive, and nobody else reads or writes the place now.
+pub(crate) struct StoreRow<'a> {
+    pub(crate) keys: &'a [f32],
+    pub(crate) values: &'a [f32],
+    pub(crate) place: Place,
+}
+
+impl Kernel for StoreRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the contract above; the machine has `S`.
+        unsafe { if self.place.shape.half { self.cells::<S, Half>() } else { self.cells::<S, f32>() } }
+    }
+}
+
+impl StoreRow<'_> {
+    #[inline(always)]
+    unsafe fn cells<S: Simd, C: Cell>(self) {
+        let Place { shape, keys: to_keys, values: to_values } = self.place;
+        let size = shape.head_dim;
+        assert!(self.keys.len() == shape.kv_heads * size && self.values.len() == self.keys.len(), "a row of keys");
+        for (head, (keys, values)) in self.keys.chunks_exact(size).zip(self.values.chunks_exact(size)).enumerate() {
+            let offset = head * shape.head_bytes();
+            for (i, (keys, values)) in keys.chunks(16).zip(values.chunks(16)).enumerate() {
+                // SAFETY: the head has `size` keys, `BLOCK` cells apart, and a row of values padded to whole vectors.
+                unsafe {
+                    let mut cells = [0u8; 64];
+                    C::store::<S>(S::load_first(keys.as_ptr(), keys.len()), cells.as_mut_ptr());
+                    for d in 0..keys.len() {
+                        let to = to_keys.add(offset + (16 * i + d) * BLOCK * C::BYTES);
+                        std::ptr::copy_nonoverlapping(cells.as_ptr().add(d * C::BYTES), to, C::BYTES);
+                    }
+                    let to = to_values.add(offset + 16 * i * C::BYTES);
+                    C::store::<S>(S::load_first(values.as_ptr(), values.len()), to);
+                }
+            }
+        }
     }
 }
 
@@ -224,8 +254,8 @@ pub(crate) trait Cell {
     /// The machine has `S`; 16 cells lie at `from`.
     unsafe fn load<S: Simd>(from: *const u8) -> S::F;
     /// # Safety
-    /// `to` is a cell.
-    unsafe fn store(number: f32, to: *mut u8);
+    /// The machine has `S`; 16 cells lie at `to`.
+    unsafe fn store<S: Simd>(numbers: S::F, to: *mut u8);
 }
 
 /// IEEE half precision.
@@ -239,9 +269,9 @@ impl Cell for f32 {
         unsafe { S::load(from.cast()) }
     }
     #[inline(always)]
-    unsafe fn store(number: f32, to: *mut u8) {
+    unsafe fn store<S: Simd>(numbers: S::F, to: *mut u8) {
         // SAFETY: by contract.
-        unsafe { to.cast::<f32>().write_unaligned(number) }
+        unsafe { S::store(numbers, to.cast()) }
     }
 }
 
@@ -253,8 +283,31 @@ impl Cell for Half {
         unsafe { S::load_f16(from.cast()) }
     }
     #[inline(always)]
-    unsafe fn store(number: f32, to: *mut u8) {
+    unsafe fn store<S: Simd>(numbers: S::F, to: *mut u8) {
         // SAFETY: by contract.
-        unsafe { to.cast::<u16>().write_unaligned(half::f16::from_f32_const(number).to_bits()) }
+        unsafe { S::store_f16(numbers, to.cast()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_follows_use() {
+        let mut cache = KvCache::new(2, 3, 64, true);
+        let page = 2 * 3 * (32 * 64 * 2) * 2;
+        assert_eq!((cache.bytes(), cache.held(5)), (0, 0));
+        cache.extend(5, 0, 32);
+        assert_eq!((cache.bytes(), cache.held(5)), (page, 32));
+        cache.extend(5, 32, 1);
+        assert_eq!((cache.bytes(), cache.held(5)), (2 * page, 33));
+        cache.extend(9, 0, 70);
+        assert_eq!((cache.bytes(), cache.open()), (5 * page, 2));
+        cache.extend(9, 10, 5); // back to position 10: later ones are forgotten
+        assert_eq!((cache.bytes(), cache.held(9)), (3 * page, 15));
+        cache.release(5);
+        cache.release(5);
+        assert_eq!((cache.bytes(), cache.held(5), cache.open()), (page, 0, 1));
     }
 }

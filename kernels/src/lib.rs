@@ -5,6 +5,7 @@
 pub mod device;
 pub mod stage;
 
+pub mod bench;
 mod cpu;
 mod kv_cache;
 pub mod model;

@@ -82,6 +82,20 @@ impl CpuStage {
         Ok(Self { options, width, vocab, blocks, embedding, head, engine, weight_bytes, _file: file })
     }
 
+    /// Tokens of the vocabulary.
+    pub(crate) fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// Weights that decoding one token reads: all but the embedding, of which it is one row.
+    pub(crate) fn bytes_per_token(&self) -> u64 {
+        let untied = |stored: &Stored| match &self.head {
+            Some(head) if std::ptr::eq(head.matrix.0.bytes(), stored.0.bytes()) => 0,
+            Some(_) | None => stored.0.bytes().len() as u64,
+        };
+        self.weight_bytes - self.embedding.as_ref().map_or(0, untied)
+    }
+
     /// Everything that can be wrong with a batch, before anything changes.
     fn check(&self, batch: &[Rows<'_>]) -> Result<(), StageError> {
         let wrong = |what: String| Err(StageError::Input(what));
@@ -189,6 +203,10 @@ impl CpuStage {
             return;
         }
         let logits = engine.logits(&wanted, &head.norm, head.matrix.matrix());
+        if let [one] = wanted[..] {
+            out[rows[one].0] = RowsOut::Logits(logits);
+            return;
+        }
         for (logits, i) in logits.chunks_exact(*vocab).zip(wanted) {
             out[rows[i].0] = RowsOut::Logits(logits.to_vec());
         }
@@ -327,3 +345,6 @@ impl LayerLoader<'_, '_> {
 fn missing(name: &str) -> StageError {
     StageError::Input(format!("tensor {name:?} is missing"))
 }
+
+#[cfg(test)]
+mod tests;

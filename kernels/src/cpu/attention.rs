@@ -172,10 +172,13 @@ unsafe fn weighted_values<S: Simd, C: Cell, const H: usize, const V: usize>(
             let (values, row_bytes) = blocks.values(b);
             for t in 0..BLOCK.min(position + 1 - b * BLOCK) {
                 let row = values.add(t * row_bytes + d * C::BYTES);
-                let row: [S::F; V] = std::array::from_fn(|v| C::load::<S>(row.add(16 * v * C::BYTES)));
+                let mut value = [S::splat(0.0); V];
+                for (v, value) in value.iter_mut().enumerate() {
+                    *value = C::load::<S>(row.add(16 * v * C::BYTES));
+                }
                 for (h, means) in means.iter_mut().enumerate() {
                     let weight = S::splat(*weights.get_unchecked(h * stride + b * BLOCK + t));
-                    for (mean, value) in means.iter_mut().zip(row) {
+                    for (mean, value) in means.iter_mut().zip(value) {
                         *mean = S::fma(weight, value, *mean);
                     }
                 }
@@ -197,3 +200,6 @@ unsafe fn weighted_values<S: Simd, C: Cell, const H: usize, const V: usize>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

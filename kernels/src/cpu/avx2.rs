@@ -115,7 +115,7 @@ impl Simd for Avx2 {
                 let e = _mm256_add_ps(v[0], v[1]);
                 _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
             };
-            sum4_quads(v.map(fold))
+            sum4_quads([fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3])])
         }
     }
     #[inline(always)]
@@ -199,7 +199,8 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_quarters(from: [*const u8; 4]) -> Pair<__m256i> {
         unsafe {
-            let [a, b, c, d] = from.map(|from| _mm_loadu_si128(from.cast()));
+            let (a, b) = (_mm_loadu_si128(from[0].cast()), _mm_loadu_si128(from[1].cast()));
+            let (c, d) = (_mm_loadu_si128(from[2].cast()), _mm_loadu_si128(from[3].cast()));
             [_mm256_set_m128i(b, a), _mm256_set_m128i(d, c)]
         }
     }
@@ -218,12 +219,15 @@ impl Simd for Avx2 {
     unsafe fn high_nibbles(v: Pair<__m256i>) -> Pair<__m256i> {
         unsafe {
             let mask = _mm256_set1_epi8(15);
-            v.map(|v| _mm256_and_si256(_mm256_srli_epi16::<4>(v), mask))
+            [_mm256_and_si256(_mm256_srli_epi16::<4>(v[0]), mask), _mm256_and_si256(_mm256_srli_epi16::<4>(v[1]), mask)]
         }
     }
     #[inline(always)]
     unsafe fn flip_sign(v: Pair<__m256i>) -> Pair<__m256i> {
-        unsafe { v.map(|v| _mm256_xor_si256(v, _mm256_set1_epi8(-128))) }
+        unsafe {
+            let sign = _mm256_set1_epi8(-128);
+            [_mm256_xor_si256(v[0], sign), _mm256_xor_si256(v[1], sign)]
+        }
     }
     #[inline(always)]
     unsafe fn add16_where(v: Pair<__m256i>, bits: Pair<__m256i>, mask: Pair<__m256i>) -> Pair<__m256i> {

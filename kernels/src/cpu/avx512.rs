@@ -125,7 +125,7 @@ impl Simd for Avx512 {
                 let e = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
                 _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
             };
-            sum4_quads(v.map(fold))
+            sum4_quads([fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3])])
         }
     }
     #[inline(always)]
@@ -188,7 +188,8 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn load_quarters(from: [*const u8; 4]) -> __m512i {
         unsafe {
-            let [a, b, c, d] = from.map(|from| _mm_loadu_si128(from.cast()));
+            let (a, b) = (_mm_loadu_si128(from[0].cast()), _mm_loadu_si128(from[1].cast()));
+            let (c, d) = (_mm_loadu_si128(from[2].cast()), _mm_loadu_si128(from[3].cast()));
             let low = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(a), b);
             let high = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(c), d);
             _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)

@@ -10,7 +10,7 @@ use super::attention::{Attend, scores_len};
 use super::product::{Matrix, Product};
 use super::rotary::RotaryTable;
 use super::rows::{NormHeads, NormRow, RotateHeads, SwigluRow};
-use crate::kv_cache::{KvCache, Writer};
+use crate::kv_cache::{KvCache, StoreRow, Writer};
 use crate::pool::{Pool, share};
 use crate::stage::SequenceId;
 
@@ -237,7 +237,8 @@ impl Engine {
                 isa.run(RotateHeads { row: queries, head_dim: size, halves, cos, sin, scale });
                 let keys = k.slice(i * k_width..(i + 1) * k_width);
                 isa.run(RotateHeads { row: keys, head_dim: size, halves, cos, sin, scale: 1.0 });
-                writer.expect("a writer per sequence").store(layer, position, keys, &v[i * k_width..][..k_width]);
+                let place = writer.expect("a writer per sequence").place(layer, position);
+                isa.run(StoreRow { keys, values: &v[i * k_width..][..k_width], place });
             }
         });
     }
@@ -310,8 +311,7 @@ fn products<const N: usize>(
         out.map(|out| {
             first[index] = total;
             total += matrices[index].rows().next_multiple_of(GRAIN);
-            out.clear();
-            out.resize(x.count() * matrices[index].rows(), 0.0);
+            out.resize(x.count() * matrices[index].rows(), 0.0); // every element is written below
             index += 1;
             Shared::of(out)
         })

@@ -1,4 +1,6 @@
 //! Vectors as arrays: runs anywhere, and is the definition that the other instruction sets must match bit for bit.
+//!
+//! On x86-64, where hardly a machine needs it, functions stay calls: unrolled arrays of 16 take a minute to compile.
 use super::simd::Simd;
 
 /// No instruction set assumed.
@@ -27,79 +29,96 @@ impl Simd for Portable {
     type I = [i32; 16];
     type U = [u8; 64];
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn splat(value: f32) -> [f32; 16] {
         [value; 16]
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load(from: *const f32) -> [f32; 16] {
         // SAFETY: 16 lanes are readable by contract.
         unsafe { from.cast::<[f32; 16]>().read_unaligned() }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_first(from: *const f32, lanes: usize) -> [f32; 16] {
         // SAFETY: `lanes` lanes are readable by contract.
         std::array::from_fn(|i| if i < lanes { unsafe { from.add(i).read_unaligned() } } else { 0.0 })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_f16(from: *const u16) -> [f32; 16] {
         // SAFETY: 16 lanes are readable by contract.
         std::array::from_fn(|i| f16_to_f32(unsafe { from.add(i).read_unaligned() }))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_bf16(from: *const u16) -> [f32; 16] {
         // SAFETY: 16 lanes are readable by contract.
         std::array::from_fn(|i| f32::from_bits(u32::from(unsafe { from.add(i).read_unaligned() }) << 16))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn store(v: [f32; 16], to: *mut f32) {
         // SAFETY: 16 lanes are writable by contract.
         unsafe { to.cast::<[f32; 16]>().write_unaligned(v) }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn store_f16(v: [f32; 16], to: *mut u16) {
         for (i, v) in v.into_iter().enumerate() {
             // SAFETY: 16 lanes are writable by contract.
             unsafe { to.add(i).write_unaligned(f32_to_f16(v)) }
         }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn add(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| a + b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn sub(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| a - b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn mul(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| a * b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn div(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| a / b)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn fma(a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
         std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn max(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn min(a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         zip(a, b, |a, b| if a < b { a } else { b })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn abs(a: [f32; 16]) -> [f32; 16] {
         map(a, f32::abs)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn scale_pow2(p: [f32; 16], t: [f32; 16]) -> [f32; 16] {
         zip(p, t, |p, t| p * f32::from_bits((t.to_bits() << 23).wrapping_add(0x3f80_0000)))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn sum4(v: [[f32; 16]; 4]) -> [f32; 4] {
         v.map(|v| {
             let e: [f32; 8] = std::array::from_fn(|i| v[i] + v[i + 8]);
@@ -107,53 +126,64 @@ impl Simd for Portable {
             (q[0] + q[2]) + (q[1] + q[3])
         })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn max_lane(v: [f32; 16]) -> f32 {
         v.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn spread<const QUARTER: i32>(v: [f32; 16]) -> [f32; 16] {
         std::array::from_fn(|i| v[4 * QUARTER as usize + i % 4])
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn expand(from: *const f32) -> [f32; 16] {
         // SAFETY: four lanes are readable by contract.
         quarters(|i| unsafe { from.add(i).read_unaligned() })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn expand_f16(four: u64) -> [f32; 16] {
         quarters(|i| f16_to_f32((four >> (16 * i)) as u16))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn expand_u8(four: u32) -> [f32; 16] {
         quarters(|i| f32::from((four >> (8 * i)) as u8))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn expand_i8<const ODD: bool>(eight: u64) -> [f32; 16] {
         quarters(|i| f32::from((eight >> (16 * i + 8 * usize::from(ODD))) as i8))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn to_f32(v: [i32; 16]) -> [f32; 16] {
         std::array::from_fn(|i| v[i] as f32)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn store_i8(v: [f32; 16], to: *mut i8) {
         for (i, v) in v.into_iter().enumerate() {
             // SAFETY: 16 bytes are writable by contract.
             unsafe { to.add(i).write(v.round_ties_even() as i32 as i8) }
         }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn store_i32(v: [i32; 16], to: *mut i32) {
         // SAFETY: 16 lanes are writable by contract.
         unsafe { to.cast::<[i32; 16]>().write_unaligned(v) }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_bytes(from: *const u8) -> [u8; 64] {
         // SAFETY: 64 bytes are readable by contract.
         unsafe { from.cast::<[u8; 64]>().read_unaligned() }
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_quarters(from: [*const u8; 4]) -> [u8; 64] {
         let mut v = [0; 64];
         for (q, from) in v.chunks_exact_mut(16).zip(from) {
@@ -162,37 +192,45 @@ impl Simd for Portable {
         }
         v
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_twice(from: *const u8) -> [u8; 64] {
         // SAFETY: 32 bytes are readable by contract.
         let half = unsafe { from.cast::<[u8; 32]>().read_unaligned() };
         std::array::from_fn(|i| half[i % 32])
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn low_nibbles(v: [u8; 64]) -> [u8; 64] {
         v.map(|v| v & 15)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn high_nibbles(v: [u8; 64]) -> [u8; 64] {
         v.map(|v| v >> 4)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn flip_sign(v: [u8; 64]) -> [u8; 64] {
         v.map(|v| v ^ 0x80)
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn add16_where(v: [u8; 64], bits: [u8; 64], mask: [u8; 64]) -> [u8; 64] {
         std::array::from_fn(|i| v[i] + if bits[i] & mask[i] != 0 { 16 } else { 0 })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn join_two_bits<const SHIFT: u32>(low: [u8; 64], bits: [u8; 64]) -> [u8; 64] {
         std::array::from_fn(|i| low[i] + (((bits[i] >> (SHIFT + if i < 32 { 0 } else { 2 })) & 3) << 4))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn halves(a: u8, b: u8) -> [u8; 64] {
         std::array::from_fn(|i| if i < 32 { a } else { b })
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn deal(a: [u8; 64], b: [u8; 64]) -> ([u8; 64], [u8; 64]) {
         let pick = |odd: usize| {
             std::array::from_fn(|i| {
@@ -202,7 +240,8 @@ impl Simd for Portable {
         };
         (pick(0), pick(1))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn weave(a: [u8; 64], b: [u8; 64]) -> ([u8; 64], [u8; 64]) {
         let pick = |odd: usize| {
             std::array::from_fn(|i| {
@@ -212,11 +251,13 @@ impl Simd for Portable {
         };
         (pick(0), pick(1))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn widen<const QUARTER: i32>(v: [u8; 64]) -> [f32; 16] {
         std::array::from_fn(|i| f32::from(v[16 * QUARTER as usize + i]))
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn dot<const OFFSET: i32>(
         w: ([u8; 64], [u8; 64]),
         x: ([u8; 64], [u8; 64]),
@@ -226,7 +267,8 @@ impl Simd for Portable {
         let (a, b) = unsafe { (Self::dot_half::<OFFSET>(w.0, x.0), Self::dot_half::<OFFSET>(w.1, x.1)) };
         std::array::from_fn(|i| a[i] + b[i])
     }
-    #[inline(always)]
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn dot_half<const OFFSET: i32>(w: [u8; 64], x: [u8; 64]) -> [i32; 16] {
         std::array::from_fn(|i| {
             (4 * i..4 * i + 4).map(|j| (i32::from(w[j]) - OFFSET) * i32::from(x[j] as i8)).sum::<i32>()

@@ -167,3 +167,6 @@ impl Kernel for RotateHeads<'_> {
 fn turn(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     (a.mul_add(cos, -(b * sin)), a.mul_add(sin, b * cos))
 }
+
+#[cfg(test)]
+mod tests;

@@ -114,6 +114,18 @@ pub(crate) trait Simd: Copy {
     /// The same for one pair.
     unsafe fn dot_half<const OFFSET: i32>(w: Self::U, x: Self::U) -> Self::I;
 
+    /// Hints that a line of memory is read soon. Any address will do.
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a hint; SSE is part of x86-64.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast())
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = at;
+    }
+
     /// Four Q4_1 blocks (20 bytes each, the last `4 - blocks` missing and not touched): nibbles by halves, scales, minima.
     #[inline(always)]
     unsafe fn q4_1(from: *const u8, blocks: usize) -> (Self::U, Self::U, Self::F, Self::F) {

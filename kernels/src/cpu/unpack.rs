@@ -20,6 +20,8 @@ pub(crate) struct Unpacked<S: Simd> {
 
 /// One way of storing a row.
 pub(crate) trait Format {
+    /// Bytes of a group.
+    const GROUP_BYTES: usize;
     /// Taken from each stored number.
     const OFFSET: i32;
     /// Whether blocks have a minimum.
@@ -44,6 +46,7 @@ pub(crate) struct Q6K;
 // SAFETY (whole file): offsets stay within the blocks that the caller vouches for; see each block's layout.
 
 impl Format for Q4_0 {
+    const GROUP_BYTES: usize = 72;
     const OFFSET: i32 = 8;
 
     #[inline(always)]
@@ -60,6 +63,7 @@ impl Format for Q4_0 {
 }
 
 impl Format for Q4_1 {
+    const GROUP_BYTES: usize = 80;
     const OFFSET: i32 = 0;
     const MIN: bool = true;
 
@@ -74,6 +78,7 @@ impl Format for Q4_1 {
 }
 
 impl Format for Q8_0 {
+    const GROUP_BYTES: usize = 136;
     const OFFSET: i32 = 128;
 
     #[inline(always)]
@@ -92,6 +97,7 @@ impl Format for Q8_0 {
 }
 
 impl Format for Q4K {
+    const GROUP_BYTES: usize = 72;
     const OFFSET: i32 = 0;
     const MIN: bool = true;
 
@@ -109,6 +115,7 @@ impl Format for Q4K {
 }
 
 impl Format for Q5K {
+    const GROUP_BYTES: usize = 88;
     const OFFSET: i32 = 0;
     const MIN: bool = true;
 
@@ -130,6 +137,7 @@ impl Format for Q5K {
 }
 
 impl Format for Q6K {
+    const GROUP_BYTES: usize = 105;
     const OFFSET: i32 = 32;
     const SPLIT: bool = true;
 

@@ -1,0 +1,118 @@
+//! Row kernels against f64, and equal bits for every instruction set.
+use super::*;
+use crate::cpu::Isa;
+
+fn noise(count: usize, seed: u32) -> Vec<f32> {
+    (0..count as u32)
+        .map(|i| (i.wrapping_add(seed).wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0)
+        .collect()
+}
+
+struct Exp<'a>(&'a mut [f32]);
+
+impl Kernel for Exp<'_> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for v in self.0.chunks_exact_mut(16) {
+            // SAFETY: whole vectors.
+            unsafe { S::store(exp::<S>(S::load(v.as_ptr())), v.as_mut_ptr()) }
+        }
+    }
+}
+
+fn on_all(mut compute: impl FnMut(Isa) -> Vec<f32>) -> Vec<f32> {
+    let expected = compute(Isa::detect());
+    for isa in Isa::all() {
+        let (found, expected): (Vec<_>, Vec<_>) =
+            compute(isa).iter().zip(&expected).map(|(f, e)| (f.to_bits(), e.to_bits())).unzip();
+        assert_eq!(found, expected, "{isa:?}");
+    }
+    expected
+}
+
+#[test]
+fn exp_is_exact_to_the_last_bits() {
+    let x: Vec<f32> = (0..160_000).map(|i| (i as f32 - 80_000.0) * 87.0 / 80_000.0).collect();
+    let y = on_all(|isa| {
+        let mut y = x.clone();
+        // SAFETY: the instruction set was detected.
+        unsafe { isa.run(Exp(&mut y)) };
+        y
+    });
+    for (x, y) in x.iter().zip(y) {
+        let exact = f64::from(*x).exp();
+        assert!((f64::from(y) - exact).abs() <= 2e-7 * exact, "e^{x} = {exact}, found {y}");
+    }
+}
+
+#[test]
+fn norm_adds_then_scales() {
+    for width in [1, 15, 16, 17, 64, 100, 576] {
+        let (before, delta, weight) = (noise(width, 1), noise(width, 2), noise(width, 3));
+        let x = on_all(|isa| {
+            let (mut hidden, mut x) = (before.clone(), vec![0.0; width]);
+            let row =
+                NormRow { hidden: &mut hidden, delta: &delta, weight: &weight, eps: 1e-5, x: &mut x, groups: &mut [] };
+            // SAFETY: the instruction set was detected.
+            unsafe { isa.run(row) };
+            assert!(hidden.iter().zip(&before).zip(&delta).all(|((h, b), d)| *h == b + d));
+            x
+        });
+        let sums: Vec<f64> = before.iter().zip(&delta).map(|(b, d)| f64::from(b + d)).collect();
+        let rms = (sums.iter().map(|s| s * s).sum::<f64>() / width as f64 + 1e-5).sqrt();
+        for ((x, sum), w) in x.iter().zip(&sums).zip(&weight) {
+            assert!((f64::from(*x) - sum / rms * f64::from(*w)).abs() < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn swiglu_gates() {
+    for width in [1, 16, 30, 512] {
+        let gate: Vec<f32> = noise(width, 4).iter().map(|g| g * 30.0).collect();
+        let up = noise(width, 5);
+        let x = on_all(|isa| {
+            let mut x = vec![0.0; width.next_multiple_of(16)];
+            // SAFETY: the instruction set was detected.
+            unsafe { isa.run(SwigluRow { gate: &gate, up: &up, x: &mut x, groups: &mut [] }) };
+            assert!(x[width..].iter().all(|pad| *pad == 0.0), "padding stays zero");
+            x
+        });
+        for ((x, g), u) in x.iter().zip(&gate).zip(&up) {
+            let (g, u) = (f64::from(*g), f64::from(*u));
+            let exact = g / (1.0 + (-g).exp()) * u;
+            assert!((f64::from(*x) - exact).abs() <= 1e-6 * exact.abs().max(1e-6), "{g} {u}: {x} for {exact}");
+        }
+    }
+}
+
+#[test]
+fn rotation_turns_pairs_and_leaves_the_rest() {
+    let (size, pairs) = (40, 12);
+    let row = noise(3 * size, 6);
+    let angles: Vec<f64> = (0..pairs).map(|i| f64::from(i) * 0.37).collect();
+    let cos: Vec<f32> = angles.iter().map(|a| a.cos() as f32).collect();
+    let sin: Vec<f32> = angles.iter().map(|a| a.sin() as f32).collect();
+    for halves in [false, true] {
+        let turned = on_all(|isa| {
+            let mut row = row.clone();
+            let kernel = RotateHeads { row: &mut row, head_dim: size, halves, cos: &cos, sin: &sin, scale: 0.5 };
+            // SAFETY: the instruction set was detected.
+            unsafe { isa.run(kernel) };
+            row
+        });
+        for head in 0..3 {
+            let at = |v: &[f32], i: usize| f64::from(v[head * size + i]);
+            for (i, angle) in angles.iter().enumerate() {
+                let (a, b) = if halves { (i, i + pairs as usize) } else { (2 * i, 2 * i + 1) };
+                let (x, y) = (at(&row, a), at(&row, b));
+                assert!((at(&turned, a) - 0.5 * (x * angle.cos() - y * angle.sin())).abs() < 1e-6);
+                assert!((at(&turned, b) - 0.5 * (x * angle.sin() + y * angle.cos())).abs() < 1e-6);
+            }
+            for i in 2 * pairs as usize..size {
+                assert_eq!(at(&turned, i), 0.5 * at(&row, i));
+            }
+        }
+    }
+}
