@@ -1,3 +1,4 @@
+//! Templates as models ship them, beside what Python's Jinja makes of them; and templates that mean harm.
 use std::time::{Duration, UNIX_EPOCH};
 
 use super::{ChatMessage, ChatTemplate, ChatTemplateError, strftime};

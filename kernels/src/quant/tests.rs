@@ -1,3 +1,4 @@
+//! Block formats against what ggml says they mean, element by element.
 use half::f16;
 
 use super::{QUANT_TYPES, QuantType, quantize, random_blocks};

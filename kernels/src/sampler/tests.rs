@@ -1,3 +1,4 @@
+//! The sampler's settings one by one, its random numbers, and logits that are not numbers.
 use super::{SampleError, Sampler, SamplerSettings, exp, uniform};
 
 fn settings() -> SamplerSettings {

@@ -1,3 +1,4 @@
+//! Tokenizers against the oracles, against Hugging Face's, and against broken vocabularies.
 use std::sync::Arc;
 
 use super::{Tokenizer, TokenizerError};

@@ -1,3 +1,4 @@
+//! Weights files: sound ones read back, and cut, flipped or lying ones refused with a reason.
 use std::io::Write;
 
 use super::testing::{GgufWriter, TinyModel, real_model_path};

@@ -1,3 +1,4 @@
+//! Sizes and settings of a model from its metadata, and metadata that cannot be a model.
 use crate::quant::QuantType;
 use crate::weights::testing::{GgufWriter, TinyModel};
 use crate::weights::{Architecture, ModelFile, Rope, RopeKind, RopeScaling, WeightsError};

@@ -1,3 +1,4 @@
+//! The shard index: every byte once, the same id everywhere, hostile encodings refused.
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{CHUNK_BYTES_MAX, Content, IndexError, ShardIndex};

@@ -1,3 +1,4 @@
+//! One stage between frames and executor: positions, gaps, replays and bounds.
 use super::*;
 use crate::message::Sampling;
 use alloc::{string::ToString, vec};
