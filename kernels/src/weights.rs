@@ -18,6 +18,7 @@ pub mod config;
 mod gguf;
 pub mod index;
 pub mod metadata;
+mod safetensors;
 #[doc(hidden)]
 pub mod testing;
 
@@ -82,13 +83,19 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
+    /// Bytes of one row.
+    #[must_use]
+    pub fn row_bytes(&self) -> usize {
+        self.bytes.len() / self.rows
+    }
+
     /// The bytes of one row.
     ///
     /// # Panics
     /// If `row` is not below `rows`.
     #[must_use]
     pub fn row(&self, row: usize) -> &'a [u8] {
-        let len = self.bytes.len() / self.rows;
+        let len = self.row_bytes();
         &self.bytes[row * len..(row + 1) * len]
     }
 
@@ -102,7 +109,7 @@ impl<'a> TensorView<'a> {
 }
 
 impl ModelFile {
-    /// Maps a complete file and checks every count, offset, string and shape in it, and that the architecture's tensors
+    /// Maps a complete file (GGUF, or safetensors in a model's folder) and checks every count, offset, string and shape in it, and that the architecture's tensors
     /// are all there with the right shapes.
     ///
     /// # Errors
@@ -131,7 +138,12 @@ impl ModelFile {
         let io = |source| WeightsError::Io { path: path.to_owned(), source };
         let file = File::open(path).map_err(io)?;
         if file.metadata().map_err(io)?.is_dir() {
-            return Err(WeightsError::Unsupported(format!("{} is a directory; expected a .gguf file", path.display())));
+            let inner = path.join("model.safetensors");
+            if inner.is_file() {
+                return Self::map(&inner, partial);
+            }
+            let what = "is a directory without model.safetensors; expected that, or a .gguf file";
+            return Err(WeightsError::Unsupported(format!("{} {what}", path.display())));
         }
         // SAFETY: the mapping is read-only and private to this process's view; the documented condition on `ModelFile`
         // (files are replaced, never truncated in place) keeps its pages backed.
@@ -140,12 +152,17 @@ impl ModelFile {
     }
 
     fn parse(bytes: Bytes, path: Option<PathBuf>, partial: bool) -> Result<Arc<Self>, WeightsError> {
-        let header = gguf::parse(&bytes)?;
+        let header = if safetensors::recognise(&bytes) {
+            safetensors::parse(&bytes, path.as_deref())?
+        } else {
+            gguf::parse(&bytes)?
+        };
         let by_name: BTreeMap<String, usize> =
             header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        let config = ModelConfig::read(&header.metadata, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
+        let config =
+            ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
         config.check_tensors(&header.tensors, &by_name)?;
-        let gguf::Header { header_len, metadata, tensors } = header;
+        let gguf::Header { header_len, metadata, tensors, layout: _ } = header;
         Ok(Arc::new(Self { bytes, path, partial, header_len, metadata, tensors, by_name, config }))
     }
 

@@ -3,7 +3,7 @@
 //! wordchipper ranks a merge by the id of the token it makes. To keep the model's order its ids are re-numbered inside
 //! (byte b is b, merge i is 256 + i). Where two merges make one token no single rank can hold both, and HF `tokenizers`,
 //! which ranks merges themselves, takes over.
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use tokenizers::Model as _;
 use tokenizers::models::bpe::BPE;
@@ -69,7 +69,7 @@ impl BytePair {
         } else {
             HashMap::new()
         };
-        let engine = match ranked(&ids, &merges, &chars)? {
+        let engine = match ranked(&ids, &bytes, &merges, &chars)? {
             Some(engine) => engine,
             None => listed(&ids, &merges, chars)?,
         };
@@ -150,16 +150,21 @@ fn byte_chars() -> [char; 256] {
 
 /// What tokens stand for: written bytes for words, their text for everything else.
 fn token_bytes(vocabulary: &Vocabulary, chars: &[char; 256]) -> Vec<Box<[u8]>> {
-    let bytes: BTreeMap<char, u8> = chars.iter().enumerate().map(|(b, &c)| (c, b as u8)).collect();
+    // The characters lie below U+0144.
+    let mut bytes = [None; 0x144];
+    for (byte, &c) in chars.iter().enumerate() {
+        bytes[c as usize] = Some(byte as u8);
+    }
+    let byte = |c: char| bytes.get(c as usize).copied().flatten();
     let decode = |(text, kind): (&String, &Kind)| {
         let spelt = matches!(kind, Kind::Normal | Kind::Byte | Kind::Unknown | Kind::Unused);
-        let raw = if spelt { text.chars().map(|c| bytes.get(&c).copied()).collect() } else { None };
+        let raw = if spelt { text.chars().map(byte).collect() } else { None };
         raw.unwrap_or_else(|| text.as_bytes().into())
     };
     vocabulary.texts.iter().zip(&vocabulary.kinds).map(decode).collect()
 }
 
-fn read_merges(metadata: &Metadata) -> Result<Vec<(String, String)>, TokenizerError> {
+fn read_merges(metadata: &Metadata) -> Result<Vec<(&str, &str)>, TokenizerError> {
     let merges = metadata.texts(MERGES)?.ok_or_else(|| super::missing(MERGES))?;
     let mut pairs = Vec::new();
     for merge in merges {
@@ -173,7 +178,7 @@ fn read_merges(metadata: &Metadata) -> Result<Vec<(String, String)>, TokenizerEr
                 pairs.len()
             ))
         })?;
-        pairs.push((a.to_owned(), b.to_owned()));
+        pairs.push((a, b));
     }
     Ok(pairs)
 }
@@ -181,31 +186,40 @@ fn read_merges(metadata: &Metadata) -> Result<Vec<(String, String)>, TokenizerEr
 /// Ranks by token, where that keeps the order of the merges; `None` where it cannot.
 fn ranked(
     ids: &HashMap<&str, u32>,
-    merges: &[(String, String)],
+    bytes: &[Box<[u8]>],
+    merges: &[(&str, &str)],
     chars: &[char; 256],
 ) -> Result<Option<Engine>, TokenizerError> {
-    let mut inner: HashMap<String, u32> = chars.iter().enumerate().map(|(b, c)| (c.to_string(), b as u32)).collect();
-    let mut raw: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).collect();
-    // Bytes without a token never reach the encoder.
-    let mut back: Vec<u32> = chars.iter().map(|c| ids.get(&*c.to_string()).copied().unwrap_or(0)).collect();
+    const NOT_MADE: u32 = u32::MAX;
+    // The number inside of each of the model's tokens, and back.
+    let mut inner = vec![NOT_MADE; bytes.len()];
+    let mut back = Vec::with_capacity(256 + merges.len());
+    for (byte, c) in chars.iter().enumerate() {
+        let id = ids.get(c.encode_utf8(&mut [0; 4]) as &str);
+        if let Some(&id) = id {
+            inner[id as usize] = byte as u32;
+        }
+        // Bytes without a token never reach the encoder.
+        back.push(id.copied().unwrap_or(0));
+    }
     let (mut pairs, mut spans) = (PairTokenMap::<u32>::default(), SpanTokenMap::<u32>::default());
+    let mut made = String::new();
     for (a, b) in merges {
-        let made = format!("{a}{b}");
+        made.clear();
+        made.extend([*a, *b]);
         let &id = ids.get(&*made).ok_or_else(|| {
             TokenizerError::Malformed(format!("{MERGES}: {a:?} and {b:?} make no token of the vocabulary"))
         })?;
-        let (Some(&ia), Some(&ib)) = (inner.get(a), inner.get(b)) else {
-            // Made by a later merge, if at all.
+        let number = |part: &str| ids.get(part).map(|&id| inner[id as usize]).filter(|&n| n != NOT_MADE);
+        let (Some(ia), Some(ib), NOT_MADE) = (number(a), number(b), inner[id as usize]) else {
+            // A part made by a later merge, if at all; or a token made twice.
             return Ok(None);
         };
         let token = back.len() as u32;
         back.push(id);
-        raw.push([&*raw[ia as usize], &*raw[ib as usize]].concat());
-        spans.insert(raw[token as usize].clone(), token);
+        inner[id as usize] = token;
+        spans.insert(bytes[id as usize].to_vec(), token);
         pairs.insert((ia, ib), token);
-        if inner.insert(made, token).is_some() {
-            return Ok(None);
-        }
     }
     let table = ByteMapVocab::from_byte_to_token(&(0..256).collect::<Vec<u32>>());
     // Splitting is done here, by `Splitter`; the pattern is never used.
@@ -218,9 +232,10 @@ fn ranked(
     Ok(Some(Engine::Ranked { vocab, make: Box::new(move || builder()), back }))
 }
 
-fn listed(ids: &HashMap<&str, u32>, merges: &[(String, String)], chars: [char; 256]) -> Result<Engine, TokenizerError> {
+fn listed(ids: &HashMap<&str, u32>, merges: &[(&str, &str)], chars: [char; 256]) -> Result<Engine, TokenizerError> {
     let vocab: tokenizers::models::bpe::Vocab = ids.iter().map(|(text, &id)| ((*text).to_owned(), id)).collect();
-    let bpe = BPE::builder().vocab_and_merges(vocab, merges.to_vec()).build();
+    let merges = merges.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+    let bpe = BPE::builder().vocab_and_merges(vocab, merges).build();
     let bpe = bpe.map_err(|e| TokenizerError::Malformed(format!("{MERGES}: {e}")))?;
     Ok(Engine::Listed { bpe, chars })
 }

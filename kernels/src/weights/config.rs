@@ -112,6 +112,13 @@ pub enum RopeKind {
     Halves,
 }
 
+/// Whose order the rows of query and key matrices have: GGUF's converter interleaves Llama's halves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Layout {
+    Gguf,
+    HuggingFace,
+}
+
 /// How angles are stretched beyond the context of the original training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
@@ -121,6 +128,18 @@ pub enum RopeScaling {
     Linear {
         /// By how much.
         factor: f64,
+    },
+    /// Llama 3: wavelengths beyond `original_context / low` divided, those below `original_context / high` kept, a ramp of
+    /// frequencies between. (GGUF files carry the same as factors in a tensor.)
+    Llama3 {
+        /// By how much.
+        factor: f64,
+        /// Context of the original training.
+        original_context: usize,
+        /// Turns within the original context below which a dimension is divided.
+        low: f64,
+        /// Turns above which it is kept.
+        high: f64,
     },
     /// YaRN: long wavelengths divided, short ones kept, a ramp between, cosine and sine scaled.
     Yarn {
@@ -178,6 +197,7 @@ impl ModelConfig {
     /// Reads and checks the sizes. `tensor` looks tensors up: what a header leaves out follows from their shapes.
     pub(super) fn read<'a>(
         metadata: &Metadata,
+        layout: Layout,
         tensor: impl Fn(&str) -> Option<&'a TensorInfo>,
     ) -> Result<Self, WeightsError> {
         let name = metadata.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
@@ -202,7 +222,7 @@ impl ModelConfig {
             vocab: embedding.rows,
             context: keys.context()?,
             norm_eps: keys.norm_eps()?,
-            rope: keys.rope(architecture, head_dim)?,
+            rope: keys.rope(architecture, layout, head_dim)?,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
             qk_norm: architecture == Architecture::Qwen3,
             tied: tensor("output.weight").is_none(),
@@ -432,15 +452,15 @@ impl Keys<'_> {
         Ok(self.float("attention.layer_norm_rms_epsilon", None, 0.0..1.0)? as f32)
     }
 
-    fn rope(&self, architecture: Architecture, head_dim: usize) -> Result<Rope, WeightsError> {
+    fn rope(&self, architecture: Architecture, layout: Layout, head_dim: usize) -> Result<Rope, WeightsError> {
         let base = self.float("rope.freq_base", Some(10_000.0), 1.000_001..1e12)? as f32;
         let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
         if dims % 2 == 1 {
             return Err(inconsistent("an even number of rotary dimensions", &[dims]));
         }
-        let kind = match architecture {
-            Architecture::Llama => RopeKind::Interleaved,
-            Architecture::Qwen2 | Architecture::Qwen3 => RopeKind::Halves,
+        let kind = match (architecture, layout) {
+            (Architecture::Llama, Layout::Gguf) => RopeKind::Interleaved,
+            (Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3, _) => RopeKind::Halves,
         };
         Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
     }
@@ -464,8 +484,17 @@ impl Keys<'_> {
                     beta_slow: self.float("rope.scaling.yarn_beta_slow", Some(1.0), 1e-3..1e6)?,
                 })
             }
+            "llama3" => {
+                let low = self.float("rope.scaling.low_freq_factor", Some(1.0), 1e-3..1e6)?;
+                Ok(RopeScaling::Llama3 {
+                    factor,
+                    original_context: self.size("rope.scaling.original_context_length", Some(8192), CONTEXT_MAX)?,
+                    low,
+                    high: self.float("rope.scaling.high_freq_factor", Some(4.0), low + 1e-6..1e7)?,
+                })
+            }
             other => Err(WeightsError::Unsupported(format!(
-                "{}: {other:?} is not supported; supported: none, linear, yarn, and factors in {ROPE_FACTORS}",
+                "{}: {other:?} is not supported; supported: none, linear, llama3, yarn, and factors in {ROPE_FACTORS}",
                 self.key("rope.scaling.type")
             ))),
         }
@@ -493,6 +522,14 @@ impl Rope {
         let (inverse, magnitude) = match self.scaling {
             RopeScaling::None => ((0..pairs).map(plain).collect(), 1.0),
             RopeScaling::Linear { factor } => ((0..pairs).map(|i| plain(i) / factor).collect(), 1.0),
+            RopeScaling::Llama3 { factor, original_context, low, high } => {
+                let stretched = |i: usize| {
+                    let turns = original_context as f64 * plain(i) / (2.0 * PI);
+                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    plain(i) * kept + plain(i) / factor * (1.0 - kept)
+                };
+                ((0..pairs).map(stretched).collect(), 1.0)
+            }
             RopeScaling::Yarn { factor, original_context, attention_factor, beta_fast, beta_slow } => {
                 // The dimension that turns `turns` times within the original context. Logarithms differ by at most an
                 // ulp between machines, which floor and ceil absorb.

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
+use super::config::Layout;
 use super::metadata::{Array, Element, Metadata, Value};
 use super::{TensorInfo, WeightsError};
 use crate::quant::QuantType;
@@ -28,6 +29,8 @@ pub(super) struct Header {
     pub metadata: Metadata,
     /// In file order.
     pub tensors: Vec<TensorInfo>,
+    /// How attention matrices are laid out.
+    pub layout: Layout,
 }
 
 /// Reads and checks everything but the weights themselves.
@@ -52,7 +55,7 @@ pub(super) fn parse(bytes: &Bytes) -> Result<Header, WeightsError> {
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
     let tensors = place(table, header_len, alignment, bytes.len() as u64)?;
     // A file whose data begins beyond its end has no data at all.
-    Ok(Header { header_len: header_len.min(bytes.len() as u64), metadata, tensors })
+    Ok(Header { header_len: header_len.min(bytes.len() as u64), metadata, tensors, layout: Layout::Gguf })
 }
 
 fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {
@@ -97,13 +100,13 @@ fn read_alignment(metadata: &Metadata) -> Result<u64, WeightsError> {
 }
 
 /// A row of the tensor table with its offset into the data.
-struct Entry {
-    name: String,
-    quant: QuantType,
-    rows: usize,
-    cols: usize,
-    offset: u64,
-    size: u64,
+pub(super) struct Entry {
+    pub name: String,
+    pub quant: QuantType,
+    pub rows: usize,
+    pub cols: usize,
+    pub offset: u64,
+    pub size: u64,
 }
 
 fn read_table(reader: &mut Reader<'_>, count: u64) -> Result<Vec<Entry>, WeightsError> {
@@ -160,7 +163,12 @@ fn read_table_row(reader: &mut Reader<'_>) -> Result<Entry, WeightsError> {
 }
 
 /// Turns offsets into file ranges: aligned, inside the file, not overlapping; sorted by position.
-fn place(table: Vec<Entry>, data: u64, alignment: u64, file_len: u64) -> Result<Vec<TensorInfo>, WeightsError> {
+pub(super) fn place(
+    table: Vec<Entry>,
+    data: u64,
+    alignment: u64,
+    file_len: u64,
+) -> Result<Vec<TensorInfo>, WeightsError> {
     let mut tensors = Vec::with_capacity(table.len());
     for Entry { name, quant, rows, cols, offset, size } in table {
         if !offset.is_multiple_of(alignment) {

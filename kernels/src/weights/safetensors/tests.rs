@@ -1,0 +1,234 @@
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Value as Json, json};
+
+use crate::quant::QuantType;
+use crate::weights::testing::{TINY_CONTROL, TINY_MERGES, TinyModel};
+use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, ShardIndex, WeightsError};
+
+/// A model's folder as Hugging Face has it, with the weights of `source`.
+struct Folder {
+    config: Json,
+    header: Json,
+    data: Vec<u8>,
+    tokenizer: Json,
+}
+
+impl Folder {
+    fn of(source: &ModelFile) -> Self {
+        let c = source.config();
+        let (mut header, mut data) = (json!({"__metadata__": {"format": "pt"}}), Vec::new());
+        for tensor in source.tensors() {
+            let dtype = if tensor.quant == QuantType::F32 { "F32" } else { "F16" };
+            let shape = if tensor.rows == 1 { vec![tensor.cols] } else { vec![tensor.rows, tensor.cols] };
+            let start = data.len();
+            data.extend(source.tensor(&tensor.name).expect("listed").bytes);
+            header[their_name(&tensor.name)] =
+                json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]});
+        }
+        let config = json!({
+            "model_type": c.architecture.name(), "hidden_act": "silu", "num_hidden_layers": c.layers,
+            "max_position_embeddings": c.context, "hidden_size": c.width, "intermediate_size": c.ffn,
+            "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
+            "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": c.tied, "vocab_size": c.vocab,
+        });
+        Self { config, header, data, tokenizer: tokenizer_json(source) }
+    }
+
+    fn weights(&self) -> Vec<u8> {
+        let mut header = self.header.to_string();
+        while header.len() % 8 != 0 {
+            header.push(' ');
+        }
+        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &self.data].concat()
+    }
+
+    fn open_with(&self, weights: &[u8]) -> Result<Arc<ModelFile>, WeightsError> {
+        let dir = tempfile::tempdir().expect("a directory");
+        let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).expect("written");
+        write("model.safetensors", weights);
+        write("config.json", self.config.to_string().as_bytes());
+        write("tokenizer.json", self.tokenizer.to_string().as_bytes());
+        let options = json!({"bos_token": {"content": TINY_CONTROL[1]}, "eos_token": TINY_CONTROL[2]});
+        write("tokenizer_config.json", options.to_string().as_bytes());
+        ModelFile::open(dir.path())
+    }
+
+    fn open(&self) -> Result<Arc<ModelFile>, WeightsError> {
+        self.open_with(&self.weights())
+    }
+}
+
+fn their_name(ours: &str) -> String {
+    let fixed = match ours {
+        "token_embd.weight" => "model.embed_tokens.weight",
+        "output_norm.weight" => "model.norm.weight",
+        "output.weight" => "lm_head.weight",
+        _ => "",
+    };
+    if !fixed.is_empty() {
+        return fixed.to_owned();
+    }
+    let (layer, part) = ours.strip_prefix("blk.").and_then(|r| r.split_once('.')).expect("blk.N.part");
+    let (stem, end) = part.rsplit_once('.').expect("an ending");
+    let theirs = match stem {
+        "attn_norm" => "input_layernorm".to_owned(),
+        "ffn_norm" => "post_attention_layernorm".to_owned(),
+        "attn_output" => "self_attn.o_proj".to_owned(),
+        "attn_q_norm" => "self_attn.q_norm".to_owned(),
+        "attn_k_norm" => "self_attn.k_norm".to_owned(),
+        _ => match stem.split_once('_').expect("two words") {
+            ("attn", which) => format!("self_attn.{which}_proj"),
+            (_, which) => format!("mlp.{which}_proj"),
+        },
+    };
+    format!("model.layers.{layer}.{theirs}.{end}")
+}
+
+fn tokenizer_json(source: &ModelFile) -> Json {
+    let texts = source.metadata().texts("tokenizer.ggml.tokens").expect("strings").expect("there");
+    let texts: Vec<String> = texts.map(|t| String::from_utf8_lossy(t).into_owned()).collect();
+    let vocab: serde_json::Map<String, Json> =
+        texts.iter().enumerate().skip(TINY_CONTROL.len()).map(|(i, t)| (t.clone(), json!(i))).collect();
+    let merges: Vec<Json> = TINY_MERGES.iter().map(|m| json!(m.split(' ').collect::<Vec<_>>())).collect();
+    let added: Vec<Json> =
+        TINY_CONTROL.iter().enumerate().map(|(i, t)| json!({"id": i, "content": t, "special": true})).collect();
+    json!({
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": false},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true},
+        "added_tokens": added,
+    })
+}
+
+fn tiny(architecture: Architecture) -> Arc<ModelFile> {
+    TinyModel { architecture, quant: QuantType::F16, layers: 2, tied: false, ..TinyModel::default() }.open()
+}
+
+#[test]
+fn a_folder_is_the_same_model_as_its_gguf() {
+    for architecture in [Architecture::Qwen2, Architecture::Qwen3, Architecture::Llama] {
+        let source = tiny(architecture);
+        let file = Folder::of(&source).open().expect("opens");
+        let (mut ours, theirs) = (source.config().clone(), file.config());
+        // Hugging Face keeps Llama's heads in halves; GGUF interleaves them.
+        ours.rope.kind = RopeKind::Halves;
+        ours.name.clone_from(&theirs.name);
+        assert_eq!(theirs, &ours);
+        assert_eq!(file.tensors().len(), source.tensors().len());
+        for tensor in source.tensors() {
+            let (a, b) = (file.tensor(&tensor.name).expect("there"), source.tensor(&tensor.name).expect("there"));
+            assert_eq!((a.quant, a.rows, a.cols, a.bytes), (b.quant, b.rows, b.cols, b.bytes), "{}", tensor.name);
+        }
+        let (a, b) = (file.tokenizer().expect("a tokenizer"), source.tokenizer().expect("a tokenizer"));
+        let text = "<|im_start|>hello world, hell<|im_end|>";
+        assert_eq!(a.encode(text, true).expect("encodes"), b.encode(text, true).expect("encodes"));
+        assert_eq!((a.bos(), a.eos()), (b.bos(), b.eos()));
+        let index = ShardIndex::build(&file, |_| ()).expect("complete");
+        assert!(index.matches(&file));
+        assert_eq!(file.costs().layers, source.costs().layers);
+    }
+}
+
+#[test]
+fn a_tied_head_is_the_embedding() {
+    let source = tiny(Architecture::Qwen2);
+    let mut folder = Folder::of(&source);
+    folder.config["tie_word_embeddings"] = json!(true);
+    let file = folder.open().expect("opens");
+    assert!(file.config().tied && file.tensor("output.weight").is_none());
+}
+
+/// Llama 3's scaling as its authors wrote it, by wavelengths.
+#[test]
+fn llama_3_scaling() {
+    let mut folder = Folder::of(&tiny(Architecture::Llama));
+    folder.config["rope_scaling"] = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    });
+    let file = folder.open().expect("opens");
+    assert!(matches!(file.config().rope.scaling, RopeScaling::Llama3 { .. }));
+    for (i, found) in file.rotary_frequencies().expect("valid").inverse.iter().enumerate() {
+        let plain = 10_000f64.powf(-(i as f64) / 32.0);
+        let wavelength = std::f64::consts::TAU / plain;
+        let wanted = if wavelength < 8192.0 / 4.0 {
+            plain
+        } else if wavelength > 8192.0 {
+            plain / 8.0
+        } else {
+            let smooth = (8192.0 / wavelength - 1.0) / 3.0;
+            (1.0 - smooth) * plain / 8.0 + smooth * plain
+        };
+        assert!((found - wanted).abs() <= 1e-12 * wanted, "pair {i}: {found} for {wanted}");
+    }
+}
+
+#[test]
+fn what_is_not_read_is_refused_by_name() {
+    let source = tiny(Architecture::Qwen2);
+    let refused = |change: &dyn Fn(&mut Folder), part: &str| {
+        let mut folder = Folder::of(&source);
+        change(&mut folder);
+        let error = folder.open().expect_err(part).to_string();
+        assert!(error.contains(part), "expected {part:?} in {error:?}");
+    };
+    let norm = "model.norm.weight";
+    refused(&|f| f.config["model_type"] = json!("gpt_neox"), "\"gpt_neox\"; supported");
+    refused(&|f| f.config["hidden_act"] = json!("gelu"), "\"gelu\"; supported: silu");
+    refused(&|f| f.config["num_hidden_layers"] = json!(3), "\"blk.2.attn_norm.weight\" is missing");
+    refused(&|f| f.config["rope_scaling"] = json!({"rope_type": "longrope"}), "longrope");
+    refused(&|f| f.header[norm]["dtype"] = json!("F8_E4M3"), "stored as F8_E4M3");
+    refused(&|f| f.header[norm]["shape"] = json!([1, 2, 128]), "one or two dimensions");
+    refused(&|f| f.header[norm]["shape"] = json!([0]), "at least 1");
+    refused(&|f| f.header[norm]["shape"] = json!([u64::MAX]), "rows too long");
+    refused(&|f| f.header[norm]["shape"] = json!([u64::MAX, 256]), "beyond 64 bit");
+    refused(&|f| f.header[norm]["data_offsets"] = json!([0, 8]), "expected 1024 bytes");
+    refused(&|f| f.header[norm]["data_offsets"] = json!([9, 8]), "expected 1024 bytes");
+    refused(&|f| f.header[norm]["data_offsets"] = json!([0, 1024]), "overlap");
+    refused(&|f| f.header[norm]["data_offsets"] = json!([u64::MAX - 1024, u64::MAX]), "overflow");
+    refused(&|f| f.header[norm]["data_offsets"] = json!([1u64 << 40, (1u64 << 40) + 1024]), "truncated");
+    refused(&|f| f.header["odd.weight"] = f.header[norm].clone(), "overlap");
+    refused(&|f| f.header[norm] = json!(7), "model.norm.weight");
+    refused(&|f| _ = f.data.pop(), "truncated");
+    refused(&|f| f.tokenizer["model"]["type"] = json!("Unigram"), "expected a BPE model");
+    refused(&|f| f.tokenizer["model"]["vocab"]["extra"] = json!(1 << 30), "no id below vocab_size");
+    refused(&|f| f.tokenizer["model"]["merges"] = json!([["a"]]), "no pair");
+    let bare = tempfile::tempdir().expect("a directory");
+    std::fs::write(bare.path().join("model.safetensors"), Folder::of(&source).weights()).expect("written");
+    let error = ModelFile::open(bare.path()).expect_err("no config").to_string();
+    assert!(error.contains("lacks config.json"), "{error}");
+    assert!(ModelFile::open(Path::new("/")).expect_err("a directory").to_string().contains("model.safetensors"));
+}
+
+/// Cut at every eighth length and flipped at every byte of the header: refused or sound, no panic.
+#[test]
+fn a_spoilt_header_never_panics() {
+    let source = TinyModel {
+        architecture: Architecture::Qwen2,
+        quant: QuantType::F16,
+        layers: 1,
+        width: 64,
+        heads: 1,
+        kv_heads: 1,
+        ffn: 64,
+        ..TinyModel::default()
+    };
+    let folder = Folder::of(&source.open());
+    let whole = folder.weights();
+    assert!(folder.open_with(&whole).is_ok());
+    let header = whole.len() - folder.data.len();
+    for len in (0..header).step_by(8).chain([header, whole.len() - 1]) {
+        assert!(folder.open_with(&whole[..len]).is_err(), "cut at {len}");
+    }
+    let mut refusals = 0;
+    for at in 0..header {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1 << (at % 7);
+        match folder.open_with(&bytes) {
+            Err(_) => refusals += 1,
+            Ok(file) => assert!(file.tensors().iter().all(|t| t.range.end <= file.file_len())),
+        }
+    }
+    assert!(refusals * 2 > header, "{refusals} of {header}");
+}
