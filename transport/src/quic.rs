@@ -41,6 +41,7 @@ mod receive;
 mod slots;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 /// The data plane of a node. Clones share it.
 #[derive(Clone)]

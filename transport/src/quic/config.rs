@@ -1,5 +1,6 @@
-//! QUIC settings: TLS from libp2p's certificates, and transport parameters for the kind of path (reference values, since
+//! QUIC settings: transport parameters for the kind of path (reference values, since
 //! quinn's own are for 100 Mbit/s x 100 ms and leave connection memory unbounded).
+use super::tls;
 use crate::identity::Identity;
 use quinn::{
     AckFrequencyConfig, ClientConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TransportConfig,
@@ -44,16 +45,7 @@ pub(super) struct Configs {
 
 impl Configs {
     pub(super) fn new(identity: &Identity) -> Result<Self, String> {
-        let mut client = libp2p_tls::make_client_config(identity.keypair(), None).map_err(|e| e.to_string())?;
-        client.alpn_protocols = vec![ALPN.to_vec()];
-        // libp2p-tls would write session keys where SSLKEYLOGFILE says.
-        client.key_log = Arc::new(rustls::NoKeyLog);
-        // All peers share one server name, and with it one slot of the ticket store.
-        client.resumption = rustls::client::Resumption::disabled();
-        let mut server = libp2p_tls::make_server_config(identity.keypair()).map_err(|e| e.to_string())?;
-        server.alpn_protocols = vec![ALPN.to_vec()];
-        server.key_log = Arc::new(rustls::NoKeyLog);
-        server.send_tls13_tickets = 0;
+        let (client, server) = tls::configs(identity, ALPN)?;
         let client_tls = Arc::new(QuicClientConfig::try_from(client).map_err(|e| e.to_string())?);
         let server_tls = Arc::new(QuicServerConfig::try_from(server).map_err(|e| e.to_string())?);
         Ok(Self { client_tls, server_tls })

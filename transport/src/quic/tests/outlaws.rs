@@ -114,6 +114,44 @@ async fn another_protocol_name_fails_the_handshake() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_certificate_that_no_peer_vouches_for_fails_the_handshake() {
+    let mut nodes = mesh(1);
+    let node = &mut nodes[0];
+    let outlaw = Outlaw::new(Identity::generate());
+    // Somebody else's certificate, copied off the wire, with a key of one's own: the handshake's signature does not fit.
+    let (stolen, _) = libp2p_tls::certificate::generate(Identity::generate().keypair()).unwrap();
+    let (_, own_key) = libp2p_tls::certificate::generate(outlaw.identity.keypair()).unwrap();
+    for (certificates, key) in [(vec![stolen], Some(own_key)), (Vec::new(), None)] {
+        let (mut tls, _) = crate::quic::tls::configs(&outlaw.identity, config::ALPN).unwrap();
+        tls.client_auth_cert_resolver = Arc::new(Shows(key.map(|key| {
+            let key = rustls::crypto::aws_lc_rs::sign::any_ecdsa_type(&key).unwrap();
+            Arc::new(rustls::sign::CertifiedKey::new(certificates, key))
+        })));
+        let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
+        let connection = outlaw.endpoint.connect_with(config, node.addr(), "l").unwrap().await;
+        // The dialer's side of TLS ends before the other has checked: it may see the end a moment later.
+        if let Ok(connection) = connection {
+            assert!(timeout(PATIENCE, connection.closed()).await.is_ok());
+        }
+        assert!(node.refused().await.contains("handshake"));
+    }
+    assert!(node.told().is_empty());
+}
+
+#[derive(Debug)]
+struct Shows(Option<Arc<rustls::sign::CertifiedKey>>);
+
+impl rustls::client::ResolvesClientCert for Shows {
+    fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
+        self.0.clone()
+    }
+
+    fn has_certs(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_dialer_is_told_why() {
     let mut nodes = mesh(1);
     let node = nodes.pop().unwrap();
