@@ -3,7 +3,6 @@
 use crate::identity::NodeId;
 use crate::throttle::Throttle;
 use bytes::Bytes;
-use std::future::Future;
 use thiserror::Error;
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
@@ -190,17 +189,15 @@ impl Response {
     ///
     /// # Errors
     /// As `block`, and for an answer that is longer.
-    pub fn all(mut self, bytes_max: usize) -> impl Future<Output = Result<Vec<u8>, RequestError>> + Send {
-        async move {
-            let mut all = Vec::new();
-            while let Some(block) = self.block().await? {
-                if block.len() > bytes_max - all.len() {
-                    return Err(RequestError::Answer { bytes_max });
-                }
-                all.extend_from_slice(&block);
+    pub async fn all(mut self, bytes_max: usize) -> Result<Vec<u8>, RequestError> {
+        let mut all = Vec::new();
+        while let Some(block) = self.block().await? {
+            if block.len() > bytes_max - all.len() {
+                return Err(RequestError::Answer { bytes_max });
             }
-            Ok(all)
+            all.extend_from_slice(&block);
         }
+        Ok(all)
     }
 
     async fn failure(&mut self) -> RequestError {

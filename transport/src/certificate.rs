@@ -94,7 +94,9 @@ impl Chain {
         }
         match issuer {
             Some((subject, roles)) if subject == presenter => Ok(roles),
-            Some((subject, _)) => Err(CertificateError::OtherPeer { expected: presenter, found: subject }),
+            Some((subject, _)) => {
+                Err(CertificateError::OtherPeer { expected: presenter.into(), found: subject.into() })
+            }
             None => Err(CertificateError::Malformed),
         }
     }
@@ -333,9 +335,9 @@ pub enum CertificateError {
     #[error("the certificate belongs to {found}, it was presented by {expected}")]
     OtherPeer {
         /// Who presented it.
-        expected: PeerId,
+        expected: Box<PeerId>,
         /// Whose it is.
-        found: PeerId,
+        found: Box<PeerId>,
     },
     /// A link does not follow from the one above it.
     #[error("the certificate at depth {depth} is forged: its signature or issuer does not fit the one above it")]

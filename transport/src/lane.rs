@@ -325,16 +325,24 @@ mod tests {
 
     #[derive(Default)]
     struct FakeState {
-        inner: Mutex<(usize, Vec<u8>, Option<Waker>, Option<PipeError>)>,
+        inner: Mutex<Stream>,
         told: AtomicBool,
         grown: Notify,
+    }
+
+    #[derive(Default)]
+    struct Stream {
+        room: usize,
+        written: Vec<u8>,
+        waiting: Option<Waker>,
+        ended: Option<PipeError>,
     }
 
     impl Fake {
         fn make_room(&self, bytes: usize) {
             let mut inner = self.0.inner.lock().unwrap();
-            inner.0 += bytes;
-            if let Some(waker) = inner.2.take() {
+            inner.room += bytes;
+            if let Some(waker) = inner.waiting.take() {
                 waker.wake();
             }
         }
@@ -342,8 +350,8 @@ mod tests {
         async fn written(&self, bytes: usize) -> Vec<u8> {
             loop {
                 let grown = self.0.grown.notified();
-                if self.0.inner.lock().unwrap().1.len() >= bytes {
-                    return self.0.inner.lock().unwrap().1.clone();
+                if self.0.inner.lock().unwrap().written.len() >= bytes {
+                    return self.0.inner.lock().unwrap().written.clone();
                 }
                 grown.await;
             }
@@ -353,18 +361,18 @@ mod tests {
     impl Pipe for Fake {
         fn poll_write(&mut self, cx: &mut Context<'_>, bufs: &mut [Bytes]) -> Poll<Result<(), PipeError>> {
             let mut inner = self.0.inner.lock().unwrap();
-            if let Some(error) = inner.3 {
+            if let Some(error) = inner.ended {
                 return Poll::Ready(Err(error));
             }
-            if inner.0 == 0 {
-                inner.2 = Some(cx.waker().clone());
+            if inner.room == 0 {
+                inner.waiting = Some(cx.waker().clone());
                 return Poll::Pending;
             }
             for buf in bufs.iter_mut() {
-                let n = buf.len().min(inner.0);
-                inner.0 -= n;
+                let n = buf.len().min(inner.room);
+                inner.room -= n;
                 let taken = buf.split_to(n);
-                inner.1.extend_from_slice(&taken);
+                inner.written.extend_from_slice(&taken);
             }
             self.0.grown.notify_waiters();
             Poll::Ready(Ok(()))
@@ -394,7 +402,7 @@ mod tests {
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 100);
         pipe.make_room(5);
         lane.send(ready(b"abc")).unwrap();
-        assert_eq!(pipe.0.inner.lock().unwrap().1, b"abc", "no task was needed");
+        assert_eq!(pipe.0.inner.lock().unwrap().written, b"abc", "no task was needed");
         lane.send(ready(b"defg")).unwrap();
         lane.send(Item::Later(3, Box::new(|| [Bytes::from_static(b"h"), Bytes::from_static(b"i")]))).unwrap();
         lane.send(ready(b"jk")).unwrap();
@@ -432,7 +440,7 @@ mod tests {
         let pipe = Fake::default();
         let (lane, budget) = lane(Some(pipe.clone()), &pipe, 10);
         lane.send(ready(b"abc")).unwrap();
-        pipe.0.inner.lock().unwrap().3 = Some(PipeError::Stopped);
+        pipe.0.inner.lock().unwrap().ended = Some(PipeError::Stopped);
         tokio::task::yield_now().await;
         pipe.make_room(1);
         while !pipe.0.told.load(Ordering::SeqCst) {

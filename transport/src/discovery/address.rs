@@ -18,6 +18,7 @@ impl PeerAddress {
     ///
     /// # Errors
     /// It is neither, or the name is not known.
+    #[allow(clippy::wildcard_enum_match_arm, reason = "multiaddr knows dozens of protocols")]
     pub fn parse(text: &str) -> Result<Self, AddressError> {
         let text = text.trim();
         if !text.starts_with('/') {

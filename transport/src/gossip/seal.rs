@@ -93,7 +93,7 @@ impl Opener {
         if packet.len() > super::PACKET_BYTES_MAX {
             return Err(SealError::Malformed);
         }
-        let (from, generation, counter, body, tag) = split(packet).ok_or(SealError::Malformed)?;
+        let Packet { from, generation, counter, body, tag } = split(packet).ok_or(SealError::Malformed)?;
         let known = self.senders.get(&from);
         if known.is_some_and(|s| generation < s.generation) {
             return Err(SealError::Replayed);
@@ -175,13 +175,23 @@ fn bit(counter: u64) -> u64 {
     1 << (counter % 64)
 }
 
-fn split(packet: &[u8]) -> Option<(NodeId, u64, u64, &[u8], [u8; TAG])> {
+/// The fields of a sealed datagram.
+struct Packet<'a> {
+    from: NodeId,
+    generation: u64,
+    counter: u64,
+    body: &'a [u8],
+    tag: [u8; TAG],
+}
+
+fn split(packet: &[u8]) -> Option<Packet<'_>> {
     let (front, tag) = packet.split_last_chunk::<TAG>()?;
     let mut r = Reader::new(front);
     if r.u8()? != VERSION {
         return None;
     }
-    Some((r.array()?, r.u64()?, r.u64()?, front.get(HEADER..)?, *tag))
+    let (from, generation, counter) = (r.array()?, r.u64()?, r.u64()?);
+    Some(Packet { from, generation, counter, body: front.get(HEADER..)?, tag: *tag })
 }
 
 /// Sealed in without being sent: the header, and whom it is for.

@@ -152,7 +152,7 @@ pub enum DialError {
     #[error("no address is known for {peer}")]
     NoAddress {
         /// Whom.
-        peer: PeerId,
+        peer: Box<PeerId>,
     },
     /// Nothing answered.
     #[error("nothing answers at {} within {} s: is the node up, and may UDP pass?", list(addrs), after.as_secs())]
@@ -168,9 +168,9 @@ pub enum DialError {
         /// Where.
         addr: SocketAddr,
         /// Whom we wanted.
-        expected: PeerId,
+        expected: Box<PeerId>,
         /// Who it is.
-        found: PeerId,
+        found: Box<PeerId>,
     },
     /// It is no meshnode of our protocol.
     #[error(
@@ -193,7 +193,7 @@ pub enum DialError {
     #[error("the certificate of {peer} is not accepted: {error}")]
     BadCertificate {
         /// Who.
-        peer: PeerId,
+        peer: Box<PeerId>,
         /// What is wrong.
         error: CertificateError,
     },

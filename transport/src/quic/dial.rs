@@ -47,7 +47,7 @@ pub(super) fn connect(inner: &Arc<Inner>, node: NodeId) {
 async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Result<(), DialError> {
     let Some(chain) = inner.chain() else { return Err(DialError::NoCredentials) };
     if addrs.is_empty() {
-        return Err(DialError::NoAddress { peer: peer_id });
+        return Err(DialError::NoAddress { peer: peer_id.into() });
     }
     let (connection, addr) = open(inner, Some(peer_id), addrs).await?;
     let greeting = greet(inner, &connection, addr, peer_id, Purpose::Member(Some(chain)));
@@ -59,7 +59,7 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
         Ok(expiry) => expiry,
         Err(error) => {
             connection.close(peer::code((&error).into()), error.to_string().as_bytes());
-            return Err(DialError::BadCertificate { peer: peer_id, error });
+            return Err(DialError::BadCertificate { peer: peer_id.into(), error });
         }
     };
     let (dialer, instance) = (inner.identity.peer_id(), theirs.instance);
@@ -115,7 +115,7 @@ async fn handshake(
     }
     if let Some(expected) = expected.filter(|e| *e != found) {
         connection.close(peer::code(CloseCode::WrongPeer), b"");
-        return Err(DialError::WrongPeer { addr, expected, found });
+        return Err(DialError::WrongPeer { addr, expected: expected.into(), found: found.into() });
     }
     Ok((connection, addr))
 }
@@ -148,7 +148,9 @@ pub(super) async fn greet(
             connection.close(peer::code(code), text.as_bytes());
             Err(match error {
                 HelloError::Version { .. } => DialError::OtherVersion { addr },
-                HelloError::BadChain => DialError::BadCertificate { peer, error: CertificateError::Malformed },
+                HelloError::BadChain => {
+                    DialError::BadCertificate { peer: peer.into(), error: CertificateError::Malformed }
+                }
                 HelloError::Malformed => DialError::Broken { addr, why: "its greeting is malformed".into() },
             })
         }

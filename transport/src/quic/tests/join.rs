@@ -1,5 +1,6 @@
 //! Becoming a member, and the ways it fails.
 use super::*;
+use crate::certificate::CertificateError;
 use crate::join::{JoinRefusal, JoinRequest};
 use crate::ticket::Ticket;
 
@@ -129,7 +130,8 @@ async fn tickets_that_cannot_work_fail_before_the_node_is_asked() {
 
     let wrong_peer = Ticket { inviter: other, ..good.clone() };
     let error = joiner.endpoint.join(&wrong_peer, "box").await.unwrap_err();
-    let expected = DialError::WrongPeer { addr: inviter.addr(), expected: other, found: inviter.identity.peer_id() };
+    let found = inviter.identity.peer_id().into();
+    let expected = DialError::WrongPeer { addr: inviter.addr(), expected: other.into(), found };
     assert_eq!(error, JoinError::Dial(expected));
 
     let lonely = stranger();
@@ -155,5 +157,3 @@ async fn an_inviter_cannot_hand_out_somebody_elses_mesh() {
     );
     assert!(matches!(result, Err(JoinError::Certificate(CertificateError::OtherMesh { .. }))), "{result:?}");
 }
-
-use crate::certificate::CertificateError;

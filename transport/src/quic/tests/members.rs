@@ -155,7 +155,7 @@ async fn nobody_there_is_told_with_the_address() {
     let a = &mut nodes[0];
     let stranger = Identity::generate().peer_id();
     a.endpoint.connect(stranger, Vec::new());
-    assert_eq!(a.disconnected().await, Disconnect::Dial(DialError::NoAddress { peer: stranger }));
+    assert_eq!(a.disconnected().await, Disconnect::Dial(DialError::NoAddress { peer: stranger.into() }));
     // A port that was free a moment ago; nothing answers there.
     let silent = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let addr = silent.local_addr().unwrap();
