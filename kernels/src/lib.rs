@@ -12,6 +12,7 @@ pub mod model;
 mod pool;
 
 pub mod chat_template;
+pub mod gpu;
 pub mod quant;
 pub mod sampler;
 pub mod tokenizer;
