@@ -1,0 +1,155 @@
+//! The suite on every backend of this machine, and the real model on Vulkan against its oracle.
+//!
+//! One binary, outside the crate: a test build of the crate itself would compile burn's GPU backends once more.
+use std::sync::Arc;
+
+use kernels::device::DeviceId;
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels::weights::ModelFile;
+use kernels::weights::testing::{TinyModel, real_model_path};
+use kernels_burn::suite::Check;
+use kernels_burn::{bench_gpu, load_gpu_stage, probe, probe_report, selftest};
+
+const VULKAN: DeviceId = DeviceId::Vulkan(0);
+
+/// Whether there is a Vulkan driver; without one says SKIPPED, or fails if it is required.
+fn vulkan() -> bool {
+    let there = probe().iter().any(|device| device.id == VULKAN);
+    if !there {
+        let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));
+        let notes = probe_report().notes.join("; ");
+        assert!(!required, "MESHNODE_REQUIRE names vulkan: {notes}");
+        eprintln!("SKIPPED: {notes}");
+    }
+    there
+}
+
+fn assert_all_pass(checks: &[Check]) {
+    for Check { name, outcome } in checks {
+        match outcome {
+            Ok(found) => eprintln!("{name}: {found}"),
+            Err(wrong) => eprintln!("{name}: FAILED: {wrong}"),
+        }
+    }
+    let failed: Vec<&Check> = checks.iter().filter(|check| check.outcome.is_err()).collect();
+    assert!(failed.is_empty(), "{} of {} checks failed: {failed:#?}", failed.len(), checks.len());
+    assert!(checks.len() >= 30, "only {} checks ran", checks.len());
+}
+
+#[test]
+fn the_processor_passes_the_suite() {
+    assert_all_pass(&selftest(DeviceId::Cpu).unwrap());
+}
+
+#[test]
+fn vulkan_passes_the_suite() {
+    if vulkan() {
+        assert_all_pass(&selftest(VULKAN).unwrap());
+    }
+}
+
+#[test]
+fn the_processor_is_found_first_and_absent_devices_are_named() {
+    assert_eq!(probe()[0].id, DeviceId::Cpu);
+    let error = bench_gpu(DeviceId::Vulkan(77)).unwrap_err();
+    assert!(error.contains("vulkan:77"), "{error}");
+}
+
+fn options(file: &ModelFile, context: usize) -> StageOptions {
+    let layers = 0..file.config().layers;
+    StageOptions { layers, sequences: 2, context, activations: Activations::F32, threads: 1 }
+}
+
+/// On the CPU backend, whose code is the same: what a batch may not contain, and that nothing changes when it does.
+#[test]
+fn a_stage_refuses_what_does_not_fit() {
+    let file = TinyModel::default().open();
+    let mut stage = load_gpu_stage(file.clone(), options(&file, 8), DeviceId::Cpu).unwrap();
+    let rows = |sequence, position, tokens| Rows { sequence, position, input: RowsIn::Tokens(tokens), logits: true };
+    stage.forward(&[rows(1, 0, &[1, 2, 3])]).unwrap();
+    let hidden = [0f32; 256];
+    let wrong = [
+        rows(1, 4, &[1]),
+        rows(1, 3, &[]),
+        rows(1, 3, &[1, 2, 3, 4, 5, 6]),
+        rows(1, 3, &[u32::MAX]),
+        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), logits: false },
+    ];
+    for wrong in wrong {
+        let error = stage.forward(&[rows(2, 0, &[1]), wrong]).unwrap_err();
+        assert!(matches!(error, StageError::Input(_)), "{error}");
+        assert_eq!((stage.held(1), stage.held(2)), (3, 0), "{error}");
+    }
+    let crowd: Vec<Rows<'_>> = (2..4).map(|sequence| rows(sequence, 0, &[1])).collect();
+    assert!(matches!(stage.forward(&crowd), Err(StageError::Input(_))));
+    stage.release(1);
+    stage.forward(&crowd).unwrap();
+    let mut second =
+        load_gpu_stage(file.clone(), StageOptions { layers: 1..3, ..options(&file, 8) }, DeviceId::Cpu).unwrap();
+    let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), logits: false };
+    let error = second.forward(&[ragged]).unwrap_err();
+    assert!(matches!(error, StageError::Input(_)), "{error}");
+}
+
+/// Positions already held may be written again: the rest of the sequence is as if they had been so at first.
+#[test]
+fn rewritten_positions_give_the_same_bits() {
+    let file = TinyModel::default().open();
+    let mut stage = load_gpu_stage(file.clone(), options(&file, 16), DeviceId::Cpu).unwrap();
+    let mut run = |sequence, position, tokens: &[u32]| {
+        let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), logits: true };
+        stage.forward(&[rows]).unwrap()
+    };
+    run(1, 0, &[1, 2, 9, 9, 9]);
+    assert_eq!(run(1, 2, &[3, 4]), run(2, 0, &[1, 2, 3, 4]));
+    assert_eq!(stage.held(1), 4);
+    let resident = stage.resident_bytes();
+    assert!(resident.weights > 0 && resident.working > 0);
+}
+
+#[test]
+fn a_model_larger_than_the_device_is_refused_with_the_sums() {
+    let file = TinyModel::default().open();
+    let options = StageOptions { sequences: 1 << 20, context: 1 << 20, ..options(&file, 8) };
+    let error = load_gpu_stage(file, options, DeviceId::Cpu).err().expect("no machine holds this");
+    assert!(matches!(&error, StageError::Input(text) if text.contains("MiB of weights")), "{error}");
+}
+
+#[test]
+fn smollm2_on_vulkan_gives_the_oracles_tokens() {
+    let (Some(path), true) = (real_model_path(), vulkan()) else { return };
+    let file = ModelFile::open(&path).unwrap();
+    let mut stage = load_gpu_stage(file.clone(), options(&file, 64), VULKAN).unwrap();
+    let oracle: serde_json::Value =
+        serde_json::from_str(include_str!("../../../tests/oracles/smollm2_greedy.json")).unwrap();
+    let prompt = &oracle["prompts"][0];
+    let ids = |value: &serde_json::Value| -> Vec<u32> {
+        value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    };
+    let mut tokens = ids(&prompt["ids"]);
+    let greedy = ids(&prompt["numpy_f32"]["greedy_ids"]);
+    let margins = &prompt["numpy_f32"]["margins"];
+    let (mut position, mut agreed) = (0, 0);
+    for (i, &next) in greedy[..12].iter().enumerate() {
+        let rows = Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), logits: true };
+        let out = stage.forward(&[rows]).unwrap().remove(0);
+        let RowsOut::Logits(logits) = out else { panic!("no logits") };
+        if margins[i].as_f64().unwrap() > 0.05 {
+            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+            assert_eq!(best as u32, next, "token {i}");
+            agreed += 1;
+        }
+        position += tokens.len();
+        tokens = vec![next];
+    }
+    assert!(agreed >= 10, "only {agreed} margins were wide enough to compare");
+}
+
+/// A weights file is shared by stages of several threads.
+#[test]
+fn stages_move_between_threads() {
+    fn is_send<T: Send>(_: &T) {}
+    let file: Arc<ModelFile> = TinyModel::default().open();
+    let stage: Box<dyn Stage> = load_gpu_stage(file.clone(), options(&file, 8), DeviceId::Cpu).unwrap();
+    is_send(&stage);
+}
