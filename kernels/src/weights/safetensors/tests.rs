@@ -1,3 +1,4 @@
+//! Folders as Hugging Face lays them out, read beside a GGUF of the same model; and hostile ones.
 use std::path::Path;
 use std::sync::Arc;
 
