@@ -17,6 +17,8 @@ pub(super) struct Lease {
     /// Running mean of the time between heartbeats, and of how far each is from it.
     interval: Duration,
     deviation: Duration,
+    /// The next gap says more about this node than about the path.
+    excused: bool,
     silent: bool,
     stuck: bool,
 }
@@ -47,6 +49,7 @@ impl Lease {
             awaited_until: Some(awaited_until),
             interval: HEARTBEAT,
             deviation: Duration::ZERO,
+            excused: false,
             silent: false,
             stuck: false,
         }
@@ -68,7 +71,8 @@ impl Lease {
     pub(super) fn handle_heartbeat(&mut self, now: Instant, heartbeat: Heartbeat) -> Option<Change> {
         // Datagrams may be reordered: an older one is a sign of life, but not news about the work.
         let older = self.last.is_some_and(|(_, last)| (heartbeat.epoch, heartbeat.done) < (last.epoch, last.done));
-        if let Some((at, _)) = self.last.filter(|_| !self.silent) {
+        let excused = core::mem::take(&mut self.excused);
+        if let Some((at, _)) = self.last.filter(|_| !self.silent && !excused) {
             let gap = now.since(at);
             // Integer forms of the usual smoothing: an eighth for the mean, a quarter for the deviation.
             self.deviation = (self.deviation * 3 + self.interval.abs_diff(gap)) / 4;
@@ -111,6 +115,7 @@ impl Lease {
 
     /// This node was late itself: give the neighbour what it lost, and time for queued heartbeats to be read.
     pub(super) fn excuse(&mut self, now: Instant, late: Duration) {
+        self.excused = true;
         let read = HEARTBEAT * 2;
         self.counted_from = (self.counted_from + late).min(now).max((now + read) - self.allowed());
     }

@@ -1,1 +1,294 @@
-//! Tests.
+use super::*;
+use crate::message::SignedAdvert;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec;
+use core::net::Ipv4Addr;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// A few machines on a perfect wire with a hand-turned clock.
+struct Bench {
+    nodes: Vec<Membership>,
+    ids: Vec<NodeId>,
+    now: Instant,
+    told: Vec<(usize, MembershipOutput)>,
+    deaf: Vec<usize>,
+}
+
+fn config(n: usize) -> Config {
+    let peer_id = format!("peer {n}").into_bytes();
+    let ip = Ipv4Addr::new(10, 0, 0, n as u8 + 1);
+    Config {
+        node: NodeId::of_peer(&peer_id),
+        generation: Generation(1000),
+        peer_id,
+        name: format!("node {n}"),
+        gossip_addrs: vec![SocketAddr::from((ip, 1))],
+        data_addrs: vec![SocketAddr::from((ip, 2))],
+        capacity: Capacity {
+            machine: n as u64,
+            device: String::from("cpu"),
+            memory_total: 1 << 30,
+            memory_free: 1 << 30,
+            bytes_per_second: 1 << 30,
+            flops_per_second: 1 << 30,
+            step_ns: 1000,
+            numerics: 1,
+        },
+    }
+}
+
+impl Bench {
+    fn new(n: usize) -> Self {
+        let nodes: Vec<_> = (0..n).map(|i| Membership::new(&config(i), Instant(0), i as u64)).collect();
+        let ids = (0..n).map(|i| config(i).node).collect();
+        let mut bench = Bench { nodes, ids, now: Instant(0), told: Vec::new(), deaf: Vec::new() };
+        for i in 1..n {
+            bench.introduce(i, 0);
+        }
+        bench
+    }
+
+    fn introduce(&mut self, who: usize, to: usize) {
+        let c = config(to);
+        self.nodes[who].handle_peer_found(self.now, c.node, c.peer_id, c.gossip_addrs, c.data_addrs);
+        self.settle();
+    }
+
+    fn pass(&mut self, time: Duration) {
+        let end = self.now + time;
+        loop {
+            let next = |i: &usize| self.nodes[*i].next_wakeup().map(|(at, _)| at);
+            let awake = (0..self.nodes.len()).filter(|i| !self.deaf.contains(i));
+            let Some(i) = awake.filter(|i| next(i).is_some_and(|at| at <= end)).min_by_key(next) else { break };
+            self.now = self.now.max(next(&i).unwrap_or(end));
+            self.nodes[i].handle_wakeup(self.now);
+            self.settle();
+        }
+        self.now = end;
+    }
+
+    fn settle(&mut self) {
+        let mut quiet = false;
+        while !quiet {
+            quiet = true;
+            for i in 0..self.nodes.len() {
+                while let Some(output) = self.nodes[i].poll_output() {
+                    quiet = false;
+                    if !self.deaf.contains(&i) {
+                        self.carry_out(i, output);
+                    }
+                }
+            }
+        }
+    }
+
+    fn carry_out(&mut self, i: usize, output: MembershipOutput) {
+        let (now, me) = (self.now, self.ids[i]);
+        let source = config(i).gossip_addrs[0];
+        match output {
+            MembershipOutput::SendDatagram { addr, bytes, .. } => {
+                let Some(to) = (0..self.nodes.len()).find(|to| config(*to).gossip_addrs[0] == addr) else { return };
+                if !self.deaf.contains(&to) {
+                    self.hear(to, me, source, &bytes);
+                }
+            }
+            MembershipOutput::SendMessage { to, message } => {
+                let Some(to) = self.ids.iter().position(|id| *id == to).filter(|to| !self.deaf.contains(to)) else {
+                    return;
+                };
+                match message {
+                    Message::PushPull { members, adverts, reply } => {
+                        self.nodes[to].handle_push_pull(now, me, &members, adverts, reply);
+                    }
+                    Message::Leaving => self.nodes[to].handle_leaving(now, me),
+                    other => panic!("membership says {other:?}"),
+                }
+            }
+            MembershipOutput::Connect { node, .. } => self.nodes[i].handle_connected(now, node, 100_000),
+            MembershipOutput::Sign { token, bytes } => {
+                let signature = [&config(i).peer_id, bytes.as_slice()].concat();
+                self.nodes[i].handle_signed(now, token, blake3::hash(&signature).as_bytes().to_vec());
+            }
+            MembershipOutput::Verify { token, peer_id, bytes, signature } => {
+                let valid = blake3::hash(&[peer_id, bytes].concat()).as_bytes() == signature.as_slice();
+                self.nodes[i].handle_verified(now, token, valid);
+            }
+            other => self.told.push((i, other)),
+        }
+    }
+
+    fn hear(&mut self, to: usize, from: NodeId, source: SocketAddr, bytes: &[u8]) {
+        let node = &mut self.nodes[to];
+        match codec::decode_datagram(bytes).expect("own datagrams can be decoded") {
+            Datagram::Swim(packet) => node.handle_swim(self.now, from, source, packet),
+            Datagram::Suspected { generation, incarnation } => {
+                node.handle_suspected(self.now, from, generation, incarnation);
+            }
+            Datagram::Advert(advert) => node.handle_advert(from, advert),
+            Datagram::Heartbeat(_) => panic!("membership sends no heartbeats"),
+        }
+    }
+
+    fn alive(&self, i: usize) -> usize {
+        self.nodes[i].alive().count()
+    }
+
+    fn refusals(&self) -> Vec<&'static str> {
+        let refused = |output: &MembershipOutput| match output {
+            MembershipOutput::Refused { what, .. } => Some(*what),
+            _ => None,
+        };
+        self.told.iter().filter_map(|(_, output)| refused(output)).collect()
+    }
+}
+
+#[test]
+fn strangers_become_members_with_adverts() {
+    let mut bench = Bench::new(5);
+    bench.pass(ms(5000));
+    for i in 0..5 {
+        assert_eq!(bench.alive(i), 4, "node {i}");
+        let fleet = bench.nodes[i].fleet();
+        assert_eq!(fleet.devices.len(), 5, "node {i} knows what all five offer, itself too");
+        assert!(fleet.devices.is_sorted_by_key(|device| device.id));
+        assert!(fleet.links.keys().all(|(a, b)| a != b));
+    }
+    assert!(bench.refusals().is_empty(), "{:?}", bench.refusals());
+}
+
+#[test]
+fn silence_is_death_within_a_second() {
+    let mut bench = Bench::new(6);
+    bench.pass(ms(5000));
+    bench.told.clear();
+    bench.deaf.push(3);
+    bench.pass(ms(1200));
+    let dead = bench.ids[3];
+    for i in [0, 1, 2, 4, 5] {
+        let down = (i, MembershipOutput::PeerDown { node: dead, reason: DownReason::Failed });
+        assert!(bench.told.contains(&down), "node {i} told nobody");
+        assert_eq!(bench.nodes[i].member(dead).map(|m| m.state), Some(MemberState::Down(DownReason::Failed)));
+        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == dead.into()));
+    }
+    // It was only deaf: told that it is dead, it comes back under a new generation.
+    bench.deaf.clear();
+    bench.pass(ms(6000));
+    assert!((0..6).all(|i| bench.alive(i) == 5), "{:?}", (0..6).map(|i| bench.alive(i)).collect::<Vec<_>>());
+    assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation > Generation(1000)));
+}
+
+#[test]
+fn a_goodbye_is_believed_at_once() {
+    let mut bench = Bench::new(4);
+    bench.pass(ms(5000));
+    bench.told.clear();
+    bench.nodes[2].handle_leave(bench.now);
+    bench.settle();
+    let gone = bench.ids[2];
+    for i in [0, 1, 3] {
+        assert!(bench.told.contains(&(i, MembershipOutput::PeerDown { node: gone, reason: DownReason::Left })));
+        assert!(bench.told.contains(&(i, MembershipOutput::Disconnect { node: gone })));
+    }
+    assert_eq!(bench.nodes[2].next_wakeup(), None, "nothing more to do");
+    bench.pass(ms(5000));
+    assert!([0, 1, 3].iter().all(|i| bench.alive(*i) == 2), "it does not come back by itself");
+}
+
+#[test]
+fn own_changes_reach_everybody_and_small_ones_wait() {
+    let mut bench = Bench::new(4);
+    bench.pass(ms(5000));
+    let mut capacity = config(1).capacity;
+    capacity.memory_free /= 2;
+    bench.nodes[1].handle_capacity(bench.now, capacity.clone());
+    bench.pass(ms(1000));
+    let seen = |bench: &Bench, i: usize| {
+        bench.nodes[i].member(bench.ids[1]).and_then(|m| m.advert).map(|a| a.capacity.memory_free)
+    };
+    assert!([0, 2, 3].iter().all(|i| seen(&bench, *i) == Some(1 << 29)));
+    capacity.memory_free -= 1000;
+    bench.nodes[1].handle_capacity(bench.now, capacity);
+    bench.pass(ms(5000));
+    assert_eq!(seen(&bench, 0), Some(1 << 29), "a change of a millionth is not worth a round of gossip");
+    bench.nodes[1].handle_drain(bench.now, true);
+    bench.pass(ms(2000));
+    assert!(bench.nodes[0].fleet().devices.iter().any(|device| device.id == bench.ids[1].into() && device.excluded));
+}
+
+#[test]
+fn what_is_forged_is_refused() {
+    let mut bench = Bench::new(3);
+    bench.pass(ms(5000));
+    let version = |bench: &Bench| bench.nodes[0].member(bench.ids[1]).and_then(|m| m.advert).map(|a| a.version);
+    let before = version(&bench);
+    // Node 2 sends a richer advert in node 1's name.
+    let mut advert = bench.nodes[1].own().clone();
+    advert.version += 10;
+    let bytes = codec::encode_advert(&advert).unwrap();
+    bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature: vec![0; 32] });
+    bench.settle();
+    assert_eq!(bench.refusals(), ["an advert with a wrong signature"]);
+    // …and one whose key it owns, for a node that it is not.
+    advert.peer_id = config(2).peer_id;
+    let bytes = codec::encode_advert(&advert).unwrap();
+    bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature: vec![0; 32] });
+    bench.settle();
+    assert_eq!(bench.refusals()[1], "an advert whose key does not belong to its node");
+    assert_eq!(version(&bench), before);
+    // A packet in another's name, and garbage.
+    let packet = bench.nodes[1].swim.goodbye(Life { node: bench.ids[0], generation: Generation(1000), addr: None });
+    let (now, source) = (bench.now, config(2).gossip_addrs[0]);
+    bench.nodes[0].handle_swim(now, bench.ids[2], source, &packet);
+    bench.nodes[0].handle_swim(now, bench.ids[2], source, &[7; 100]);
+    bench.nodes[0].handle_push_pull(now, bench.ids[2], &[255; 40], Vec::new(), false);
+    bench.settle();
+    assert_eq!(
+        bench.refusals()[2..],
+        [
+            "a membership packet in another node's name",
+            "a membership packet that cannot be decoded",
+            "a push-pull with a bad member list"
+        ]
+    );
+    assert_eq!(bench.alive(0), 2);
+}
+
+#[test]
+fn an_address_that_moved_is_followed() {
+    let mut bench = Bench::new(2);
+    bench.pass(ms(3000));
+    assert_eq!(bench.nodes[0].gossip_addr(bench.ids[1]), Some(config(1).gossip_addrs[0]));
+    let moved = SocketAddr::from(([10, 9, 9, 9], 77));
+    let packet = bench.nodes[1].swim.goodbye(Life { node: bench.ids[0], generation: Generation(1000), addr: None });
+    // Any packet with a proven sender will do; this one is not addressed to a life that node 0 still has.
+    let stale = Life { node: bench.ids[0], generation: Generation(1), addr: None };
+    let stale_packet = bench.nodes[1].swim.goodbye(stale);
+    assert_ne!(packet, stale_packet);
+    bench.nodes[0].handle_swim(bench.now, bench.ids[1], moved, &stale_packet);
+    assert_eq!(bench.nodes[0].gossip_addr(bench.ids[1]), Some(moved));
+}
+
+#[test]
+fn alone_it_keeps_asking_ever_more_slowly() {
+    let mut bench = Bench::new(2);
+    bench.deaf.push(0);
+    let mut lonely = Bench::new(1);
+    let c = config(1);
+    lonely.nodes[0].handle_peer_found(Instant(0), c.node, c.peer_id, c.gossip_addrs, c.data_addrs);
+    let mut asked = Vec::new();
+    let mut now = Instant(0);
+    while now < Instant(0) + ms(30_000) {
+        while let Some(output) = lonely.nodes[0].poll_output() {
+            if matches!(output, MembershipOutput::SendDatagram { .. }) {
+                asked.push(now);
+            }
+        }
+        now = lonely.nodes[0].next_wakeup().map_or(now + ms(1000), |(at, _)| at.max(now + ms(1)));
+        lonely.nodes[0].handle_wakeup(now);
+    }
+    assert!((6..14).contains(&asked.len()), "{asked:?}");
+}
