@@ -7,21 +7,25 @@ use crate::codec::{self, Datagram};
 use crate::config::{Capacity, Config};
 use crate::id::{ContentId, Generation, NodeId};
 use crate::limits::{MEMBERS_MAX, MESSAGE_BYTES_MAX, PUSH_PULL};
-use crate::message::{Advert, Message, SignedAdvert};
+use crate::message::{Message, SignedAdvert};
 use crate::output::DownReason;
 use crate::time::{Duration, Instant};
 use adverts::{AdvertOutput, Adverts};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use core::net::SocketAddr;
-use partitioner::{Device, Fleet, Link};
+use partitioner::Link;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use swim::{Life, Swim, SwimOutput};
 
+mod view;
+
 mod adverts;
 mod health;
 mod swim;
+
+pub use view::{Member, MemberState};
 
 /// Top byte of this machine's tokens for `Sign` and `Verify`.
 pub const TOKEN_TAG: u8 = 1;
@@ -57,36 +61,6 @@ pub enum MembershipOutput {
 /// Where a node can be found, if it is there.
 pub type Contact = (NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>);
 
-/// One member, for status and for routing.
-#[derive(Clone, Copy, Debug)]
-pub struct Member<'a> {
-    /// Who.
-    pub node: NodeId,
-    /// Which life.
-    pub generation: Generation,
-    /// Alive (perhaps suspected), or gone and why.
-    pub state: MemberState,
-    /// What it offers, once heard.
-    pub advert: Option<&'a Advert>,
-    /// Where gossip reaches it.
-    pub gossip_addr: Option<SocketAddr>,
-    /// A data-plane connection stands.
-    pub connected: bool,
-    /// Round trip to it, once measured.
-    pub rtt_ns: Option<u64>,
-}
-
-/// Whether a member is there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MemberState {
-    /// It answers.
-    Alive,
-    /// It has not answered this node lately and is being asked to.
-    Suspect,
-    /// It is gone.
-    Down(DownReason),
-}
-
 /// The membership machine of one node.
 pub struct Membership {
     node: NodeId,
@@ -104,8 +78,10 @@ pub struct Membership {
     next_announce: Instant,
     announce_pause: Duration,
     next_push_pull: Option<Instant>,
-    /// When to look whether an advert of a member is still missing.
+    /// When to look whether an advert of a member is still missing…
     next_repair: Option<Instant>,
+    /// …or to ask in any case: who joins beside many others misses a few of their rumours.
+    repair_anyway: bool,
     next_gossip: Option<Instant>,
     next_remember: Option<Instant>,
     left: bool,
@@ -148,123 +124,10 @@ impl Membership {
             announce_pause: ANNOUNCE,
             next_push_pull: None,
             next_repair: None,
+            repair_anyway: false,
             next_gossip: None,
             next_remember: None,
             left: false,
-        }
-    }
-
-    // ---- views
-
-    /// What this node says about itself.
-    pub fn own(&self) -> &Advert {
-        self.adverts.own()
-    }
-
-    /// All members but this node, alive or lately gone, by id.
-    pub fn members(&self) -> impl Iterator<Item = Member<'_>> {
-        self.peers.keys().filter_map(|node| self.member(*node))
-    }
-
-    /// Ids of the members alive, without this node.
-    pub fn alive(&self) -> impl Iterator<Item = NodeId> + '_ {
-        self.peers.iter().filter(|(_, peer)| peer.down.is_none()).map(|(node, _)| *node)
-    }
-
-    /// One member.
-    pub fn member(&self, node: NodeId) -> Option<Member<'_>> {
-        let peer = self.peers.get(&node)?;
-        let state = match peer.down {
-            Some(reason) => MemberState::Down(reason),
-            None if self.swim.suspects(node) => MemberState::Suspect,
-            None => MemberState::Alive,
-        };
-        Some(Member {
-            node,
-            generation: peer.life.generation,
-            state,
-            advert: self.adverts.get(node),
-            gossip_addr: self.gossip_addr(node),
-            connected: self.connected.contains_key(&node),
-            rtt_ns: self.connected.get(&node).map(|link| link.rtt_ns),
-        })
-    }
-
-    /// Whether a member is alive as far as SWIM knows.
-    pub fn is_alive(&self, node: NodeId) -> bool {
-        self.peers.get(&node).is_some_and(|peer| peer.down.is_none())
-    }
-
-    /// Where a gossip datagram reaches a node: where it was last heard, else what it says, else what others say.
-    pub fn gossip_addr(&self, node: NodeId) -> Option<SocketAddr> {
-        let peer = self.peers.get(&node);
-        if let Some(source) = peer.and_then(|peer| peer.source) {
-            return Some(source);
-        }
-        let advertised = self.adverts.get(node).map(|advert| advert.gossip_addrs.as_slice()).unwrap_or_default();
-        let found = self.contacts.get(&node).map(|found| found.gossip.as_slice()).unwrap_or_default();
-        let hint = peer.and_then(|peer| peer.life.addr);
-        let usable: Vec<SocketAddr> = hint
-            .into_iter()
-            .chain(advertised.iter().chain(found).copied())
-            .filter(|a| !a.ip().is_unspecified())
-            .collect();
-        let tries = peer.map_or(0, |peer| peer.tries);
-        usable.get(tries % usable.len().max(1)).copied()
-    }
-
-    /// Key and data-plane addresses of a node, as a `Connect` needs them.
-    pub fn data_contact(&self, node: NodeId) -> Option<(Vec<u8>, Vec<SocketAddr>)> {
-        if let Some(advert) = self.adverts.get(node) {
-            let mut addrs = advert.data_addrs.clone();
-            if let Some(found) = self.contacts.get(&node) {
-                addrs.extend(found.data.iter().filter(|addr| !advert.data_addrs.contains(addr)));
-            }
-            return Some((advert.peer_id.clone(), addrs));
-        }
-        self.contacts.get(&node).map(|found| (found.peer_id.clone(), found.data.clone()))
-    }
-
-    /// Whether a data-plane connection stands.
-    pub fn is_connected(&self, node: NodeId) -> bool {
-        self.connected.contains_key(&node)
-    }
-
-    /// The measured machines and links, this node among them. `Device::memory` is what is free now: bytes that a job of
-    /// this mesh already holds there are not in it.
-    pub fn fleet(&self) -> Fleet {
-        let mut adverts: BTreeMap<NodeId, &Advert> =
-            self.alive().filter_map(|node| Some((node, self.adverts.get(node)?))).collect();
-        adverts.insert(self.node, self.adverts.own());
-        let mut links = BTreeMap::new();
-        for (peer, link) in self.connected.iter().filter(|(peer, _)| adverts.contains_key(peer)) {
-            links.insert((self.node.into(), (*peer).into()), *link);
-            links.insert(((*peer).into(), self.node.into()), *link);
-        }
-        // Links between others are not measured from here: as slow as the slowest of ours is a fair guess.
-        let default_link = links.values().copied().reduce(slower).unwrap_or(UNMEASURED);
-        let devices = adverts.values().map(|advert| self.device(advert)).collect();
-        Fleet { devices, links, default_link }
-    }
-
-    /// What a member, or this node, offers.
-    pub fn capacity(&self, node: NodeId) -> Option<&Capacity> {
-        let advert = if node == self.node { Some(self.adverts.own()) } else { self.adverts.get(node) };
-        advert.map(|advert| &advert.capacity)
-    }
-
-    fn device(&self, advert: &Advert) -> Device {
-        let capacity = &advert.capacity;
-        Device {
-            id: advert.node.into(),
-            name: advert.name.clone(),
-            machine: capacity.machine,
-            memory: capacity.memory_free,
-            bytes_per_second: capacity.bytes_per_second,
-            flops_per_second: capacity.flops_per_second,
-            step_ns: capacity.step_ns,
-            numerics: capacity.numerics,
-            excluded: advert.draining || (advert.node == self.node && self.left),
         }
     }
 
@@ -476,7 +339,9 @@ impl Membership {
         if self.next_gossip.is_some_and(|at| at <= now) {
             self.gossip_tick(now);
         }
-        if self.next_repair.take_if(|at| *at <= now).is_some() && self.misses_adverts() {
+        if self.next_repair.take_if(|at| *at <= now).is_some()
+            && (core::mem::take(&mut self.repair_anyway) || self.misses_adverts())
+        {
             self.next_push_pull = Some(now);
         }
         if self.next_push_pull.is_some_and(|at| at <= now) {
@@ -525,6 +390,8 @@ impl Membership {
                 SwimOutput::Active => {
                     self.announce_pause = ANNOUNCE;
                     self.next_push_pull = Some(now);
+                    self.repair_anyway = true;
+                    self.arm_repair(now);
                 }
                 SwimOutput::Renewed => self.next_push_pull = Some(now),
             }
@@ -745,10 +612,6 @@ impl Membership {
             self.output.push_back(MembershipOutput::Remember { peers });
         }
     }
-}
-
-fn slower(a: Link, b: Link) -> Link {
-    Link { rtt_ns: a.rtt_ns.max(b.rtt_ns), bytes_per_second: a.bytes_per_second.min(b.bytes_per_second) }
 }
 
 /// What an unmeasured link is taken for: a gigabit LAN.

@@ -10,8 +10,10 @@ use crate::time::{Duration, Instant};
 pub(super) struct Lease {
     /// Silence counts from here: the last sign of life, moved on by this node's own lateness.
     counted_from: Instant,
-    /// Last real sign of life and its heartbeat.
-    last: Option<(Instant, Heartbeat)>,
+    /// When the last heartbeat came, even one that had been overtaken.
+    beat_at: Option<Instant>,
+    /// The newest news of its work.
+    news: Option<Heartbeat>,
     /// Only before the first sign of life: until when it is awaited.
     awaited_until: Option<Instant>,
     /// Running mean of the time between heartbeats, and of how far each is from it.
@@ -45,7 +47,8 @@ impl Lease {
     pub(super) fn new(awaited_until: Instant) -> Self {
         Lease {
             counted_from: awaited_until - LEASE,
-            last: None,
+            beat_at: None,
+            news: None,
             awaited_until: Some(awaited_until),
             interval: HEARTBEAT,
             deviation: Duration::ZERO,
@@ -56,11 +59,11 @@ impl Lease {
     }
 
     pub(super) fn last(&self) -> Option<(Instant, Heartbeat)> {
-        self.last
+        self.beat_at.zip(self.news)
     }
 
     pub(super) fn is_fresh(&self, now: Instant) -> bool {
-        self.last.is_some() && !self.silent && now < self.end()
+        self.beat_at.is_some() && !self.silent && now < self.end()
     }
 
     /// When it runs out, unless that has been told.
@@ -70,19 +73,20 @@ impl Lease {
 
     pub(super) fn handle_heartbeat(&mut self, now: Instant, heartbeat: Heartbeat) -> Option<Change> {
         // Datagrams may be reordered: an older one is a sign of life, but not news about the work.
-        let older = self.last.is_some_and(|(_, last)| (heartbeat.epoch, heartbeat.done) < (last.epoch, last.done));
+        let older = self.news.is_some_and(|news| (heartbeat.epoch, heartbeat.done) < (news.epoch, news.done));
         let excused = core::mem::take(&mut self.excused);
-        if let Some((at, _)) = self.last.filter(|_| !self.silent && !excused) {
+        if let Some(at) = self.beat_at.filter(|_| !self.silent && !excused) {
             let gap = now.since(at);
             // Integer forms of the usual smoothing: an eighth for the mean, a quarter for the deviation.
             self.deviation = (self.deviation * 3 + self.interval.abs_diff(gap)) / 4;
             self.interval = (self.interval * 7 + gap) / 8;
         }
+        self.beat_at = Some(now);
         let back = self.handle_heard(now);
         if older {
             return back;
         }
-        self.last = Some((now, heartbeat));
+        self.news = Some(heartbeat);
         let elapsed = Duration::from_micros(heartbeat.op_elapsed_us.into());
         let allowed = STUCK_MIN.max(Duration::from_micros(heartbeat.op_budget_us.into()) * STUCK_FACTOR);
         match (elapsed > allowed, self.stuck) {
@@ -110,7 +114,7 @@ impl Lease {
         }
         self.silent = true;
         // Told as it was, without what this node excused.
-        Some(Change::Silent(self.last.map_or(now.since(self.counted_from), |(at, _)| now.since(at))))
+        Some(Change::Silent(now.since(self.beat_at.unwrap_or(self.counted_from))))
     }
 
     /// This node was late itself: give the neighbour what it lost, and time for queued heartbeats to be read.
