@@ -136,7 +136,6 @@ impl Tokenizer {
         }
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut rest = text;
-        // SentencePiece models put a space before text that begins or follows a special token.
         while let Some((at, id, len)) = self.specials.find(rest, parse_special) {
             self.encode_plain(&rest[..at], &mut ids)?;
             ids.push(id);
@@ -163,8 +162,10 @@ impl Tokenizer {
     }
 
     fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        if text.is_empty() {
+            return Ok(());
+        }
         match &self.words {
-            _ if text.is_empty() => Ok(()),
             Words::BytePair(words) => words.encode(text, ids),
             Words::SentencePiece(words) => words.encode(text, ids),
         }

@@ -37,8 +37,6 @@ pub struct UpOptions {
     pub open: bool,
     /// Tickets and multiaddrs to join by; empty founds a mesh (or comes back to the one in `data_dir`).
     pub join: Vec<String>,
-    /// Write every core input here.
-    pub record: Option<PathBuf>,
     /// A node for one command in its own process: meets nobody.
     pub solo: bool,
 }
@@ -59,7 +57,6 @@ impl UpOptions {
             mdns: false,
             open: false,
             join: Vec::new(),
-            record: None,
             solo: true,
         }
     }
@@ -73,8 +70,8 @@ pub struct ConfigFile {
     pub name: Option<String>,
     /// See [`UpOptions::data_dir`].
     pub data_dir: Option<PathBuf>,
-    /// See [`UpOptions::models_dir`].
-    pub models_dir: Option<PathBuf>,
+    /// Where fetched models and shards are kept.
+    pub cache_dir: Option<PathBuf>,
     /// See [`UpOptions::listen`].
     pub listen: Option<IpAddr>,
     /// See [`UpOptions::port`].
@@ -226,9 +223,9 @@ pub fn data_dir_default() -> PathBuf {
     xdg("XDG_DATA_HOME", ".local/share")
 }
 
-/// Fetched models: `$XDG_CACHE_HOME/meshnode/models`.
-pub fn models_dir_default() -> PathBuf {
-    xdg("XDG_CACHE_HOME", ".cache").join("models")
+/// What can be fetched again: `$XDG_CACHE_HOME/meshnode`; models are in `models` below it.
+pub fn cache_dir_default() -> PathBuf {
+    xdg("XDG_CACHE_HOME", ".cache")
 }
 
 /// This machine's name, or "node".

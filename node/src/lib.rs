@@ -1,7 +1,25 @@
 //! The shell of a node: the real world around `node_core`, and the commands and the HTTP API that people meet.
 //!
-//! Next: `cli.rs`, what a person can ask for.
+//! Start with `node` (what a node is put together from), `driver` and `shell` (the loop around the core), then
+//! `handle`, what the API and the commands see. Next: `node.rs`.
+pub mod admission;
+pub mod api;
+pub mod cli;
 pub mod client;
+pub mod cluster;
 pub mod config;
+pub mod demo;
+pub mod device;
+pub mod doctor;
+pub mod driver;
+pub mod executor;
+pub mod handle;
+pub mod hub;
+pub mod measure;
+pub mod node;
 pub mod pull;
+pub mod shell;
+pub mod store;
 pub mod telemetry;
+pub mod tensors;
+pub mod transfer;

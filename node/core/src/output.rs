@@ -69,6 +69,8 @@ pub struct StageSpec {
     pub layers: Range<u32>,
     /// Layers of the whole model.
     pub layers_total: u32,
+    /// Which entry of the route: frames into it carry this as their edge.
+    pub stage: u16,
     /// Sequences held at once.
     pub sequences: u32,
     /// Tokens of context per sequence.

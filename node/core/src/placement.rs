@@ -344,6 +344,7 @@ fn spec(me: NodeId, head: NodeId, prepare: &Prepare) -> StageSpec {
         content: prepare.content,
         layers: prepare.route[usize::from(prepare.stage)].1.clone(),
         layers_total: prepare.route.last().map_or(0, |(_, layers)| layers.end),
+        stage: prepare.stage,
         sequences: prepare.sequences,
         context: prepare.context,
         width: prepare.width,

@@ -1,0 +1,150 @@
+//! Whole small models of every architecture and format against a forward pass written as plainly as possible in f64.
+use std::sync::Arc;
+
+use kernels::quant::{QUANT_TYPES, QuantType};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions};
+use kernels::weights::testing::TinyModel;
+use kernels::weights::{Architecture, ModelFile, RopeKind};
+
+/// Logits of the last token, everything in f64, no cache, no cleverness.
+fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
+    let c = file.config();
+    let mut hidden: Vec<Vec<f64>> =
+        tokens.iter().map(|t| rows(file, "token_embd.weight")[*t as usize].clone()).collect();
+    for layer in 0..c.layers {
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let normed: Vec<_> =
+            hidden.iter().map(|h| norm(h, &rows(file, &name("attn_norm.weight"))[0], c.norm_eps)).collect();
+        let project = |part: &str, turn: bool| -> Vec<Vec<Vec<f64>>> {
+            let each = normed.iter().enumerate().map(|(position, x)| {
+                let mut y = product(&rows(file, &name(&format!("{part}.weight"))), x);
+                if file.tensor(&name(&format!("{part}.bias"))).is_some() {
+                    y.iter_mut().zip(&rows(file, &name(&format!("{part}.bias")))[0]).for_each(|(y, b)| *y += b);
+                }
+                let heads = y.chunks_exact(c.head_dim).map(|head| {
+                    let mut head = head.to_vec();
+                    if file.tensor(&name(&format!("{part}_norm.weight"))).is_some() {
+                        head = norm(&head, &rows(file, &name(&format!("{part}_norm.weight")))[0], c.norm_eps);
+                    }
+                    if turn { rotate(file, &head, position) } else { head }
+                });
+                heads.collect()
+            });
+            each.collect()
+        };
+        let (q, k, v) = (project("attn_q", true), project("attn_k", true), project("attn_v", false));
+        for position in 0..tokens.len() {
+            let mut attended = Vec::new();
+            for head in 0..c.heads {
+                let kv = head / (c.heads / c.kv_heads);
+                let score = |p: usize| dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
+                let scores: Vec<f64> = (0..=position).map(score).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                attended.extend(
+                    (0..c.head_dim)
+                        .map(|d| weights.iter().enumerate().map(|(p, w)| w * v[p][kv][d]).sum::<f64>() / sum),
+                );
+            }
+            let out = product(&rows(file, &name("attn_output.weight")), &attended);
+            hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
+            let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
+            let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
+            let up = product(&rows(file, &name("ffn_up.weight")), &x);
+            let gated: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            let out = product(&rows(file, &name("ffn_down.weight")), &gated);
+            hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
+        }
+    }
+    let last = norm(hidden.last().unwrap(), &rows(file, "output_norm.weight")[0], c.norm_eps);
+    product(&rows(file, c.head_tensor()), &last)
+}
+
+fn rows(file: &ModelFile, name: &str) -> Vec<Vec<f64>> {
+    let tensor = file.tensor(name).unwrap();
+    let mut all = vec![0.0; tensor.rows * tensor.cols];
+    tensor.quant.dequantize_f64(tensor.bytes, &mut all);
+    all.chunks_exact(tensor.cols).map(<[f64]>::to_vec).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn product(matrix: &[Vec<f64>], x: &[f64]) -> Vec<f64> {
+    matrix.iter().map(|row| dot(row, x)).collect()
+}
+
+fn norm(x: &[f64], weight: &[f64], eps: f32) -> Vec<f64> {
+    let rms = (dot(x, x) / x.len() as f64 + f64::from(eps)).sqrt();
+    x.iter().zip(weight).map(|(x, w)| x / rms * w).collect()
+}
+
+fn rotate(file: &ModelFile, head: &[f64], position: usize) -> Vec<f64> {
+    let rope = &file.config().rope;
+    let mut out = head.to_vec();
+    for i in 0..rope.dims / 2 {
+        let angle = position as f64 * f64::from(rope.base).powf(-2.0 * i as f64 / rope.dims as f64);
+        let (a, b) = match rope.kind {
+            RopeKind::Interleaved => (2 * i, 2 * i + 1),
+            RopeKind::Halves => (i, i + rope.dims / 2),
+        };
+        out[a] = head[a] * angle.cos() - head[b] * angle.sin();
+        out[b] = head[a] * angle.sin() + head[b] * angle.cos();
+    }
+    out
+}
+
+/// A small model whose norms are scaled down, so that attention looks at many positions instead of one.
+fn gentle(tiny: TinyModel) -> Arc<ModelFile> {
+    let mut writer = tiny.writer();
+    for tensor in writer.tensors_mut() {
+        if matches!(tensor.name.rsplit('.').nth(1), Some("attn_norm" | "ffn_norm" | "output_norm")) {
+            for number in tensor.bytes.chunks_exact_mut(4) {
+                let scaled = f32::from_le_bytes([number[0], number[1], number[2], number[3]]) * 0.06;
+                number.copy_from_slice(&scaled.to_le_bytes());
+            }
+        }
+    }
+    ModelFile::from_bytes(writer.write().into()).unwrap()
+}
+
+fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Vec<f64> {
+    let layers = 0..file.config().layers;
+    let options = StageOptions { layers, sequences: 1, context: 64, activations, threads: 2 };
+    let mut stage = kernels::load_cpu_stage(Arc::clone(file), options).unwrap();
+    let mut out = Vec::new();
+    for (position, tokens) in [(0, &tokens[..tokens.len() - 2]), (tokens.len() - 2, &tokens[tokens.len() - 2..])] {
+        out = stage.forward(&[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), logits: true }]).unwrap();
+    }
+    let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
+    logits.into_iter().map(f64::from).collect()
+}
+
+/// Distance over size.
+fn error(found: &[f64], exact: &[f64]) -> f64 {
+    let difference: Vec<f64> = found.iter().zip(exact).map(|(f, e)| f - e).collect();
+    (dot(&difference, &difference) / dot(exact, exact)).sqrt()
+}
+
+#[test]
+fn every_architecture_and_format_agrees_with_f64() {
+    let tokens: Vec<u32> = (0..37).map(|i| (i * 29 + 7) % 250).collect();
+    for architecture in [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3] {
+        for quant in QUANT_TYPES {
+            // Query heads wider than the model, and widths that are no whole groups where the format's blocks allow.
+            let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
+            let tied = quant == QuantType::Q8_0;
+            let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
+            let file = gentle(tiny);
+            let exact = naive(&file, &tokens);
+            let strict = error(&logits(&file, Activations::F32, &tokens), &exact);
+            let fast = error(&logits(&file, Activations::Int8, &tokens), &exact);
+            println!("{architecture:?} {quant:?}: f32 {strict:.1e}, int8 {fast:.1e}");
+            assert!(strict < 1e-4, "{architecture:?} {quant:?}: f32 path is off by {strict}");
+            let bound = if quant.block_len() == 1 { 2e-2 } else { 6e-2 };
+            assert!(fast < bound, "{architecture:?} {quant:?}: int8 path is off by {fast}");
+        }
+    }
+}

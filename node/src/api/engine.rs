@@ -1,0 +1,157 @@
+//! What the API needs of a node, narrow enough that its tests can drive the API without a mesh.
+use crate::handle::{
+    GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView, TokenEvent,
+    TokenStream,
+};
+use kernels::chat_template::ChatMessage;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A running node.
+pub trait Engine: Clone + Send + Sync + 'static {
+    /// A request's events.
+    type Tokens: Tokens;
+
+    /// Served models.
+    fn models(&self) -> Vec<Served>;
+    /// Starts a request on the served model of that name.
+    fn submit(
+        &self,
+        model: &str,
+        request: GenerateRequest,
+    ) -> impl Future<Output = Result<Self::Tokens, NodeError>> + Send;
+    /// Serves a model and waits until it is ready.
+    fn deploy(&self, model: ModelRef, options: ModelOptions) -> impl Future<Output = Result<Served, NodeError>> + Send;
+    /// Plans a model.
+    fn plan(
+        &self,
+        model: ModelRef,
+        options: ModelOptions,
+    ) -> impl Future<Output = Result<PlanReport, NodeError>> + Send;
+    /// Everything to see.
+    fn state(&self) -> impl Future<Output = StateView> + Send;
+    /// A ticket.
+    fn invite(&self, ttl: Duration, uses: u32) -> impl Future<Output = Result<String, NodeError>> + Send;
+    /// Lets a waiting peer in.
+    fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
+    /// Says goodbye and ends the node.
+    fn leave(&self) -> impl Future<Output = ()> + Send;
+}
+
+/// The events of one request; dropping it stops the work.
+pub trait Tokens: Send + 'static {
+    /// The next one; `None` after the end.
+    fn next(&mut self) -> impl Future<Output = Option<TokenEvent>> + Send;
+}
+
+/// A served model as the API sees it.
+#[derive(Clone)]
+pub struct Served {
+    /// Name in requests.
+    pub name: String,
+    /// Tokens of context per request.
+    pub context: u32,
+    /// Unix seconds.
+    pub created: u64,
+    /// Text to tokens and back.
+    pub text: Arc<dyn Text>,
+}
+
+/// Text to tokens and back. Calls may take milliseconds for long texts: not for async threads.
+pub trait Text: Send + Sync {
+    /// Ids of a prompt, control tokens parsed, with what the model wants in front.
+    ///
+    /// # Errors
+    /// Says why the text cannot be encoded.
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
+    /// The prompt of a conversation, or `None` where the model has no chat template.
+    ///
+    /// # Errors
+    /// The template refuses the conversation.
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>>;
+    /// Whether the model has a chat template.
+    fn chats(&self) -> bool;
+    /// The bytes that a token adds to the text.
+    fn bytes(&self, token: u32) -> Vec<u8>;
+    /// Tokens there are.
+    fn vocabulary(&self) -> u32;
+}
+
+struct ModelText(ModelHandle);
+
+impl Text for ModelText {
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        self.0.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
+    }
+
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>> {
+        let template = self.0.template.as_ref().filter(|_| self.chats())?;
+        Some(template.render(messages, true).map_err(|e| e.to_string()))
+    }
+
+    fn chats(&self) -> bool {
+        self.0.template.as_ref().is_some_and(|t| !t.is_fallback())
+    }
+
+    fn bytes(&self, token: u32) -> Vec<u8> {
+        self.0.tokenizer.text_bytes(token).to_vec()
+    }
+
+    fn vocabulary(&self) -> u32 {
+        u32::try_from(self.0.tokenizer.len()).unwrap_or(u32::MAX)
+    }
+}
+
+fn served(model: ModelHandle) -> Served {
+    Served {
+        name: model.name.clone(),
+        context: model.context,
+        created: model.created,
+        text: Arc::new(ModelText(model)),
+    }
+}
+
+impl Engine for NodeHandle {
+    type Tokens = TokenStream;
+
+    fn models(&self) -> Vec<Served> {
+        NodeHandle::models(self).into_iter().map(served).collect()
+    }
+
+    async fn submit(&self, model: &str, request: GenerateRequest) -> Result<TokenStream, NodeError> {
+        let handle =
+            self.served(model).ok_or_else(|| NodeError::NotFound(format!("`{model}` is not served any more")))?;
+        NodeHandle::submit(self, &handle, request).await
+    }
+
+    async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<Served, NodeError> {
+        NodeHandle::deploy(self, model, options).await.map(served)
+    }
+
+    async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
+        NodeHandle::plan(self, model, options).await
+    }
+
+    async fn state(&self) -> StateView {
+        NodeHandle::state(self).await
+    }
+
+    async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
+        NodeHandle::invite(self, ttl, uses).await
+    }
+
+    async fn approve(&self, peer: String) -> Result<(), NodeError> {
+        NodeHandle::approve(self, peer).await
+    }
+
+    async fn leave(&self) {
+        NodeHandle::leave(self).await;
+    }
+}
+
+impl Tokens for TokenStream {
+    async fn next(&mut self) -> Option<TokenEvent> {
+        TokenStream::next(self).await
+    }
+}

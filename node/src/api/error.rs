@@ -1,0 +1,126 @@
+//! Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and the right status.
+use crate::handle::NodeError;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use node_core::output::DoneReason;
+use serde_json::{Value, json};
+
+/// An answer that is not the one hoped for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ApiError {
+    pub(crate) status: StatusCode,
+    pub(crate) kind: &'static str,
+    pub(crate) code: Option<&'static str>,
+    pub(crate) param: Option<&'static str>,
+    pub(crate) message: String,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
+        Self { status, kind, code, param: None, message: message.into() }
+    }
+
+    /// 400: the request is wrong, and in which field.
+    pub(crate) fn invalid(param: impl Into<Option<&'static str>>, message: impl Into<String>) -> Self {
+        let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", None, message);
+        Self { param: param.into(), ..error }
+    }
+
+    /// 400: a field that OpenAI has and this server has not.
+    pub(crate) fn unsupported(param: &'static str, message: impl Into<String>) -> Self {
+        Self { code: Some("unsupported_parameter"), ..Self::invalid(param, message) }
+    }
+
+    /// 400: prompt and context do not fit.
+    pub(crate) fn too_long(prompt: usize, context: u32) -> Self {
+        let message = format!(
+            "this model's context is {context} tokens, the prompt alone has {prompt}: shorten it, or serve the model with a larger --context"
+        );
+        Self { code: Some("context_length_exceeded"), ..Self::invalid("messages", message) }
+    }
+
+    pub(crate) fn unauthorised(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", Some("invalid_api_key"), message)
+    }
+
+    pub(crate) fn forbidden(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "permission_error", Some("forbidden"), message)
+    }
+
+    pub(crate) fn not_found(code: &'static str, message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", Some(code), message)
+    }
+
+    pub(crate) fn method(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", Some("method_not_allowed"), message)
+    }
+
+    pub(crate) fn too_large(bytes_max: usize) -> Self {
+        let message = format!("the body is larger than {bytes_max} bytes");
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", Some("body_too_large"), message)
+    }
+
+    pub(crate) fn media_type() -> Self {
+        let message = "send JSON with the header `content-type: application/json`";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", Some("media_type"), message)
+    }
+
+    fn busy() -> Self {
+        let message = "the queue of this model is full: try again in a moment";
+        Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), message)
+    }
+
+    /// 503: the mesh could not do it now.
+    pub(crate) fn failed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("mesh_failed"), message)
+    }
+
+    /// `None` for the reasons that are no error.
+    pub(crate) fn from_reason(reason: &DoneReason) -> Option<Self> {
+        match reason {
+            DoneReason::Stop | DoneReason::Length => None,
+            DoneReason::Cancelled => {
+                Some(Self::failed("the request was cancelled by the node: it is leaving the mesh"))
+            }
+            DoneReason::Busy => Some(Self::busy()),
+            DoneReason::Invalid(what) => Some(Self::invalid(None, what.clone())),
+            DoneReason::Failed(what) => Some(Self::failed(what.clone())),
+        }
+    }
+
+    /// The body.
+    pub(crate) fn body(&self) -> Value {
+        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl From<NodeError> for ApiError {
+    fn from(error: NodeError) -> Self {
+        let message = error.to_string();
+        match error {
+            NodeError::Busy => Self::busy(),
+            NodeError::NotFound(_) => Self::not_found("not_found", message),
+            NodeError::Invalid(_) => Self::invalid(None, message),
+            NodeError::Plan(_) => Self { code: Some("no_plan"), ..Self::failed(message) },
+            NodeError::Unauthorised(_) => Self::forbidden(message),
+            NodeError::Unreachable(_) | NodeError::Failed(_) => Self::failed(message),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, axum::Json(self.body())).into_response();
+        let headers = response.headers_mut();
+        match self.status {
+            StatusCode::TOO_MANY_REQUESTS => {
+                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            StatusCode::UNAUTHORIZED => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            _ => {}
+        }
+        response
+    }
+}

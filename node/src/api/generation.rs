@@ -1,0 +1,182 @@
+//! One request from order to end: tokens from the mesh become pieces of text, counted and timed.
+use super::engine::{Engine, Served, Tokens};
+use super::error::ApiError;
+use super::pieces::Pieces;
+use crate::handle::{GenerateRequest, TokenEvent};
+use crate::telemetry::Metrics;
+use node_core::message::Sampling;
+use node_core::output::DoneReason;
+use std::time::{Duration, Instant};
+
+/// What is wanted, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Order {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) max_tokens: u32,
+    pub(crate) sampling: Sampling,
+    pub(crate) ignore_eos: bool,
+    pub(crate) stops: Vec<String>,
+}
+
+/// A running request. Dropping it stops its work.
+pub(crate) struct Generation<T> {
+    /// `None` once the work is over.
+    tokens: Option<T>,
+    /// Came before the answer's status was decided.
+    first: Option<TokenEvent>,
+    model: Served,
+    pieces: Pieces,
+    figures: Figures,
+    metrics: Metrics,
+}
+
+/// What happens next.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// A token; its text may be empty when it is held back.
+    Token { position: u32, token: u32, text: String },
+    /// The end, with the text that was held back. Nothing follows.
+    End { text: String, finish: &'static str },
+    /// The end, too early. Nothing follows.
+    Failed(ApiError),
+}
+
+/// Counts and times of one request.
+#[derive(Clone, Debug)]
+pub(crate) struct Figures {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) tokens: u32,
+    started: Instant,
+    first: Option<Instant>,
+    last: Option<Instant>,
+}
+
+impl Figures {
+    /// Order to first token.
+    pub(crate) fn first_token(&self) -> Option<Duration> {
+        self.first.map(|first| first - self.started)
+    }
+
+    /// Tokens per second after the first one; `None` below two tokens.
+    pub(crate) fn tokens_per_second(&self) -> Option<f64> {
+        let seconds = (self.last? - self.first?).as_secs_f64();
+        (self.tokens > 1 && seconds > 0.0).then(|| f64::from(self.tokens - 1) / seconds)
+    }
+}
+
+impl<T: Tokens> Generation<T> {
+    /// Submits the order and waits for its first event, so that a refusal still becomes the answer's status.
+    ///
+    /// # Errors
+    /// Refused, or failed before the first token.
+    pub(crate) async fn start<E: Engine<Tokens = T>>(
+        engine: &E,
+        model: Served,
+        order: Order,
+        metrics: &Metrics,
+    ) -> Result<Self, ApiError> {
+        let started = Instant::now();
+        let prompt_tokens = order.prompt.len();
+        let request = GenerateRequest {
+            prompt: order.prompt,
+            max_tokens: order.max_tokens,
+            sampling: order.sampling,
+            ignore_eos: order.ignore_eos,
+        };
+        let tokens = engine.submit(&model.name, request).await?;
+        let mut generation = Self {
+            tokens: Some(tokens),
+            first: None,
+            model,
+            pieces: Pieces::new(order.stops),
+            figures: Figures { prompt_tokens, tokens: 0, started, first: None, last: None },
+            metrics: metrics.clone(),
+        };
+        let first = generation.event().await;
+        if let TokenEvent::Done { reason } = &first
+            && let Some(error) = ApiError::from_reason(reason)
+        {
+            generation.end("refused");
+            return Err(error);
+        }
+        generation.first = Some(first);
+        Ok(generation)
+    }
+
+    pub(crate) fn figures(&self) -> &Figures {
+        &self.figures
+    }
+
+    /// The next step. Safe to drop half-way: nothing is lost but the waiting.
+    pub(crate) async fn next(&mut self) -> Step {
+        if self.pieces.stopped() {
+            return self.ended("stop");
+        }
+        let event = match self.first.take() {
+            Some(event) => event,
+            None => self.event().await,
+        };
+        match event {
+            TokenEvent::Token { position, token } => {
+                self.count();
+                let text = self.pieces.push(&self.model.text.bytes(token));
+                Step::Token { position, token, text }
+            }
+            TokenEvent::Done { reason: DoneReason::Stop } => self.ended("stop"),
+            TokenEvent::Done { reason: DoneReason::Length } => self.ended("length"),
+            TokenEvent::Done { reason } => {
+                self.end("failed");
+                let error =
+                    ApiError::from_reason(&reason).unwrap_or_else(|| ApiError::failed("ended without a reason"));
+                Step::Failed(error)
+            }
+        }
+    }
+
+    async fn event(&mut self) -> TokenEvent {
+        let event = match &mut self.tokens {
+            Some(tokens) => tokens.next().await,
+            None => None,
+        };
+        event.unwrap_or_else(|| TokenEvent::Done { reason: DoneReason::Failed("the node stopped".into()) })
+    }
+
+    fn count(&mut self) {
+        let now = Instant::now();
+        let labels = [("model", self.model.name.as_str())];
+        self.metrics.count("tokens_generated_total", "Tokens generated for callers of this node.", &labels, 1);
+        if self.figures.first.is_none() {
+            self.figures.first = Some(now);
+            let time = now - self.figures.started;
+            self.metrics.observe("first_token_seconds", "From a request's arrival to its first token.", &labels, time);
+        } else if let Some(last) = self.figures.last {
+            self.metrics.observe("token_seconds", "From one token of a request to the next.", &labels, now - last);
+        }
+        self.figures.last = Some(now);
+        self.figures.tokens += 1;
+    }
+
+    fn ended(&mut self, finish: &'static str) -> Step {
+        self.end(finish);
+        Step::End { text: self.pieces.finish(), finish }
+    }
+
+    /// Stops the work (if it goes on) and counts the request, once.
+    fn end(&mut self, outcome: &str) {
+        if self.tokens.take().is_some() {
+            let labels = [("model", self.model.name.as_str()), ("outcome", outcome)];
+            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+            let prompt = self.figures.prompt_tokens as u64;
+            self.metrics.count("prompt_tokens_total", "Prompt tokens of ended requests.", &labels[..1], prompt);
+        }
+    }
+}
+
+impl<T> Drop for Generation<T> {
+    fn drop(&mut self) {
+        if self.tokens.is_some() {
+            let labels = [("model", self.model.name.as_str()), ("outcome", "disconnected")];
+            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+        }
+    }
+}

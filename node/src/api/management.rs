@@ -1,0 +1,186 @@
+//! `/api/v1/…`: what the commands ask a running node for. And `/healthz`, `/readyz`, `/metrics` for monitors.
+use super::engine::Engine;
+use super::error::ApiError;
+use super::generation::{Figures, Generation, Order, Step};
+use super::openai::find;
+use super::request::{MessageBody, Prompt, Settings, chat_prompt};
+use super::{App, body, off_thread};
+use crate::handle::{ModelOptions, ModelRef};
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures::stream;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::time::Duration;
+
+/// Longest life of an invitation: a forgotten one should not be a door for ever.
+const INVITE_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Most uses of one invitation: a rack of machines.
+const INVITE_USES_MAX: u32 = 1000;
+
+pub(crate) async fn health() -> &'static str {
+    "ok\n"
+}
+
+/// 200 when every job this node takes part in is ready; 503 while one loads or is degraded.
+pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
+    let state = app.engine.state().await;
+    let waiting: Vec<Value> = state
+        .jobs
+        .iter()
+        .filter(|job| job.state != "ready")
+        .map(|job| json!({"job": job.job, "model": job.model, "state": job.state}))
+        .collect();
+    let status = if waiting.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(json!({"ready": waiting.is_empty(), "waiting": waiting}))).into_response()
+}
+
+pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
+    let state = app.engine.state().await;
+    let metrics = &app.metrics;
+    metrics.gauge("info", "What runs here.", &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)], 1.0);
+    for label in ["alive", "suspect", "down", "left"] {
+        let count = state.peers.iter().filter(|p| p.state == label).count();
+        metrics.gauge("peers", "Members known, this node included.", &[("state", label)], count as f64);
+    }
+    let sum = |value: fn(&crate::handle::JobView) -> u32| state.jobs.iter().map(|j| f64::from(value(j))).sum::<f64>();
+    metrics.gauge("jobs", "Jobs this node heads or takes part in.", &[], state.jobs.len() as f64);
+    metrics.gauge("requests_running", "Requests running in the jobs this node heads.", &[], sum(|j| j.running));
+    metrics.gauge("requests_queued", "Requests waiting in the jobs this node heads.", &[], sum(|j| j.queued));
+    if let Some(own) = state.peers.iter().find(|p| p.this_node) {
+        metrics.gauge("memory_offered_bytes", "Bytes this node offers in all.", &[], own.memory_total as f64);
+        metrics.gauge("memory_free_bytes", "Bytes of these not taken.", &[], own.memory_free as f64);
+    }
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
+}
+
+pub(crate) async fn state<E: Engine>(State(app): State<App<E>>) -> Response {
+    Json(app.engine.state().await).into_response()
+}
+
+pub(crate) async fn peers<E: Engine>(State(app): State<App<E>>) -> Response {
+    Json(app.engine.state().await.peers).into_response()
+}
+
+pub(crate) async fn jobs<E: Engine>(State(app): State<App<E>>) -> Response {
+    Json(app.engine.state().await.jobs).into_response()
+}
+
+#[derive(Deserialize)]
+struct ModelBody {
+    model: String,
+    #[serde(default)]
+    options: ModelOptions,
+}
+
+pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
+    let wanted: ModelBody = body(request).await?;
+    Ok(Json(app.engine.plan(ModelRef(wanted.model), wanted.options).await?).into_response())
+}
+
+pub(crate) async fn deploy<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
+    let wanted: ModelBody = body(request).await?;
+    let served = app.engine.deploy(ModelRef(wanted.model), wanted.options).await?;
+    Ok(Json(json!({"model": served.name, "context": served.context})).into_response())
+}
+
+#[derive(Deserialize)]
+struct InviteBody {
+    ttl_s: u64,
+    uses: u32,
+}
+
+pub(crate) async fn invite<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+    let wanted: InviteBody = body(request).await?;
+    let ttl = Duration::from_secs(wanted.ttl_s);
+    if ttl.is_zero() || ttl > INVITE_TTL_MAX {
+        return Err(ApiError::invalid("ttl_s", format!("an invitation lives 1 s to {} s", INVITE_TTL_MAX.as_secs())));
+    }
+    if !(1..=INVITE_USES_MAX).contains(&wanted.uses) {
+        return Err(ApiError::invalid("uses", format!("an invitation has 1 to {INVITE_USES_MAX} uses")));
+    }
+    let ticket = app.engine.invite(ttl, wanted.uses).await?;
+    Ok(Json(json!({"ticket": ticket, "ttl_s": wanted.ttl_s, "uses": wanted.uses})))
+}
+
+#[derive(Deserialize)]
+struct ApproveBody {
+    peer: String,
+}
+
+pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+    let wanted: ApproveBody = body(request).await?;
+    app.engine.approve(wanted.peer.clone()).await?;
+    Ok(Json(json!({"approved": wanted.peer})))
+}
+
+pub(crate) async fn leave<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+    let _: Value = body(request).await?; // JSON is demanded here too: a form of a web page cannot send it
+    app.engine.leave().await;
+    Ok(Json(json!({"left": true})))
+}
+
+/// `messages`, or `prompt` (text or tokens): with `raw` as it is, else as one user turn where the model has a chat
+/// template.
+#[derive(Deserialize)]
+struct GenerateBody {
+    model: String,
+    messages: Option<Vec<MessageBody>>,
+    prompt: Option<Prompt>,
+    #[serde(default)]
+    raw: bool,
+    #[serde(flatten)]
+    settings: Settings,
+}
+
+/// Answers in JSON lines: one for the start, one for each token, one for the end or the error.
+pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
+    let wanted: GenerateBody = body(request).await?;
+    let model = find(&app, Some(&wanted.model))?;
+    let for_order = model.clone();
+    let (order, templated): (Order, bool) = off_thread(move || {
+        let templated = !wanted.raw && for_order.text.chats();
+        let prompt = match (wanted.messages, wanted.prompt) {
+            (Some(messages), None) => chat_prompt(messages, &for_order)?,
+            (None, Some(Prompt::Text(text))) if templated => chat_prompt(vec![MessageBody::user(text)], &for_order)?,
+            (None, Some(prompt)) => prompt.tokens(&for_order)?,
+            (Some(_), Some(_)) | (None, None) => {
+                return Err(ApiError::invalid("prompt", "send either `prompt` or `messages`"));
+            }
+        };
+        Ok((wanted.settings.order(prompt, None, &for_order)?, templated))
+    })
+    .await?;
+    let begin = json!({
+        "model": model.name, "templated": templated, "prompt_token_ids": order.prompt, "max_tokens": order.max_tokens,
+        "seed": order.sampling.seed,
+    });
+    let generation = Generation::start(&app.engine, model, order, &app.metrics).await?;
+    let lines = stream::unfold((Some(begin), Some(generation)), |(begin, generation)| async move {
+        let mut generation = generation?;
+        let (line, left) = match begin {
+            Some(begin) => (begin, Some(generation)),
+            None => match generation.next().await {
+                Step::Token { position, token, text } => {
+                    (json!({"position": position, "token": token, "text": text}), Some(generation))
+                }
+                Step::End { text, finish } => (end_line(&text, finish, generation.figures()), None),
+                Step::Failed(error) => (error.body(), None),
+            },
+        };
+        Some((Ok::<_, Infallible>(format!("{line}\n")), (None, left)))
+    });
+    Ok(([(header::CONTENT_TYPE, "application/jsonl")], Body::from_stream(lines)).into_response())
+}
+
+fn end_line(text: &str, finish: &str, figures: &Figures) -> Value {
+    json!({
+        "done": finish, "text": text, "prompt_tokens": figures.prompt_tokens, "tokens": figures.tokens,
+        "first_token_ms": figures.first_token().map(|t| t.as_secs_f64() * 1e3),
+        "tokens_per_s": figures.tokens_per_second(),
+    })
+}

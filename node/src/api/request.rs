@@ -1,0 +1,318 @@
+//! OpenAI's request bodies, read strictly: what this server cannot do is refused by name, never silently ignored.
+use super::engine::Served;
+use super::error::ApiError;
+use super::generation::Order;
+use kernels::chat_template::ChatMessage;
+use node_core::message::Sampling;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Stop strings in one request. OpenAI takes 4; each costs a search per token.
+const STOPS_MAX: usize = 16;
+/// Bytes of one stop string: held back text grows with it.
+const STOP_BYTES_MAX: usize = 1024;
+/// What OpenAI's legacy endpoint generates when it is not told.
+const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+
+/// The body of `/v1/chat/completions` and `/v1/completions`; fields that are not here (`user`, `store`, `metadata`, …)
+/// change nothing about the answer and are ignored.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Body {
+    pub(crate) model: Option<String>,
+    messages: Option<Vec<MessageBody>>,
+    prompt: Option<Prompt>,
+    pub(crate) stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    #[serde(flatten)]
+    settings: Settings,
+    n: Option<u64>,
+    best_of: Option<u64>,
+    echo: Option<bool>,
+    suffix: Option<String>,
+    logprobs: Option<Value>,
+    top_logprobs: Option<u64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+    logit_bias: Option<Value>,
+    response_format: Option<Value>,
+    tools: Option<Value>,
+    functions: Option<Value>,
+    modalities: Option<Vec<String>>,
+}
+
+/// How much and how to choose; also part of `/api/v1/generate`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Settings {
+    max_tokens: Option<u32>,
+    max_completion_tokens: Option<u32>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    min_p: Option<f64>,
+    repetition_penalty: Option<f64>,
+    seed: Option<i64>,
+    stop: Option<Stop>,
+    ignore_eos: Option<bool>,
+}
+
+/// One turn.
+#[derive(Debug, Deserialize)]
+pub(crate) struct MessageBody {
+    role: String,
+    content: Option<Content>,
+}
+
+impl MessageBody {
+    /// What a user says.
+    pub(crate) fn user(text: String) -> Self {
+        Self { role: "user".into(), content: Some(Content::Text(text)) }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<Part>),
+}
+
+#[derive(Debug, Deserialize)]
+struct Part {
+    #[serde(rename = "type")]
+    kind: String,
+    text: Option<String>,
+}
+
+/// Text or tokens; lists of one are how some clients send it.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Prompt {
+    /// A text.
+    Text(String),
+    /// Texts.
+    Texts(Vec<String>),
+    /// Token ids.
+    Ids(Vec<u32>),
+    /// Lists of token ids.
+    IdLists(Vec<Vec<u32>>),
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Stop {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl Body {
+    /// Streaming clients that want a last chunk with token counts.
+    pub(crate) fn include_usage(&self) -> bool {
+        self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false)
+    }
+
+    /// A conversation as an order.
+    ///
+    /// # Errors
+    /// Everything that this server cannot do, or the model's template refuses.
+    pub(crate) fn chat(self, model: &Served) -> Result<Order, ApiError> {
+        self.check_supported()?;
+        if self.prompt.is_some() {
+            return Err(ApiError::invalid(
+                "prompt",
+                "a chat request has `messages`; `prompt` belongs to /v1/completions",
+            ));
+        }
+        let messages = self.messages.ok_or_else(|| ApiError::invalid("messages", "`messages` is missing"))?;
+        let prompt = chat_prompt(messages, model)?;
+        self.settings.order(prompt, None, model)
+    }
+
+    /// A plain prompt as an order.
+    ///
+    /// # Errors
+    /// As [`Self::chat`].
+    pub(crate) fn completion(self, model: &Served) -> Result<Order, ApiError> {
+        self.check_supported()?;
+        if self.messages.is_some() {
+            return Err(ApiError::invalid("messages", "`messages` belongs to /v1/chat/completions; send `prompt`"));
+        }
+        let prompt = self.prompt.ok_or_else(|| ApiError::invalid("prompt", "`prompt` is missing"))?;
+        self.settings.order(prompt.tokens(model)?, Some(COMPLETION_TOKENS_DEFAULT), model)
+    }
+
+    fn check_supported(&self) -> Result<(), ApiError> {
+        let some = |value: &Option<Value>| {
+            value.as_ref().is_some_and(|v| !v.is_null() && *v != Value::Bool(false) && *v != Value::Array(vec![]))
+        };
+        let not_one = |count: Option<u64>| count.is_some_and(|n| n != 1);
+        let not_zero = |value: Option<f64>| value.is_some_and(|v| v != 0.0);
+        let plain_text = self.response_format.as_ref().is_none_or(|f| f.is_null() || f["type"] == "text");
+        let text_only = self.modalities.as_ref().is_none_or(|m| m.iter().all(|m| m == "text"));
+        let refused = [
+            (not_one(self.n), "n", "only one choice per request: send n=1"),
+            (not_one(self.best_of), "best_of", "only best_of=1"),
+            (some(&self.logprobs), "logprobs", "log probabilities are not supported"),
+            (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
+            (self.echo == Some(true), "echo", "echo is not supported"),
+            (self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "suffix", "suffix is not supported"),
+            (not_zero(self.presence_penalty), "presence_penalty", "not supported: use repetition_penalty"),
+            (not_zero(self.frequency_penalty), "frequency_penalty", "not supported: use repetition_penalty"),
+            (some(&self.logit_bias) && self.logit_bias != Some(serde_json::json!({})), "logit_bias", "not supported"),
+            (!plain_text, "response_format", "only {\"type\": \"text\"} is supported"),
+            (some(&self.tools), "tools", "tool calls are not supported"),
+            (some(&self.functions), "functions", "function calls are not supported"),
+            (!text_only, "modalities", "only text is supported"),
+        ];
+        match refused.iter().find(|(wrong, _, _)| *wrong) {
+            Some((_, param, message)) => Err(ApiError::unsupported(param, format!("`{param}`: {message}"))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Prompt {
+    pub(crate) fn tokens(self, model: &Served) -> Result<Vec<u32>, ApiError> {
+        let several = || ApiError::unsupported("prompt", "`prompt`: one prompt per request");
+        let ids = match self {
+            Prompt::Text(text) => return encode(&text, model, "prompt"),
+            Prompt::Texts(texts) => match <[String; 1]>::try_from(texts) {
+                Ok([text]) => return encode(&text, model, "prompt"),
+                Err(_) => return Err(several()),
+            },
+            Prompt::Ids(ids) => ids,
+            Prompt::IdLists(lists) => {
+                let [ids] = <[Vec<u32>; 1]>::try_from(lists).map_err(|_| several())?;
+                ids
+            }
+        };
+        match ids.iter().find(|id| **id >= model.text.vocabulary()) {
+            Some(id) => Err(ApiError::invalid("prompt", format!("token {id} is not in the model's vocabulary"))),
+            None => Ok(ids),
+        }
+    }
+}
+
+/// A conversation in the model's own format, encoded.
+pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<Vec<u32>, ApiError> {
+    if messages.is_empty() {
+        return Err(ApiError::invalid("messages", "`messages` is empty"));
+    }
+    let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
+    match model.text.chat(&messages) {
+        Some(Ok(prompt)) => encode(&prompt, model, "messages"),
+        Some(Err(error)) => Err(ApiError::invalid("messages", format!("the model's chat template refused: {error}"))),
+        None => Err(ApiError::invalid("messages", "this model has no chat template: use /v1/completions")),
+    }
+}
+
+fn turn(message: MessageBody) -> Result<ChatMessage, ApiError> {
+    let role = match message.role.as_str() {
+        "developer" => "system".to_owned(), // OpenAI's newer name for it
+        "system" | "user" | "assistant" => message.role,
+        other => return Err(ApiError::unsupported("messages", format!("the role `{other}` is not supported"))),
+    };
+    let content = match message.content {
+        None => String::new(),
+        Some(Content::Text(text)) => text,
+        Some(Content::Parts(parts)) => parts
+            .into_iter()
+            .map(|part| match (part.kind.as_str(), part.text) {
+                ("text", Some(text)) => Ok(text),
+                (kind, _) => {
+                    Err(ApiError::unsupported("messages", format!("content of type `{kind}` is not supported")))
+                }
+            })
+            .collect::<Result<_, _>>()?,
+    };
+    Ok(ChatMessage { role, content })
+}
+
+fn encode(text: &str, model: &Served, param: &'static str) -> Result<Vec<u32>, ApiError> {
+    model.text.encode(text).map_err(|e| ApiError::invalid(param, e))
+}
+
+impl Settings {
+    /// An order for a prompt; `tokens_default` is used where the caller sets no bound, the rest of the context if `None`.
+    pub(crate) fn order(
+        self,
+        prompt: Vec<u32>,
+        tokens_default: Option<u32>,
+        model: &Served,
+    ) -> Result<Order, ApiError> {
+        if prompt.is_empty() {
+            return Err(ApiError::invalid("prompt", "the prompt has no tokens"));
+        }
+        let room = usize::try_from(model.context).unwrap_or(usize::MAX).saturating_sub(prompt.len());
+        if room == 0 {
+            return Err(ApiError::too_long(prompt.len(), model.context));
+        }
+        let wanted = self.max_completion_tokens.or(self.max_tokens).or(tokens_default);
+        if wanted == Some(0) {
+            return Err(ApiError::invalid("max_tokens", "`max_tokens` must be at least 1"));
+        }
+        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        let sampling = self.sampling()?;
+        Ok(Order {
+            prompt,
+            max_tokens: wanted.map_or(room, |w| w.min(room)),
+            sampling,
+            ignore_eos: self.ignore_eos.unwrap_or(false),
+            stops: self.stops()?,
+        })
+    }
+
+    fn sampling(&self) -> Result<Sampling, ApiError> {
+        let seed = match self.seed {
+            Some(seed) => seed.cast_unsigned(),
+            None => getrandom::u64().map_err(|e| ApiError::failed(format!("no random seed: {e}")))?,
+        };
+        let top_k = match self.top_k.unwrap_or(0) {
+            -1 => 0, // vLLM's way to say off
+            k => u32::try_from(k).map_err(|_| ApiError::invalid("top_k", "`top_k` must be 0 (off) or more"))?,
+        };
+        Ok(Sampling {
+            temperature_e6: millionths("temperature", self.temperature.unwrap_or(1.0), 0.0, 2.0)?,
+            top_p_e6: millionths("top_p", self.top_p.unwrap_or(1.0), 0.000_001, 1.0)?,
+            top_k,
+            min_p_e6: millionths("min_p", self.min_p.unwrap_or(0.0), 0.0, 1.0)?,
+            repetition_penalty_e6: millionths(
+                "repetition_penalty",
+                self.repetition_penalty.unwrap_or(1.0),
+                0.000_001,
+                10.0,
+            )?,
+            seed,
+        })
+    }
+
+    fn stops(&self) -> Result<Vec<String>, ApiError> {
+        let stops = match &self.stop {
+            None => vec![],
+            Some(Stop::One(stop)) => vec![stop.clone()],
+            Some(Stop::Many(stops)) => stops.clone(),
+        };
+        if stops.len() > STOPS_MAX {
+            return Err(ApiError::invalid("stop", format!("at most {STOPS_MAX} stop strings")));
+        }
+        match stops.iter().any(|s| s.is_empty() || s.len() > STOP_BYTES_MAX) {
+            true => Err(ApiError::invalid("stop", format!("a stop string has 1 to {STOP_BYTES_MAX} bytes"))),
+            false => Ok(stops),
+        }
+    }
+}
+
+fn millionths(param: &'static str, value: f64, least: f64, most: f64) -> Result<u32, ApiError> {
+    if value.is_finite() && (least..=most).contains(&value) {
+        Ok((value * 1e6).round() as u32)
+    } else {
+        Err(ApiError::invalid(param, format!("`{param}` is {value}, expected {least} to {most}")))
+    }
+}

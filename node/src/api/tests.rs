@@ -1,0 +1,442 @@
+//! The API over real HTTP, with a pretended node behind it: words are tokens, and what it generates is written down.
+use super::engine::{Served, Text, Tokens};
+use super::*;
+use crate::handle::{GenerateRequest, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
+use kernels::chat_template::ChatMessage;
+use node_core::output::DoneReason;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// One token a byte: token = byte.
+struct Bytes;
+
+impl Text for Bytes {
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        Ok(text.bytes().map(u32::from).collect())
+    }
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>> {
+        Some(match messages.last().map(|m| m.role.as_str()) {
+            Some("assistant") => Err("the last turn must be the user's".into()),
+            _ => Ok(messages.iter().map(|m| format!("<{}>{}", m.role, m.content)).collect()),
+        })
+    }
+    fn chats(&self) -> bool {
+        true
+    }
+    fn bytes(&self, token: u32) -> Vec<u8> {
+        vec![token as u8]
+    }
+    fn vocabulary(&self) -> u32 {
+        256
+    }
+}
+
+/// Answers every request with `script`, then `done`; `endless` repeats the script until cancelled.
+#[derive(Clone)]
+struct Pretended {
+    script: &'static str,
+    done: DoneReason,
+    endless: bool,
+    running: Arc<AtomicUsize>,
+    requests: Arc<Mutex<Vec<GenerateRequest>>>,
+}
+
+impl Pretended {
+    fn says(script: &'static str) -> Self {
+        let (running, requests) = (Arc::default(), Arc::default());
+        Self { script, done: DoneReason::Stop, endless: false, running, requests }
+    }
+
+    fn served() -> Served {
+        Served { name: "tiny".into(), context: 64, created: 7, text: Arc::new(Bytes) }
+    }
+}
+
+struct Running {
+    events: mpsc::Receiver<TokenEvent>,
+    count: Arc<AtomicUsize>,
+}
+
+impl Tokens for Running {
+    async fn next(&mut self) -> Option<TokenEvent> {
+        self.events.recv().await
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Engine for Pretended {
+    type Tokens = Running;
+
+    fn models(&self) -> Vec<Served> {
+        vec![Self::served()]
+    }
+
+    async fn submit(&self, _: &str, request: GenerateRequest) -> Result<Running, NodeError> {
+        let (sender, events) = mpsc::channel(4);
+        self.running.fetch_add(1, Ordering::SeqCst);
+        let position = request.prompt.len() as u32;
+        self.requests.lock().unwrap().push(request);
+        let (script, done, endless) = (self.script, self.done.clone(), self.endless);
+        tokio::spawn(async move {
+            let bytes: Box<dyn Iterator<Item = u8> + Send> =
+                if endless { Box::new(script.bytes().cycle()) } else { Box::new(script.bytes()) };
+            for (i, byte) in bytes.enumerate() {
+                let event = TokenEvent::Token { position: position + i as u32, token: byte.into() };
+                if sender.send(event).await.is_err() {
+                    return;
+                }
+                if endless {
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+            }
+            let _ = sender.send(TokenEvent::Done { reason: done }).await;
+        });
+        Ok(Running { events, count: self.running.clone() })
+    }
+
+    async fn deploy(&self, model: ModelRef, _: ModelOptions) -> Result<Served, NodeError> {
+        if model.0 == "tiny" { Ok(Self::served()) } else { Err(NodeError::NotFound(format!("no model `{}`", model.0))) }
+    }
+
+    async fn plan(&self, _: ModelRef, _: ModelOptions) -> Result<PlanReport, NodeError> {
+        Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, missing: 6 }))
+    }
+
+    async fn state(&self) -> StateView {
+        StateView {
+            node: "00".into(),
+            name: "pretended".into(),
+            peer_id: "12D3".into(),
+            mesh: "m".into(),
+            peers: vec![],
+            jobs: vec![],
+            waiting: vec![],
+        }
+    }
+
+    async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
+        Ok(format!("mesh1{}x{uses}", ttl.as_secs()))
+    }
+
+    async fn approve(&self, peer: String) -> Result<(), NodeError> {
+        Err(NodeError::NotFound(format!("no peer {peer} waits")))
+    }
+
+    async fn leave(&self) {}
+}
+
+/// Serves `engine` on a free port until dropped.
+struct Server {
+    address: SocketAddr,
+    engine: Pretended,
+    _runtime: tokio::runtime::Runtime,
+}
+
+fn start(engine: Pretended) -> Server {
+    start_with_key(engine, None)
+}
+
+fn start_with_key(engine: Pretended, key: Option<&str>) -> Server {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let api = runtime.block_on(Api::bind("127.0.0.1:0".parse().unwrap(), key.map(str::to_owned))).unwrap();
+    let address = api.address().unwrap();
+    runtime.spawn(api.serve(engine.clone(), Metrics::default(), std::future::pending()));
+    Server { address, engine, _runtime: runtime }
+}
+
+impl Server {
+    fn send(&self, head: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let host = if head.contains("Host:") { String::new() } else { format!("Host: {}\r\n", self.address) };
+        let media = if head.contains("Content-Type:") { "" } else { "Content-Type: application/json\r\n" };
+        let (line, rest) = head.split_once("\r\n").unwrap_or((head, ""));
+        write!(
+            stream,
+            "{line} HTTP/1.1\r\n{host}{media}{rest}Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        stream
+    }
+
+    /// Status, head and body (chunked transfer undone).
+    fn call(&self, head: &str, body: &str) -> (u16, String, String) {
+        let mut answer = Vec::new();
+        self.send(head, body).read_to_end(&mut answer).unwrap();
+        let answer = String::from_utf8(answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        let head = head.to_ascii_lowercase();
+        let body = if head.contains("transfer-encoding: chunked") { dechunk(body) } else { body.to_owned() };
+        (status, head, body)
+    }
+
+    fn post(&self, path: &str, body: Value) -> (u16, Value) {
+        let (status, _, text) = self.call(&format!("POST {path}"), &body.to_string());
+        (status, serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}")))
+    }
+
+    fn events(&self, path: &str, body: Value) -> Vec<String> {
+        let (status, head, text) = self.call(&format!("POST {path}"), &body.to_string());
+        assert_eq!(status, 200, "{text}");
+        assert!(head.contains("content-type: text/event-stream"), "{head}");
+        text.lines().filter_map(|l| l.strip_prefix("data: ").map(str::to_owned)).collect()
+    }
+}
+
+fn dechunk(mut body: &str) -> String {
+    let mut text = String::new();
+    while let Some((size, rest)) = body.split_once("\r\n") {
+        let size = usize::from_str_radix(size, 16).unwrap();
+        text.push_str(&rest[..size]);
+        body = rest[size..].strip_prefix("\r\n").unwrap_or("");
+    }
+    text
+}
+
+fn chat_body(extra: Value) -> Value {
+    let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+#[test]
+fn a_chat_completion_has_text_reason_and_usage() {
+    let server = start(Pretended::says("Hello."));
+    let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"temperature": 0, "seed": -1})));
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["object"], "chat.completion");
+    assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "Hello.", "refusal": null}));
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    assert_eq!(answer["usage"], json!({"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14}));
+    let request = server.engine.requests.lock().unwrap()[0].clone();
+    assert_eq!(request.prompt, "<user>Hi".bytes().map(u32::from).collect::<Vec<_>>());
+    assert_eq!((request.sampling.temperature_e6, request.sampling.seed), (0, u64::MAX));
+    assert_eq!(request.max_tokens, 64 - 8, "the rest of the context");
+}
+
+#[test]
+fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
+    let server = start(Pretended::says("naïve"));
+    let body = chat_body(json!({"stream": true, "stream_options": {"include_usage": true}}));
+    let events = server.events("/v1/chat/completions", body);
+    assert_eq!(events.last().unwrap(), "[DONE]");
+    let chunks: Vec<Value> = events[..events.len() - 1].iter().map(|e| serde_json::from_str(e).unwrap()).collect();
+    assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    let text: String = chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
+    assert_eq!(text, "naïve");
+    let count = chunks.len();
+    assert_eq!(chunks[count - 2]["choices"][0]["finish_reason"], "stop");
+    assert_eq!(chunks[count - 1]["choices"], json!([]));
+    assert_eq!(chunks[count - 1]["usage"]["completion_tokens"], 6);
+    assert!(chunks[..count - 1].iter().all(|c| c["object"] == "chat.completion.chunk" && c["usage"].is_null()));
+    assert!(chunks.iter().all(|c| c["id"] == chunks[0]["id"]));
+}
+
+#[test]
+fn a_stop_string_ends_the_text_before_it_and_the_work_with_it() {
+    let server = start(Pretended { endless: true, ..Pretended::says("one. two. three. ") });
+    let body = json!({"model": "tiny", "prompt": "count", "max_tokens": 1000, "stop": [". th", "zzz"]});
+    let (status, answer) = server.post("/v1/completions", body.clone());
+    assert_eq!(status, 200);
+    assert_eq!(answer["choices"][0]["text"], "one. two");
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+    let mut streaming = body;
+    streaming["stream"] = json!(true);
+    let events = server.events("/v1/completions", streaming);
+    let text: String = events
+        .iter()
+        .filter_map(|e| serde_json::from_str::<Value>(e).ok())
+        .map(|c| c["choices"][0]["text"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(text, "one. two");
+    wait_until_idle(&server.engine);
+}
+
+#[test]
+fn a_client_that_goes_away_stops_its_work() {
+    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+    for stream in [true, false] {
+        let body = chat_body(json!({"stream": stream})).to_string();
+        let mut connection = server.send("POST /v1/chat/completions", &body);
+        if stream {
+            let mut some = [0; 512];
+            connection.read_exact(&mut some).unwrap();
+        } else {
+            wait_until(|| server.engine.running.load(Ordering::SeqCst) == 1);
+        }
+        assert_eq!(server.engine.running.load(Ordering::SeqCst), 1);
+        drop(connection);
+        wait_until_idle(&server.engine);
+    }
+}
+
+fn wait_until_idle(engine: &Pretended) {
+    wait_until(|| engine.running.load(Ordering::SeqCst) == 0);
+}
+
+fn wait_until(condition: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(std::time::Instant::now() < end, "it did not happen within 20 s");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn refusals_have_their_status_and_openais_shape() {
+    let busy = start(Pretended { done: DoneReason::Busy, ..Pretended::says("") });
+    let (status, head, body) = busy.call("POST /v1/chat/completions", &chat_body(json!({"stream": true})).to_string());
+    assert_eq!(status, 429, "{body}");
+    assert!(head.contains("retry-after: 1"), "{head}");
+    assert!(body.contains("\"code\":\"queue_full\""), "{body}");
+
+    let failed = start(Pretended { done: DoneReason::Failed("no plan".into()), ..Pretended::says("") });
+    assert_eq!(failed.post("/v1/chat/completions", chat_body(json!({}))).0, 503);
+    let invalid = start(Pretended { done: DoneReason::Invalid("too long".into()), ..Pretended::says("") });
+    assert_eq!(invalid.post("/v1/chat/completions", chat_body(json!({}))).0, 400);
+}
+
+#[test]
+fn a_failure_in_mid_stream_is_an_error_event() {
+    let server = start(Pretended { done: DoneReason::Failed("a stage died".into()), ..Pretended::says("abc") });
+    let events = server.events("/v1/chat/completions", chat_body(json!({"stream": true})));
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!(last["error"]["message"], "a stage died");
+    assert!(!events.contains(&"[DONE]".to_owned()));
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let server = start(Pretended::says("x"));
+    for (extra, param) in [
+        (json!({"logprobs": true}), "logprobs"),
+        (json!({"n": 2}), "n"),
+        (json!({"tools": [{"type": "function"}]}), "tools"),
+        (json!({"response_format": {"type": "json_object"}}), "response_format"),
+        (json!({"temperature": 3}), "temperature"),
+        (json!({"top_p": 0}), "top_p"),
+        (json!({"top_k": -5}), "top_k"),
+        (json!({"max_tokens": 0}), "max_tokens"),
+        (json!({"stop": [""]}), "stop"),
+        (json!({"messages": []}), "messages"),
+        (json!({"messages": [{"role": "tool", "content": "x"}]}), "messages"),
+        (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages"),
+        (json!({"messages": [{"role": "assistant", "content": "x"}]}), "messages"),
+        (json!({"messages": [{"role": "user", "content": "x".repeat(80)}]}), "messages"),
+    ] {
+        let (status, answer) = server.post("/v1/chat/completions", chat_body(extra.clone()));
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{extra} gave {answer}");
+        assert_eq!(answer["error"]["type"], "invalid_request_error");
+    }
+    for extra in [
+        json!({"n": 1, "logprobs": false, "tools": [], "user": "me", "response_format": {"type": "text"}}),
+        json!({"logprobs": null, "stop": null, "temperature": null, "presence_penalty": 0, "stream_options": null}),
+        json!({"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]}),
+    ] {
+        let (status, answer) = server.post("/v1/chat/completions", chat_body(extra.clone()));
+        assert_eq!(status, 200, "{extra} gave {answer}");
+    }
+    let wrong = |body: Value| server.post("/v1/completions", body);
+    assert_eq!(wrong(json!({"model": "tiny", "prompt": [300]})).0, 400);
+    assert_eq!(wrong(json!({"model": "tiny", "prompt": ""})).0, 400);
+    assert_eq!(wrong(json!({"model": "tiny", "prompt": ["a", "b"]})).0, 400);
+    assert_eq!(wrong(json!({"model": "tiny", "prompt": [65, 66]})).0, 200);
+    assert_eq!(wrong(json!({"prompt": "x"})).0, 400);
+    let (status, answer) = wrong(json!({"model": "gpt-4", "prompt": "x"}));
+    assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
+}
+
+#[test]
+fn bodies_that_are_not_json_are_refused() {
+    let server = start(Pretended::says("x"));
+    assert_eq!(server.call("POST /v1/completions", "{\"model\": ").0, 400);
+    assert_eq!(server.call("POST /v1/completions", "[]").0, 400);
+    assert_eq!(server.call("POST /v1/completions\r\nContent-Type: text/plain\r\n", "{}").0, 415);
+    assert_eq!(server.call("GET /v1/completions", "").0, 405);
+    let (status, _, body) = server.call("GET /v2/nothing", "");
+    assert_eq!(status, 404);
+    assert!(body.contains("\"error\""), "{body}");
+    let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
+    assert_eq!(server.call("POST /v1/completions", &deep).0, 400);
+    let large = format!("{{\"model\":\"tiny\",\"prompt\":\"{}\"}}", "x".repeat(BODY_BYTES_MAX));
+    assert_eq!(server.call("POST /v1/completions", &large).0, 413);
+}
+
+#[test]
+fn a_web_page_cannot_post() {
+    let server = start(Pretended::says("x"));
+    let body = chat_body(json!({})).to_string();
+    let page = "POST /v1/chat/completions\r\nOrigin: https://evil.example\r\n";
+    let (status, _, text) = server.call(page, &body);
+    assert_eq!(status, 403, "{text}");
+    let rebound = "POST /api/v1/leave\r\nHost: evil.example:9470\r\n";
+    assert_eq!(server.call(rebound, "{}").0, 403);
+    assert_eq!(server.call("OPTIONS /v1/chat/completions\r\nOrigin: https://evil.example\r\n", "").0, 403);
+    assert!(server.engine.requests.lock().unwrap().is_empty());
+}
+
+#[test]
+fn other_addresses_need_a_key() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let error = runtime.block_on(Api::bind("0.0.0.0:0".parse().unwrap(), Some(String::new()))).err().unwrap();
+    assert!(error.to_string().contains("--api-key"), "{error}");
+    let server = start_with_key(Pretended::says("x"), Some("k"));
+    assert_eq!(server.call("GET /v1/models", "").0, 401);
+    assert_eq!(server.call("GET /v1/models\r\nAuthorization: Bearer k\r\n", "").0, 200);
+    let taken = runtime.block_on(Api::bind(server.address, None)).err().unwrap();
+    assert!(taken.to_string().contains("is a node running already"), "{taken}");
+}
+
+#[test]
+fn monitors_and_commands_get_their_answers() {
+    let server = start(Pretended::says("ab"));
+    assert_eq!(server.call("GET /healthz", "").2, "ok\n");
+    assert_eq!(server.call("GET /readyz", "").0, 200);
+    server.post("/v1/completions", json!({"model": "tiny", "prompt": "x"}));
+    let metrics = server.call("GET /metrics", "").2;
+    assert!(metrics.contains("meshnode_tokens_generated_total{model=\"tiny\"} 2"), "{metrics}");
+    assert!(metrics.contains("meshnode_requests_total{model=\"tiny\",outcome=\"stop\"} 1"), "{metrics}");
+    let models: Value = serde_json::from_str(&server.call("GET /v1/models", "").2).unwrap();
+    assert_eq!(models["data"][0]["id"], "tiny");
+    assert_eq!(server.call("GET /v1/models/tiny", "").0, 200);
+    assert_eq!(server.call("GET /v1/models//some/dir/tiny.gguf", "").0, 200, "by the path it was served from");
+    assert_eq!(server.call("GET /v1/models/other", "").0, 404);
+    assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 2})).1["ticket"], "mesh160x2");
+    assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 0})).0, 400);
+    assert_eq!(server.post("/api/v1/approve", json!({"peer": "12D3"})).0, 404);
+    let (status, answer) = server.post("/api/v1/plan", json!({"model": "tiny"}));
+    assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_plan")));
+    assert!(answer["error"]["message"].as_str().unwrap().contains("6 bytes are missing"), "{answer}");
+    assert_eq!(server.post("/api/v1/deploy", json!({"model": "other"})).0, 404);
+    assert_eq!(server.call("GET /api/v1/state", "").0, 200);
+}
+
+#[test]
+fn a_generation_for_the_commands_is_json_lines() {
+    let server = start(Pretended::says("é!"));
+    let body = json!({"model": "tiny", "prompt": "Hi", "temperature": 0}).to_string();
+    let (status, _, text) = server.call("POST /api/v1/generate", &body);
+    assert_eq!(status, 200, "{text}");
+    let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(lines[0]["templated"], true);
+    assert_eq!(lines[1], json!({"position": 8, "token": 0xc3, "text": ""}));
+    assert_eq!(lines[2]["text"], "é");
+    assert_eq!(lines[4]["done"], "stop");
+    assert_eq!((&lines[4]["prompt_tokens"], &lines[4]["tokens"]), (&json!(8), &json!(3)));
+    let raw = json!({"model": "tiny", "prompt": "Hi", "raw": true}).to_string();
+    let text = server.call("POST /api/v1/generate", &raw).2;
+    let begin: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    assert_eq!(begin["prompt_token_ids"], json!([72, 105]));
+}

@@ -1,0 +1,132 @@
+//! Commands that measure or prove something on this machine: `bench`, `selftest`, `demo`.
+use super::model::fetch;
+use super::progress::Spinner;
+use super::table::{render, row};
+use super::{Failure, Global, answer, remark};
+use serde_json::{Value, json};
+
+mod net;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode bench decode                    tokens per second, and their share of what the memory gives
+  meshnode bench decode --threads 1 --json
+  meshnode bench net                       the data plane over this machine's loopback")]
+pub(super) struct BenchArgs {
+    #[command(subcommand)]
+    what: Bench,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Bench {
+    /// Decode and prefill speed of a model on this machine's processor
+    Decode(DecodeArgs),
+    /// Round trip and throughput of the data plane between two endpoints on this machine
+    Net,
+}
+
+#[derive(Debug, clap::Args)]
+struct DecodeArgs {
+    /// Which model
+    #[arg(default_value = "smollm2-135m")]
+    model: String,
+    /// Compute threads [default: one, then one per core]
+    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = super::model::threads)]
+    threads: Option<usize>,
+    /// Tokens to decode in each measurement
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(8..=4096))]
+    tokens: u32,
+}
+
+pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
+    match &args.what {
+        Bench::Decode(decode) => bench_decode(global, decode),
+        Bench::Net => {
+            let spinner = Spinner::new("measuring");
+            let figures = net::measure()?;
+            drop(spinner);
+            answer(global, &figures, net::text);
+            Ok(())
+        }
+    }
+}
+
+fn bench_decode(global: &Global, args: &DecodeArgs) -> Result<(), Failure> {
+    let path = fetch(global, &args.model)?;
+    let spinner = Spinner::new("measuring");
+    let figures = crate::measure::decode(&path, args.threads, args.tokens as usize).map_err(Failure::failed)?;
+    drop(spinner);
+    answer(global, &figures, crate::measure::decode_text);
+    Ok(())
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode selftest
+  meshnode selftest --device cuda --json")]
+pub(super) struct SelftestArgs {
+    /// auto, cpu, cuda[:i] or vulkan[:i]
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
+    device: String,
+}
+
+pub(super) fn selftest(global: &Global, args: &SelftestArgs) -> Result<(), Failure> {
+    let spinner = Spinner::new(format!("testing {}", args.device));
+    let (device, checks) = crate::measure::selftest(&args.device).map_err(Failure::failed)?;
+    drop(spinner);
+    let failed = checks.iter().filter(|c| c["ok"] != true).count();
+    let value = json!({"device": device.to_string(), "ok": failed == 0, "checks": checks});
+    answer(global, &value, selftest_text);
+    match failed {
+        0 => Ok(()),
+        _ => Err(Failure::failed(format!(
+            "{failed} of {} checks failed on {device}: do not trust this device",
+            checks.len()
+        ))),
+    }
+}
+
+fn selftest_text(value: &Value) -> String {
+    let rows: Vec<_> = value["checks"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|check| {
+            let verdict = if check["ok"] == true { "ok" } else { "FAIL" };
+            row([verdict, check["name"].as_str().unwrap_or("?"), check["seen"].as_str().unwrap_or("")])
+        })
+        .collect();
+    render(&rows)
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Starts three node processes with their own directories and ports on 127.0.0.1, each with too little memory for the model,
+lets them share it, and kills one with SIGKILL while they speak. Needs nothing else; under a minute.
+
+Examples:
+  meshnode demo
+  meshnode demo --json | tail -1")]
+pub(super) struct DemoArgs {
+    /// Tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 96, value_parser = clap::value_parser!(u32).range(8..=1024))]
+    tokens: u32,
+    /// Compute threads of each node
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads: u16,
+}
+
+pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
+    let model = fetch(global, "smollm2-135m")?;
+    let program = std::env::current_exe().map_err(|e| Failure::failed(format!("where is this program? {e}")))?;
+    let options =
+        crate::demo::DemoOptions { json: global.json, tokens: args.tokens, threads: usize::from(args.threads) };
+    let summary = crate::demo::run(&program, &model, &options).map_err(Failure::failed)?;
+    if summary.tokens_equal_solo && summary.requests_lost == 0 {
+        return Ok(());
+    }
+    remark("the demo did not show what it should");
+    Err(Failure::quiet(Failure::FAILED))
+}

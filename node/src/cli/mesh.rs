@@ -1,0 +1,145 @@
+//! Commands that ask a running node about its mesh or tell it something: thin clients of `/api/v1`.
+use super::plan::stages;
+use super::table::{render, row};
+use super::{Failure, Global, answer, remark};
+use crate::config::{Size, parse_duration};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::time::Duration;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode invite                       one machine, within an hour
+  meshnode invite --ttl 1d --uses 20    a room full
+  ssh other meshnode join $(meshnode invite)")]
+pub(super) struct InviteArgs {
+    /// How long the ticket is good for: 90s, 15m, 1h, 7d
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
+    ttl: Duration,
+    /// How many machines may join with it
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    uses: u32,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Example:
+  meshnode status        shows who waits
+  meshnode approve 12D3KooWQ…")]
+pub(super) struct ApproveArgs {
+    /// PeerId of a peer that waits, or the beginning of it
+    peer: String,
+}
+
+pub(super) fn leave(global: &Global) -> Result<(), Failure> {
+    let value = global.client().post("/api/v1/leave", &json!({}))?;
+    answer(global, &value, |_| "the node says goodbye and ends".into());
+    Ok(())
+}
+
+pub(super) fn invite(global: &Global, args: &InviteArgs) -> Result<(), Failure> {
+    let body = json!({"ttl_s": args.ttl.as_secs(), "uses": args.uses});
+    let value = global.client().post("/api/v1/invite", &body)?;
+    if !global.json {
+        remark("on the other machine: meshnode join TICKET, with this ticket:");
+    }
+    answer(global, &value, |v| v["ticket"].as_str().unwrap_or_default().to_owned());
+    Ok(())
+}
+
+pub(super) fn approve(global: &Global, args: &ApproveArgs) -> Result<(), Failure> {
+    let value = global.client().post("/api/v1/approve", &json!({"peer": args.peer}))?;
+    answer(global, &value, |_| format!("{} may join", args.peer));
+    Ok(())
+}
+
+pub(super) fn status(global: &Global) -> Result<(), Failure> {
+    let state = global.client().get("/api/v1/state")?;
+    answer(global, &state, status_text);
+    let degraded = list(&state["jobs"]).any(|j| j["state"] == "degraded");
+    if degraded { Err(Failure::failed("a job is degraded: see `meshnode jobs`")) } else { Ok(()) }
+}
+
+pub(super) fn peers(global: &Global) -> Result<(), Failure> {
+    let peers = global.client().get("/api/v1/peers")?;
+    answer(global, &peers, peers_text);
+    Ok(())
+}
+
+pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
+    let jobs = global.client().get("/api/v1/jobs")?;
+    answer(global, &jobs, jobs_text);
+    Ok(())
+}
+
+fn status_text(state: &Value) -> String {
+    let mut text = render(&[
+        row(["node", string(&state["name"])]),
+        row(["id", string(&state["node"])]),
+        row(["peer id", string(&state["peer_id"])]),
+        row(["mesh", string(&state["mesh"])]),
+    ]);
+    let _ = write!(text, "\n{}", peers_text(&state["peers"]));
+    if list(&state["jobs"]).next().is_some() {
+        let _ = write!(text, "\n{}", jobs_text(&state["jobs"]));
+    }
+    for peer in list(&state["waiting"]) {
+        let _ = writeln!(text, "\nwaits to be let in: meshnode approve {}", string(peer));
+    }
+    text
+}
+
+fn peers_text(peers: &Value) -> String {
+    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "FREE", "OF", "RTT", "NODE"])];
+    for peer in list(peers) {
+        let mut state = string(&peer["state"]).to_owned();
+        if peer["draining"] == true {
+            state.push_str(", draining");
+        }
+        let rtt = match (peer["this_node"] == true, peer["rtt_ms"].as_f64()) {
+            (true, _) => "this node".into(),
+            (false, Some(millis)) => format!("{millis:.2} ms"),
+            (false, None) => "–".into(),
+        };
+        rows.push(vec![
+            string(&peer["name"]).to_owned(),
+            state,
+            string(&peer["device"]).to_owned(),
+            Size(peer["memory_free"].as_u64().unwrap_or(0)).to_string(),
+            Size(peer["memory_total"].as_u64().unwrap_or(0)).to_string(),
+            rtt,
+            string(&peer["node"]).chars().take(12).collect(),
+        ]);
+    }
+    render(&rows)
+}
+
+fn jobs_text(jobs: &Value) -> String {
+    if list(jobs).next().is_none() {
+        return "no jobs: start one with `meshnode serve MODEL`\n".into();
+    }
+    list(jobs)
+        .map(|job| {
+            let role = if job["head"] == true { "headed here" } else { "headed elsewhere" };
+            format!(
+                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}",
+                string(&job["model"]),
+                string(&job["state"]),
+                job["epoch"],
+                job["running"],
+                job["queued"],
+                stages(&job["stages"])
+            )
+        })
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}
+
+fn string(value: &Value) -> &str {
+    value.as_str().unwrap_or("?")
+}

@@ -1,0 +1,221 @@
+//! What `pull`, `plan`, `run` and `serve` share: naming a model, having it here, and a node to ask.
+use super::progress::{Bar, Spinner};
+use super::{Failure, Global, answer, remark};
+use crate::api::Api;
+use crate::client::{Client, ClientError};
+use crate::config::{Size, UpOptions};
+use crate::pull::{self, Sources};
+use crate::telemetry::Metrics;
+use serde_json::{Value, json};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode pull smollm2-135m
+  meshnode pull hf:QuantFactory/SmolLM2-360M-Instruct-GGUF/SmolLM2-360M-Instruct.Q4_1.gguf
+
+A fetch that was broken off goes on where it stopped. HF_TOKEN opens private files, HF_ENDPOINT names a mirror.")]
+pub(super) struct PullArgs {
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or a path
+    model: String,
+}
+
+pub(super) fn pull(global: &Global, args: &PullArgs) -> Result<(), Failure> {
+    let path = fetch(global, &args.model)?;
+    let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
+    answer(global, &json!({"model": args.model, "path": path, "bytes": bytes}), |_| path.display().to_string());
+    Ok(())
+}
+
+/// The file of a model, fetched if need be.
+pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
+    let models_dir = global.models_dir(&global.config()?);
+    if let Some(path) = pull::locate(model, &models_dir) {
+        return Ok(path);
+    }
+    Ok(pull::fetch(model, &models_dir, &Sources::from_env(), &Bar::new())?)
+}
+
+/// A model and how to run it.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct ModelArgs {
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file
+    pub(super) model: String,
+    /// How activations enter matrix products on CPUs: int8 is fast, f32 is strict
+    #[arg(long, value_enum, value_name = "KIND", default_value = "int8")]
+    activations: Activations,
+    /// How activations travel between nodes
+    #[arg(long, value_enum, value_name = "CODEC", default_value = "lossless")]
+    boundary: Boundary,
+    /// Tokens of context per request [default: the model's own, at most 2048]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Requests at once
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    sequences: Option<u32>,
+    #[command(flatten)]
+    compute: ComputeArgs,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Activations {
+    Int8,
+    F32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Boundary {
+    Lossless,
+}
+
+/// What a node computes on. For `run`, `serve` and `plan` only where they start a node of their own.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(super) struct ComputeArgs {
+    /// auto, cpu, cuda[:i] or vulkan[:i] [default: auto]
+    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = device)]
+    pub(super) device: Option<String>,
+    /// Most memory for weights, caches and scratch, as in 200MiB or 4G [default: most of what is free]
+    #[arg(long, value_name = "SIZE", env = "MESHNODE_MEMORY")]
+    pub(super) memory: Option<Size>,
+    /// Compute threads [default: one per core]
+    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = threads)]
+    pub(super) threads: Option<usize>,
+}
+
+/// Checks the form; whether the device is there is seen at start.
+pub(super) fn device(text: &str) -> Result<String, String> {
+    let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
+    let indexed = matches!(kind, "cuda" | "vulkan") && index.is_none_or(|i| i.parse::<u8>().is_ok());
+    if indexed || (matches!(kind, "auto" | "cpu") && index.is_none()) {
+        Ok(text.to_owned())
+    } else {
+        Err("expected auto, cpu, cuda[:i] or vulkan[:i]".into())
+    }
+}
+
+pub(super) fn threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(threads @ 1..=1024) => Ok(threads),
+        Ok(_) | Err(_) => Err("expected 1 to 1024".into()),
+    }
+}
+
+impl ModelArgs {
+    fn options(&self) -> Value {
+        let defaults = crate::handle::ModelOptions::default();
+        let Boundary::Lossless = self.boundary;
+        json!({
+            "int8": self.activations == Activations::Int8,
+            "context": self.context.or(defaults.context),
+            "sequences": self.sequences.unwrap_or(defaults.sequences),
+        })
+    }
+
+    /// POSTs the model to `path` (`plan` or `deploy`). The node looks for it by name in its own cache first; where that
+    /// is another one, by the path of the file found here.
+    pub(super) fn post(&self, global: &Global, client: &Client, path: &str) -> Result<Value, Failure> {
+        let file = fetch(global, &self.model)?;
+        let file = std::path::absolute(&file).unwrap_or(file);
+        let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
+        let body = |model: &str| json!({"model": model, "options": self.options()});
+        let _spinner = Spinner::new(format!("{path} {}", self.model));
+        if !by_path {
+            match client.post(path, &body(&self.model)) {
+                Err(ClientError::Refused { status: 404, .. }) => {}
+                other => return Ok(other?),
+            }
+        }
+        Ok(client.post(path, &body(&file.to_string_lossy()))?)
+    }
+}
+
+/// A node to ask: the one that listens, or one started here.
+pub(super) struct Service {
+    pub(super) client: Client,
+    pub(super) address: String,
+    own: Option<OwnNode>,
+}
+
+struct OwnNode {
+    runtime: tokio::runtime::Runtime,
+    _running: crate::node::Running,
+    _data_dir: tempfile::TempDir,
+}
+
+impl Service {
+    /// The node that listens on `--api`, or, where none does on this machine, a solo node in this process whose API is
+    /// at `own_address` (port 0: any).
+    pub(super) fn find(global: &Global, args: &ModelArgs, own_address: Option<SocketAddr>) -> Result<Self, Failure> {
+        let client = global.client();
+        if client.listens() {
+            return Ok(Self { address: client.base().to_owned(), client, own: None });
+        }
+        let elsewhere = global.api.as_deref().is_some_and(|api| !is_local(api));
+        if elsewhere {
+            return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
+        }
+        Self::start(global, args, own_address)
+    }
+
+    /// Started here (and not merely found).
+    pub(super) fn is_own(&self) -> bool {
+        self.own.is_some()
+    }
+
+    /// Waits for Ctrl-C or SIGTERM.
+    pub(super) fn wait_for_signal(&self) {
+        if let Some(own) = &self.own {
+            own.runtime.block_on(super::up::signal());
+        }
+    }
+
+    fn start(global: &Global, args: &ModelArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
+        fetch(global, &args.model)?; // a mistyped name should not start a node first
+        remark(format!("no node listens on {}: starting one in this process, alone", global.client().base()));
+        let file = global.config()?;
+        let data_dir = tempfile::Builder::new()
+            .prefix("meshnode-solo-")
+            .tempdir()
+            .map_err(|e| Failure::failed(format!("cannot make a temporary directory: {e}")))?;
+        let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir(&file));
+        options.device = args.compute.device.clone().or(file.device).unwrap_or(options.device);
+        options.memory = args.compute.memory.or(file.memory).map(|s| s.0);
+        options.threads = args.compute.threads.or(file.threads);
+        let runtime = super::up::runtime()?;
+        let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+        // Callers of a private API on a free port need no key; where one is set it protects the public one.
+        let key = address.and(global.api_key.clone());
+        let api = runtime.block_on(Api::bind(address.unwrap_or(any), key.clone()))?;
+        let address = api.address().map_err(Failure::failed)?;
+        let (handle, running) = runtime.block_on(crate::node::start(options))?;
+        runtime.spawn(api.serve(handle, Metrics::default(), std::future::pending()));
+        let client = Client::new(Some(&address.to_string()), key);
+        let address = client.base().to_owned();
+        Ok(Self { client, address, own: Some(OwnNode { runtime, _running: running, _data_dir: data_dir }) })
+    }
+}
+
+/// Whether an `--api` value means this machine.
+fn is_local(api: &str) -> bool {
+    let host = api.strip_prefix("http://").unwrap_or(api);
+    match host.parse::<SocketAddr>() {
+        Ok(address) => address.ip().is_loopback() || address.ip().is_unspecified(),
+        Err(_) => host.split(':').next() == Some("localhost"),
+    }
+}
+
+/// The address that `--api` names, for a node that is to listen there.
+pub(super) fn listen_address(api: Option<&str>, file: Option<SocketAddr>) -> Result<SocketAddr, Failure> {
+    let Some(text) = api else {
+        return Ok(file.unwrap_or(crate::config::API_DEFAULT));
+    };
+    let bare = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/').replace("localhost:", "127.0.0.1:");
+    bare.parse().map_err(|_| Failure::usage(format!("--api {text}: expected an address like 127.0.0.1:9470")))
+}
+
+/// A path for people: what the model is called without directories.
+pub(super) fn display_name(model: &str) -> String {
+    Path::new(model).file_name().map_or_else(|| model.to_owned(), |n| n.to_string_lossy().into_owned())
+}

@@ -1,0 +1,33 @@
+//! `meshnode serve`: a model under OpenAI's API, on the node that listens or on one of its own.
+use super::model::{ModelArgs, Service, listen_address};
+use super::{Failure, Global, answer, remark};
+use serde_json::json;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode serve smollm2-135m
+  curl http://127.0.0.1:9470/v1/chat/completions -H 'content-type: application/json' \\
+       -d '{\"model\": \"smollm2-135m\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
+
+Where a node listens, it serves the model from now on and this command ends. Where none does, this command is one, until
+Ctrl-C.")]
+pub(super) struct ServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+}
+
+pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
+    let address = listen_address(global.api.as_deref(), global.config()?.api)?;
+    let service = Service::find(global, &args.model, Some(address))?;
+    let served = args.model.post(global, &service.client, "/api/v1/deploy")?;
+    let name = served["model"].as_str().unwrap_or(&args.model.model);
+    let base = format!("{}/v1", service.address);
+    let value = json!({"model": name, "base_url": base, "context": served["context"], "own_node": service.is_own()});
+    answer(global, &value, |_| format!("{name} is served under {base}"));
+    if service.is_own() {
+        remark("Ctrl-C ends it");
+        service.wait_for_signal();
+    }
+    Ok(())
+}

@@ -1,0 +1,240 @@
+//! Several node processes on this machine: what the demo shows and the system tests torture.
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longest wait for a node's first line: a first start measures its device.
+const START_MAX: Duration = Duration::from_secs(60);
+
+/// A node process with its own data directory and ports. Killed when dropped.
+pub struct LocalNode {
+    /// Its name.
+    pub name: String,
+    /// Its local API.
+    pub api: SocketAddr,
+    /// P: gossip UDP and discovery TCP; the data plane is P + 1.
+    pub port: u16,
+    /// The ticket it printed.
+    pub ticket: String,
+    /// Its data directory; removed with the cluster's folder.
+    pub data_dir: PathBuf,
+    child: Child,
+}
+
+/// How to start one.
+#[derive(Clone, Debug, Default)]
+pub struct LocalNodeOptions {
+    /// Name shown to people.
+    pub name: String,
+    /// `--memory`, bytes.
+    pub memory: Option<u64>,
+    /// `--threads`.
+    pub threads: Option<usize>,
+    /// A ticket: join instead of beginning a mesh.
+    pub join: Option<String>,
+    /// Where this node keeps weights it gets from peers (`MESHNODE_CACHE`); the user's own cache if `None`.
+    pub cache_dir: Option<PathBuf>,
+    /// Further flags.
+    pub flags: Vec<String>,
+}
+
+impl LocalNode {
+    /// Starts `exe` under `dir` and waits for its ticket.
+    ///
+    /// # Errors
+    /// It could not be started, or ended before it said its ticket; its log is quoted.
+    pub fn spawn(exe: &Path, dir: &Path, options: &LocalNodeOptions) -> std::io::Result<Self> {
+        let (port, api) = free_ports()?;
+        let data_dir = dir.join(&options.name);
+        std::fs::create_dir_all(&data_dir)?;
+        let log_path = data_dir.join("log");
+        let mut command = Command::new(exe);
+        match &options.join {
+            Some(ticket) => command.args(["join", ticket]),
+            None => command.arg("up"),
+        };
+        command
+            .args(["--name", &options.name, "--listen", "127.0.0.1", "--no-mdns"])
+            .args(["--port", &port.to_string(), "--api", &api.to_string()])
+            .args(["--device", "cpu", "--data-dir"])
+            .arg(&data_dir)
+            .args(options.memory.iter().flat_map(|m| ["--memory".to_owned(), m.to_string()]))
+            .args(options.threads.iter().flat_map(|t| ["--threads".to_owned(), t.to_string()]))
+            .args(&options.flags)
+            .envs(options.cache_dir.iter().map(|d| ("MESHNODE_CACHE", d)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(&log_path)?);
+        let mut child = command.spawn()?;
+        let ticket = first_line(&mut child).ok_or_else(|| {
+            let _ = child.kill();
+            let log = std::fs::read_to_string(&log_path).unwrap_or_default();
+            std::io::Error::other(format!("node `{}` did not start:\n{log}", options.name))
+        })?;
+        Ok(Self { name: options.name.clone(), api, port, ticket, data_dir, child })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL: it gets no chance to say goodbye.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Sends a signal by name (`STOP`, `CONT`, `TERM`).
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id().cast_signed()) {
+            let _ = rustix::process::kill_process(pid, signal);
+        }
+    }
+
+    /// Waits for the process to end by itself.
+    pub fn wait(&mut self, limit: Duration) -> Option<std::process::ExitStatus> {
+        let end = Instant::now() + limit;
+        while Instant::now() < end {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Some(status);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        None
+    }
+
+    /// Still running.
+    pub fn alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// What it logged so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.data_dir.join("log")).unwrap_or_default()
+    }
+
+    /// `GET path` as JSON.
+    ///
+    /// # Errors
+    /// No answer, or not JSON; with the body of an error answer.
+    pub fn get(&self, path: &str) -> std::io::Result<Value> {
+        read_json(agent(Some(Duration::from_secs(30))).get(self.url(path)).call())
+    }
+
+    /// `POST path` with a JSON body, the answer as JSON.
+    ///
+    /// # Errors
+    /// No answer, or not JSON; with the body of an error answer.
+    pub fn post(&self, path: &str, body: &Value) -> std::io::Result<Value> {
+        read_json(agent(Some(Duration::from_secs(600))).post(self.url(path)).send_json(body))
+    }
+
+    /// `POST path`, the answer line by line as it comes.
+    ///
+    /// # Errors
+    /// No answer, or an error answer with its body.
+    pub fn post_lines(
+        &self,
+        path: &str,
+        body: &Value,
+    ) -> std::io::Result<impl Iterator<Item = std::io::Result<String>> + use<>> {
+        let response = agent(None).post(self.url(path)).send_json(body).map_err(std::io::Error::other)?;
+        if !response.status().is_success() {
+            let status = response.status();
+            let text = response.into_body().read_to_string().unwrap_or_default();
+            return Err(std::io::Error::other(format!("{status}: {text}")));
+        }
+        Ok(BufReader::new(response.into_body().into_reader()).lines())
+    }
+
+    /// Polls `/api/v1/state` until `ready` says so.
+    ///
+    /// # Errors
+    /// It took longer than `limit`; the last state is quoted.
+    pub fn wait_state(&self, limit: Duration, mut ready: impl FnMut(&Value) -> bool) -> std::io::Result<Value> {
+        let end = Instant::now() + limit;
+        loop {
+            let state = self.get("/api/v1/state");
+            match state {
+                Ok(state) if ready(&state) => return Ok(state),
+                state if Instant::now() > end => {
+                    return Err(std::io::Error::other(format!(
+                        "node `{}`: not as expected after {limit:?}: {state:?}",
+                        self.name
+                    )));
+                }
+                _ => std::thread::sleep(Duration::from_millis(50)),
+            }
+        }
+    }
+
+    /// Waits until it sees `count` living members, itself included.
+    ///
+    /// # Errors
+    /// As [`Self::wait_state`].
+    pub fn wait_members(&self, count: usize, limit: Duration) -> std::io::Result<Value> {
+        self.wait_state(limit, |state| {
+            let alive = |p: &&Value| p["state"] == "alive";
+            state["peers"].as_array().is_some_and(|peers| peers.iter().filter(alive).count() == count)
+        })
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.api)
+    }
+}
+
+impl Drop for LocalNode {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn agent(limit: Option<Duration>) -> ureq::Agent {
+    ureq::Agent::config_builder().timeout_global(limit).http_status_as_error(false).build().into()
+}
+
+fn read_json(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> std::io::Result<Value> {
+    let response = answer.map_err(std::io::Error::other)?;
+    let status = response.status();
+    let text = response.into_body().read_to_string().map_err(std::io::Error::other)?;
+    if !status.is_success() {
+        return Err(std::io::Error::other(format!("{status}: {text}")));
+    }
+    if text.is_empty() {
+        return Ok(Value::Null);
+    }
+    serde_json::from_str(&text).map_err(std::io::Error::other)
+}
+
+/// The first line of a child's stdout, or `None` if it ends or stays silent. The rest is read and dropped, so that the
+/// child never blocks on a full pipe.
+fn first_line(child: &mut Child) -> Option<String> {
+    let stdout = child.stdout.take()?;
+    let (sender, line) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for text in BufReader::new(stdout).lines().map_while(Result::ok) {
+            let _ = sender.send(text);
+        }
+    });
+    line.recv_timeout(START_MAX).ok().filter(|l| !l.is_empty())
+}
+
+/// A port P with TCP P, UDP P and UDP P + 1 free, and a free port for the API. Another process may take them before the
+/// node does; the node then says so.
+fn free_ports() -> std::io::Result<(u16, SocketAddr)> {
+    let host = Ipv4Addr::LOCALHOST;
+    for _ in 0..100 {
+        let tcp = TcpListener::bind((host, 0))?;
+        let port = tcp.local_addr()?.port();
+        let api = TcpListener::bind((host, 0))?;
+        if port < u16::MAX && UdpSocket::bind((host, port)).is_ok() && UdpSocket::bind((host, port + 1)).is_ok() {
+            return Ok((port, api.local_addr()?));
+        }
+    }
+    Err(std::io::Error::other("no free ports on 127.0.0.1"))
+}

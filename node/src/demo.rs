@@ -1,0 +1,323 @@
+//! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed while they speak.
+use crate::cluster::{LocalNode, LocalNodeOptions};
+use console::style;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::io::{Error, Result, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// What the demo asks the model to write about.
+const PROMPT: &str = "Explain to a child why the sky is blue.";
+/// Tokens of context the demo reserves: small, so that weights and not caches decide what fits.
+const CONTEXT: u32 = 512;
+/// Longest wait for the mesh to form.
+const JOIN_MAX: Duration = Duration::from_secs(20);
+
+/// How to run it.
+#[derive(Clone, Debug)]
+pub struct DemoOptions {
+    /// JSON lines on stdout instead of something to watch.
+    pub json: bool,
+    /// Tokens to generate.
+    pub tokens: u32,
+    /// Compute threads per node.
+    pub threads: usize,
+}
+
+impl Default for DemoOptions {
+    fn default() -> Self {
+        Self { json: false, tokens: 96, threads: 1 }
+    }
+}
+
+/// The last line of `--json`.
+#[derive(Clone, Debug, Serialize)]
+pub struct DemoSummary {
+    /// Node processes started.
+    pub nodes: usize,
+    /// The split and interrupted run gave the tokens of one undisturbed node.
+    pub tokens_equal_solo: bool,
+    /// Requests that did not end as they should.
+    pub requests_lost: usize,
+    /// Longest silence between two tokens around the kill, milliseconds.
+    pub stall_ms: f64,
+    /// Tokens per second of the three nodes before the kill.
+    pub tokens_per_s: f64,
+    /// Tokens per second of one node with the same threads.
+    pub solo_tokens_per_s: f64,
+}
+
+/// Runs the demo with `exe` as the node program.
+///
+/// # Errors
+/// A node did not start, or the mesh did not do what the demo shows; the text says which.
+pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummary> {
+    let screen = Screen { json: options.json };
+    let dir = tempfile::Builder::new().prefix("meshnode-demo-").tempdir()?;
+    let demo = Demo {
+        exe: exe.to_owned(),
+        dir: dir.path().to_owned(),
+        model: model.to_owned(),
+        options: options.clone(),
+        screen,
+    };
+    let solo = demo.solo()?;
+    let mut nodes = demo.mesh(solo.bytes)?;
+    let plan = demo.place(&nodes)?;
+    let split = demo.interrupted(&mut nodes, &plan)?;
+    let summary = DemoSummary {
+        nodes: nodes.len(),
+        tokens_equal_solo: split.tokens == solo.run.tokens,
+        requests_lost: usize::from(!split.complete),
+        stall_ms: split.stall.as_secs_f64() * 1e3,
+        tokens_per_s: split.tokens_per_s,
+        solo_tokens_per_s: solo.run.tokens_per_s,
+    };
+    demo.screen.summary(&summary);
+    Ok(summary)
+}
+
+struct Demo {
+    exe: PathBuf,
+    dir: PathBuf,
+    model: PathBuf,
+    options: DemoOptions,
+    screen: Screen,
+}
+
+struct Solo {
+    run: Run,
+    /// Bytes the model takes on one node, by its own plan.
+    bytes: u64,
+}
+
+/// One generation as its client saw it.
+#[derive(Default)]
+struct Run {
+    tokens: Vec<u64>,
+    complete: bool,
+    tokens_per_s: f64,
+    stall: Duration,
+}
+
+impl Demo {
+    /// One undisturbed node with all the memory it wants: the reference.
+    fn solo(&self) -> Result<Solo> {
+        self.screen.say("one", "one node alone, for reference");
+        let node = self.start("solo", None, None)?;
+        let plan = node.post("/api/v1/plan", &self.model_request())?;
+        let bytes =
+            plan["stages"][0]["bytes"].as_u64().ok_or_else(|| Error::other(format!("no plan for one node: {plan}")))?;
+        node.post("/api/v1/deploy", &self.model_request())?;
+        let run = self.generate(&node, &mut |_, _| Ok(()))?;
+        self.screen
+            .event("solo", &json!({"tokens_per_s": run.tokens_per_s, "tokens": run.tokens.len(), "bytes": bytes}));
+        Ok(Solo { run, bytes })
+    }
+
+    /// Three nodes, each with too little memory for the model, any two with enough.
+    fn mesh(&self, solo_bytes: u64) -> Result<Vec<LocalNode>> {
+        // Nine tenths of a node's memory are planned with; eight tenths of the model fit neither alone nor, with what both
+        // stages hold twice (the shared embedding, scratch), leave two nodes short.
+        let memory = solo_bytes * 8 / 9;
+        self.screen
+            .say("three", &format!("three nodes with {} each; the model needs {}", mib(memory), mib(solo_bytes)));
+        let first = self.start("ada", Some(memory), None)?;
+        let ticket = first.ticket.clone();
+        let mut nodes = vec![first];
+        for name in ["bea", "cem"] {
+            nodes.push(self.start(name, Some(memory), Some(ticket.clone()))?);
+        }
+        for node in &nodes {
+            node.wait_members(nodes.len(), JOIN_MAX)?;
+        }
+        let pids: Vec<Value> = nodes.iter().map(|n| json!({"name": n.name, "pid": n.pid(), "port": n.port})).collect();
+        self.screen.event("mesh", &json!({"nodes": pids, "memory": memory}));
+        Ok(nodes)
+    }
+
+    fn place(&self, nodes: &[LocalNode]) -> Result<Value> {
+        let plan = nodes[0].post("/api/v1/plan", &self.model_request())?;
+        self.screen.plan(&plan);
+        nodes[0].post("/api/v1/deploy", &self.model_request())?;
+        Ok(plan)
+    }
+
+    /// Generates on the first node and kills a stage that is not the head a third of the way.
+    fn interrupted(&self, nodes: &mut [LocalNode], plan: &Value) -> Result<Run> {
+        let (head, others) = nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
+        let stages = plan["stages"].as_array().cloned().unwrap_or_default();
+        let holds = |name: &str| stages.iter().any(|s| s["name"] == name);
+        let victim = others
+            .iter_mut()
+            .find(|n| holds(&n.name))
+            .ok_or_else(|| Error::other(format!("the plan uses no node but the head: {plan}")))?;
+        let moment = self.options.tokens as usize / 3;
+        let screen = &self.screen;
+        let run = self.generate(head, &mut |so_far, _| {
+            if so_far == moment {
+                victim.kill();
+                screen.killed(&victim.name, victim.pid());
+            }
+            Ok(())
+        })?;
+        self.screen.event("stall", &json!({"stall_ms": run.stall.as_secs_f64() * 1e3}));
+        Ok(run)
+    }
+
+    /// Streams one greedy answer; `watch` is called after each token with the number so far.
+    fn generate(&self, node: &LocalNode, watch: &mut dyn FnMut(usize, &Value) -> Result<()>) -> Result<Run> {
+        let request = json!({
+            "model": self.model, "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": self.options.tokens, "temperature": 0.0, "ignore_eos": true,
+        });
+        let lines = node.post_lines("/api/v1/generate", &request)?;
+        let (mut run, mut arrivals) = (Run::default(), Vec::new());
+        for line in lines {
+            let event: Value = serde_json::from_str(&line?).map_err(Error::other)?;
+            if let Some(token) = event["token"].as_u64() {
+                run.tokens.push(token);
+                arrivals.push(Instant::now());
+                self.screen.text(event["text"].as_str().unwrap_or_default());
+                watch(run.tokens.len(), &event)?;
+            } else if event["error"].is_string() || event["error"].is_object() {
+                return Err(Error::other(format!("the request failed: {}", event["error"])));
+            } else if event["done"].is_string() {
+                run.complete = run.tokens.len() == self.options.tokens as usize;
+            }
+        }
+        self.screen.text("\n");
+        let gaps: Vec<Duration> = arrivals.windows(2).map(|w| w[1] - w[0]).collect();
+        run.stall = gaps.iter().max().copied().unwrap_or_default();
+        run.tokens_per_s = 1.0 / median(&gaps).as_secs_f64().max(1e-9);
+        Ok(run)
+    }
+
+    fn start(&self, name: &str, memory: Option<u64>, join: Option<String>) -> Result<LocalNode> {
+        let options = LocalNodeOptions {
+            name: name.to_owned(),
+            memory,
+            threads: Some(self.options.threads),
+            join,
+            // Own caches, so that only the head has the file and the others get their share from it.
+            cache_dir: (name != "ada" && name != "solo").then(|| self.dir.join(name).join("cache")),
+            flags: Vec::new(),
+        };
+        LocalNode::spawn(&self.exe, &self.dir, &options)
+    }
+
+    fn model_request(&self) -> Value {
+        json!({"model": self.model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
+    }
+}
+
+/// The middle gap: the stall and a first token do not move it.
+fn median(gaps: &[Duration]) -> Duration {
+    let mut sorted = gaps.to_vec();
+    sorted.sort();
+    sorted.get(sorted.len() / 2).copied().unwrap_or_default()
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Stdout, for people or for programs.
+struct Screen {
+    json: bool,
+}
+
+#[expect(clippy::print_stdout, reason = "the demo's output is its purpose")]
+impl Screen {
+    fn say(&self, mark: &str, text: &str) {
+        if self.json {
+            println!("{}", json!({"event": "step", "step": mark, "text": text}));
+        } else {
+            println!("\n{} {}", style("▶").cyan().bold(), style(text).bold());
+        }
+    }
+
+    fn event(&self, name: &str, fields: &Value) {
+        if self.json {
+            let mut line = json!({"event": name});
+            if let (Some(line), Some(fields)) = (line.as_object_mut(), fields.as_object()) {
+                line.extend(fields.clone());
+            }
+            println!("{line}");
+            return;
+        }
+        match name {
+            "solo" => println!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
+            "stall" => println!(
+                "  {} {:.0} ms without a token, then it went on",
+                style("✔").green(),
+                fields["stall_ms"].as_f64().unwrap_or_default()
+            ),
+            "mesh" => {
+                for node in fields["nodes"].as_array().into_iter().flatten() {
+                    println!(
+                        "  {} {} pid {}",
+                        style("●").green(),
+                        node["name"].as_str().unwrap_or_default(),
+                        node["pid"]
+                    );
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn plan(&self, plan: &Value) {
+        if self.json {
+            println!("{}", json!({"event": "plan", "plan": plan}));
+            return;
+        }
+        println!("  plan: {:.1} ms a token", plan["token_ms"].as_f64().unwrap_or_default());
+        for stage in plan["stages"].as_array().into_iter().flatten() {
+            let (first, end) = (stage["first_layer"].as_u64().unwrap_or(0), stage["end_layer"].as_u64().unwrap_or(0));
+            let bar = "█".repeat((end - first) as usize);
+            println!(
+                "  {:>5} layers {first:>2}–{:<2} {} {}",
+                stage["name"].as_str().unwrap_or_default(),
+                end.saturating_sub(1),
+                style(bar).blue(),
+                mib(stage["bytes"].as_u64().unwrap_or(0))
+            );
+        }
+        println!();
+    }
+
+    fn killed(&self, name: &str, pid: u32) {
+        if self.json {
+            println!("{}", json!({"event": "kill", "name": name, "pid": pid, "signal": "SIGKILL"}));
+        } else {
+            print!(" {} ", style(format!("✂ kill -9 {name}")).red().bold());
+            let _ = std::io::stdout().flush();
+        }
+    }
+
+    fn text(&self, text: &str) {
+        if !self.json {
+            print!("{text}");
+            let _ = std::io::stdout().flush();
+        }
+    }
+
+    fn summary(&self, summary: &DemoSummary) {
+        if self.json {
+            println!("{}", serde_json::to_string(summary).unwrap_or_default());
+            return;
+        }
+        let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
+            style("every token the same as on one node, nothing lost").green().bold()
+        } else {
+            style("NOT the tokens of one node").red().bold()
+        };
+        println!("\n{verdict}");
+        println!(
+            "{:.1} tokens/s on the mesh, {:.1} on one node with the same threads; {:.0} ms stall",
+            summary.tokens_per_s, summary.solo_tokens_per_s, summary.stall_ms
+        );
+    }
+}

@@ -1,0 +1,103 @@
+//! The loop around the core in the real world: inputs in, outputs carried out, the next wake-up slept for.
+//!
+//! One thread owns the `Node`; it never blocks on anything but its own queue. `simnet/src/world.rs` is the same loop in
+//! a virtual world.
+use crate::handle::{JobView, PeerView};
+use crate::shell::Shell;
+use node_core::input::Input;
+use node_core::node::Node;
+use node_core::time::Instant;
+use std::sync::mpsc;
+use std::time::Duration;
+use tokio::sync::oneshot;
+
+/// Sends to the driver; cheap to clone, never blocks.
+#[derive(Clone)]
+pub struct DriverHandle {
+    queue: mpsc::Sender<Event>,
+}
+
+enum Event {
+    Input(Input),
+    Views(oneshot::Sender<(Vec<PeerView>, Vec<JobView>)>),
+    StopAfter(Duration),
+}
+
+/// A queue to a driver that does not run yet: threads that feed it can be started first.
+pub struct DriverQueue {
+    events: mpsc::Receiver<Event>,
+}
+
+/// Makes the queue.
+pub fn queue() -> (DriverHandle, DriverQueue) {
+    let (sender, events) = mpsc::channel();
+    (DriverHandle { queue: sender }, DriverQueue { events })
+}
+
+impl DriverHandle {
+    /// Something happened. Dropped if the node has stopped.
+    pub fn input(&self, input: Input) {
+        let _ = self.queue.send(Event::Input(input));
+    }
+
+    /// Peers and jobs as the core sees them now; empty if the node has stopped.
+    pub async fn views(&self) -> (Vec<PeerView>, Vec<JobView>) {
+        let (answer, views) = oneshot::channel();
+        let _ = self.queue.send(Event::Views(answer));
+        views.await.unwrap_or_default()
+    }
+
+    /// Ends the loop after what is to be said has been said.
+    pub fn stop_after(&self, delay: Duration) {
+        let _ = self.queue.send(Event::StopAfter(delay));
+    }
+}
+
+/// Inputs handled before their outputs are carried out: what came together runs together, as one batch, and nothing
+/// waits longer than this many quick steps.
+const TOGETHER_MAX: usize = 64;
+
+/// Runs until told to stop.
+pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
+    let mut stop_at: Option<Instant> = None;
+    loop {
+        while let Some(output) = node.poll() {
+            shell.carry_out(output);
+        }
+        let now = now();
+        if stop_at.is_some_and(|at| now >= at) {
+            return;
+        }
+        let wakeup = [node.next_wakeup().map(|(at, _who)| at), stop_at].into_iter().flatten().min();
+        let first = match wakeup {
+            Some(at) if at <= now => {
+                node.handle(now, Input::Wakeup);
+                queue.events.try_recv().ok()
+            }
+            Some(at) => match queue.events.recv_timeout(at.since(now)) {
+                Ok(event) => Some(event),
+                Err(mpsc::RecvTimeoutError::Timeout) => continue,
+                Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            },
+            None => match queue.events.recv() {
+                Ok(event) => Some(event),
+                Err(mpsc::RecvError) => return,
+            },
+        };
+        for event in first.into_iter().chain(queue.events.try_iter().take(TOGETHER_MAX)) {
+            match event {
+                Event::Input(input) => node.handle(self::now(), input),
+                Event::Views(answer) => {
+                    let _ = answer.send((shell.peer_views(&node), shell.job_views(&node)));
+                }
+                Event::StopAfter(delay) => stop_at = Some(self::now() + delay),
+            }
+        }
+    }
+}
+
+/// Nanoseconds of CLOCK_BOOTTIME: it counts suspended time, so that a woken laptop knows that its leases are gone.
+pub fn now() -> Instant {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Instant(u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0))
+}

@@ -1,0 +1,156 @@
+//! The one thread that computes: it owns the loaded stages and runs what the core asks for, in order.
+use crate::driver::DriverHandle;
+use crate::tensors::{Tensor, Tensors};
+use kernels::sampler::{Sampler, SamplerSettings};
+use kernels::stage::{Rows, RowsIn, RowsOut, Stage};
+use node_core::id::{Epoch, JobId, RequestId, WorkId};
+use node_core::input::{Input, ItemResult};
+use node_core::message::Sampling;
+use node_core::output::{Item, Payload, SampleSpec};
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc;
+
+/// What a stage needs besides weights and caches: activations of one prefill chunk of a wide model, and logits.
+pub const SCRATCH_BYTES: u64 = 16 << 20;
+
+/// Something for the executor.
+pub enum Command {
+    /// A stage was loaded.
+    Install {
+        /// Its job.
+        job: JobId,
+        /// The epoch it was loaded for.
+        epoch: Epoch,
+        /// The stage.
+        stage: Box<dyn Stage>,
+    },
+    /// Drop a job's stage.
+    Unload {
+        /// Its job.
+        job: JobId,
+    },
+    /// Free a request's cache.
+    Release {
+        /// Its job.
+        job: JobId,
+        /// The request.
+        request: RequestId,
+    },
+    /// Run a batch.
+    Compute {
+        /// Named in the answer.
+        work: WorkId,
+        /// Its job.
+        job: JobId,
+        /// The epoch it belongs to: a stage of another epoch refuses it.
+        epoch: Epoch,
+        /// The batch.
+        items: Vec<Item>,
+    },
+}
+
+/// Starts the executor thread. It ends when the sender is dropped.
+pub fn spawn(tensors: Arc<Tensors>, driver: DriverHandle) -> std::io::Result<mpsc::Sender<Command>> {
+    let (sender, commands) = mpsc::channel();
+    let executor = Executor { stages: HashMap::new(), sampler: Sampler::new(), tensors, driver };
+    std::thread::Builder::new().name("executor".into()).spawn(move || executor.run(&commands))?;
+    Ok(sender)
+}
+
+struct Executor {
+    stages: HashMap<JobId, (Epoch, Box<dyn Stage>)>,
+    sampler: Sampler,
+    tensors: Arc<Tensors>,
+    driver: DriverHandle,
+}
+
+impl Executor {
+    fn run(mut self, commands: &mpsc::Receiver<Command>) {
+        while let Ok(command) = commands.recv() {
+            match command {
+                Command::Install { job, epoch, stage } => {
+                    self.stages.insert(job, (epoch, stage));
+                }
+                Command::Unload { job } => {
+                    self.stages.remove(&job);
+                }
+                Command::Release { job, request } => {
+                    if let Some((_, stage)) = self.stages.get_mut(&job) {
+                        stage.release(request.0);
+                    }
+                }
+                Command::Compute { work, job, epoch, items } => {
+                    let results = self.compute(job, epoch, &items);
+                    self.driver.input(Input::Computed { work, results });
+                }
+            }
+        }
+    }
+
+    fn compute(&mut self, job: JobId, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {
+        let inputs: Vec<Option<Tensor>> = items.iter().map(|item| self.take(&item.input)).collect();
+        let (held, stage) = self.stages.get_mut(&job).ok_or("no stage is loaded for this job")?;
+        if *held != epoch {
+            return Err(format!("the stage was loaded for epoch {}, not {}", held.counter, epoch.counter));
+        }
+        let batch = items.iter().zip(&inputs).map(|(item, input)| rows(item, input)).collect::<Result<Vec<_>, _>>()?;
+        // A kernel that panics must not take the node with it: the stage is reported failed and loaded anew.
+        let outputs = catch_unwind(AssertUnwindSafe(|| stage.forward(&batch)))
+            .map_err(|panic| panic_text(panic.as_ref()))?
+            .map_err(|e| e.to_string())?;
+        items.iter().zip(outputs).map(|(item, output)| self.result(item, output)).collect()
+    }
+
+    fn take(&self, payload: &Payload) -> Option<Tensor> {
+        match payload {
+            Payload::Tensor(id) => self.tensors.take(*id),
+            Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens.clone())),
+        }
+    }
+
+    fn result(&mut self, item: &Item, output: RowsOut) -> Result<ItemResult, String> {
+        Ok(match (output, &item.sample) {
+            (RowsOut::Hidden(rows), _) => {
+                self.tensors.put(item.output, Tensor::Hidden(rows));
+                ItemResult::Hidden
+            }
+            (RowsOut::Logits(logits), Some(sample)) => {
+                ItemResult::Token { token: choose(&mut self.sampler, &logits, sample)? }
+            }
+            (RowsOut::Logits(_), None) | (RowsOut::Nothing, None) => ItemResult::Nothing,
+            (RowsOut::Nothing, Some(_)) => return Err("the stage gave no logits where a token was asked for".into()),
+        })
+    }
+}
+
+fn rows<'a>(item: &Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {
+    let input = match input {
+        Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
+        Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
+        None => return Err("the rows of a frame are gone before they were used".into()),
+    };
+    Ok(Rows { sequence: item.request.0, position: item.position as usize, input, logits: item.sample.is_some() })
+}
+
+fn choose(sampler: &mut Sampler, logits: &[f32], sample: &SampleSpec) -> Result<u32, String> {
+    sampler.sample(logits, &settings(&sample.sampling), sample.position, &sample.history).map_err(|e| e.to_string())
+}
+
+fn settings(s: &Sampling) -> SamplerSettings {
+    let share = |e6: u32| e6 as f32 / 1e6;
+    SamplerSettings {
+        temperature: share(s.temperature_e6),
+        top_p: share(s.top_p_e6),
+        top_k: s.top_k,
+        min_p: share(s.min_p_e6),
+        repetition_penalty: share(s.repetition_penalty_e6),
+        seed: s.seed,
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("a kernel panicked: {}", text.unwrap_or("no message"))
+}

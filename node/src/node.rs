@@ -1,0 +1,430 @@
+//! Puts a node together: identity, membership, sockets, threads. Everything it starts ends with it.
+use crate::admission::{self, Admission, AdmissionError};
+use crate::config::UpOptions;
+use crate::device::Compute;
+use crate::driver::{self, DriverHandle};
+use crate::handle::{Inner, NodeError, NodeHandle};
+use crate::hub::Hub;
+use crate::shell::Shell;
+use crate::store::{Store, StoreError};
+use crate::tensors::{Tensor, Tensors};
+use crate::transfer::{Library, TransferError};
+use node_core::config::Config;
+use node_core::id::{Epoch, JobId, NodeId, RequestId};
+use node_core::input::Input;
+use node_core::message::FrameHeader;
+use node_core::node::Node;
+use node_core::output::Record;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
+use transport::frame::{self, Dtype, FrameHead};
+use transport::{Endpoint, Event, GossipSocket, Identity, MeshCredentials, PeerId, Reply, Ticket};
+
+/// What the ticket printed at start is good for.
+const FIRST_TICKET_TTL: Duration = Duration::from_secs(3600);
+/// How many machines it lets in: a household's.
+const FIRST_TICKET_USES: u32 = 10;
+/// How often a node without a ticket asks again whether somebody approved it.
+const ASK_AGAIN: Duration = Duration::from_secs(3);
+
+/// A started node. Dropping it ends the node.
+pub struct Running {
+    /// A ticket for others, good for a few uses within an hour.
+    pub ticket: String,
+    /// Completes when the node has left.
+    pub stopped: tokio::sync::oneshot::Receiver<()>,
+    endpoint: Arc<Endpoint>,
+    driver: DriverHandle,
+    _discovery: Option<Discovery>,
+}
+
+impl Running {
+    /// Says goodbye to the peers, lets it arrive, and ends.
+    pub async fn shutdown(self) {
+        self.driver.input(Input::Leave);
+        self.driver.stop_after(Duration::from_millis(200));
+        let _ = self.stopped.await;
+        self.endpoint.shutdown().await;
+    }
+}
+
+/// Starts a node and joins or founds its mesh.
+///
+/// # Errors
+/// A port in use, a data directory that cannot be used, a device that is not there, a ticket that does not hold; each
+/// with what to do.
+pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeError> {
+    let identity = Identity::load_or_create(&options.data_dir).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let store = Arc::new(Store::open(&options.data_dir)?);
+    let generation = store.next_generation()?;
+    let measured = options.clone();
+    let device = tokio::task::spawn_blocking(move || Compute::open(&measured))
+        .await
+        .map_err(|e| NodeError::Failed(format!("measuring the device was interrupted: {e}")))?
+        .map_err(NodeError::Invalid)?;
+    let library = Arc::new(Library::open(&options.models_dir.with_file_name("shards"))?);
+    library.add_known(&options.models_dir);
+
+    let (driver, queue) = driver::queue();
+    let tensors = Arc::new(Tensors::default());
+    let admission: Arc<OnceLock<Arc<Admission>>> = Arc::default();
+    let port = choose_port(&options)?;
+    let endpoint = bind(&options, port, &identity, &driver, &tensors, &admission, &library)?;
+    let (credentials, inviter) = membership(&options, &identity, &endpoint).await?;
+    endpoint.set_credentials(credentials.clone());
+
+    let me = NodeId(identity.node_id());
+    let gossip = {
+        let driver = driver.clone();
+        let addr = SocketAddr::new(options.listen, port);
+        GossipSocket::spawn(addr, me.0, generation.0, &credentials.mesh_key, move |from, source, bytes| {
+            driver.input(Input::Datagram { from: NodeId(from), source, bytes });
+        })
+        .map_err(bind_error)?
+    };
+    let reachable = reachable_at(options.listen);
+    let config = Config {
+        node: me,
+        generation,
+        peer_id: identity.peer_id().to_bytes(),
+        name: options.name.clone(),
+        gossip_addrs: reachable.iter().map(|ip| SocketAddr::new(*ip, port)).collect(),
+        data_addrs: reachable.iter().map(|ip| SocketAddr::new(*ip, port + 1)).collect(),
+        capacity: device.capacity.clone(),
+    };
+    let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
+    let guests = admission.get_or_init(|| Arc::new(guests)).clone();
+    let hub = Arc::new(Hub::new());
+    let executor =
+        crate::executor::spawn(tensors.clone(), driver.clone()).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let shell = Shell {
+        driver: driver.clone(),
+        runtime: tokio::runtime::Handle::current(),
+        identity: identity.clone(),
+        gossip,
+        endpoint: endpoint.clone(),
+        executor,
+        tensors,
+        store: store.clone(),
+        library: library.clone(),
+        hub: hub.clone(),
+        device: Arc::new(device),
+    };
+    let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
+    let stopped = run(Node::new(config, seed), shell, queue)?;
+    driver.input(Input::Holdings(library.contents()));
+    introduce(&driver, store.peers(), inviter);
+    let discovery = if options.solo { None } else { Some(discover(&options, port, &identity, &driver).await?) };
+    let ticket = guests.invite(FIRST_TICKET_TTL, FIRST_TICKET_USES)?;
+    let handle = NodeHandle {
+        inner: Arc::new(Inner {
+            node: me,
+            peer_id: identity.peer_id().to_string(),
+            name: options.name,
+            driver: driver.clone(),
+            hub,
+            library,
+            admission: guests,
+            models_dir: options.models_dir,
+            served: Mutex::new(BTreeMap::new()),
+            deploying: tokio::sync::Mutex::new(()),
+        }),
+    };
+    Ok((handle, Running { ticket, stopped, endpoint, driver, _discovery: discovery }))
+}
+
+/// A peer to get to know first.
+struct Inviter {
+    peer_id: PeerId,
+    data: Vec<SocketAddr>,
+}
+
+/// This node's membership: from a former life, by a ticket or an approval, or of a mesh that begins with it.
+async fn membership(
+    options: &UpOptions,
+    identity: &Identity,
+    endpoint: &Endpoint,
+) -> Result<(MeshCredentials, Option<Inviter>), NodeError> {
+    let held = admission::load(&options.data_dir)?;
+    let mut last = None;
+    for way in &options.join {
+        let way = Way::parse(way)?;
+        if let (Way::Ticket(ticket), Some(held)) = (&way, &held) {
+            admission::same_mesh(held, ticket.mesh, &options.data_dir)?;
+        }
+        if let Some(held) = &held {
+            return Ok((held.clone(), way.inviter()));
+        }
+        match way.join(endpoint, &options.name).await {
+            Ok(admitted) => {
+                let credentials = admitted.credentials();
+                admission::save(&options.data_dir, &credentials)?;
+                return Ok((credentials, way.inviter()));
+            }
+            Err(error) => last = Some(error),
+        }
+    }
+    if let Some(error) = last {
+        return Err(error);
+    }
+    let credentials = match held {
+        Some(held) => held,
+        None => {
+            let founded = admission::found(identity);
+            admission::save(&options.data_dir, &founded)?;
+            founded
+        }
+    };
+    Ok((credentials, None))
+}
+
+/// A way into a mesh as the user gave it.
+enum Way {
+    Ticket(Box<Ticket>),
+    Address { peer: Option<PeerId>, data: SocketAddr },
+}
+
+impl Way {
+    fn parse(text: &str) -> Result<Self, NodeError> {
+        if text.starts_with('/') {
+            let address = PeerAddress::parse(text).map_err(|e| NodeError::Invalid(e.to_string()))?;
+            return Ok(Way::Address { peer: address.peer_id, data: address.data() });
+        }
+        text.parse()
+            .map(|ticket| Way::Ticket(Box::new(ticket)))
+            .map_err(|e| NodeError::Invalid(format!("not a ticket: {e}")))
+    }
+
+    fn inviter(&self) -> Option<Inviter> {
+        match self {
+            Way::Ticket(ticket) => Some(Inviter { peer_id: ticket.inviter, data: ticket.addrs.clone() }),
+            Way::Address { peer, data } => peer.map(|peer_id| Inviter { peer_id, data: vec![*data] }),
+        }
+    }
+
+    async fn join(&self, endpoint: &Endpoint, name: &str) -> Result<transport::join::Admission, NodeError> {
+        use transport::JoinError;
+        use transport::join::JoinRefusal;
+        match self {
+            Way::Ticket(ticket) => endpoint.join(ticket, name).await.map_err(join_error),
+            Way::Address { peer, data } => loop {
+                match endpoint.join_at(&[*data], *peer, name).await {
+                    Err(error @ JoinError::Refused { refusal: JoinRefusal::NotApproved, .. }) => {
+                        tracing::warn!("{error}; asking again every {} s", ASK_AGAIN.as_secs());
+                        tokio::time::sleep(ASK_AGAIN).await;
+                    }
+                    answer => return answer.map_err(join_error),
+                }
+            },
+        }
+    }
+}
+
+fn join_error(error: transport::JoinError) -> NodeError {
+    use transport::JoinError;
+    match error {
+        JoinError::Refused { .. } | JoinError::Certificate(_) => NodeError::Unauthorised(error.to_string()),
+        JoinError::Dial(_) | JoinError::Answer { .. } => NodeError::Unreachable(error.to_string()),
+    }
+}
+
+/// Tells the core whom it may find again.
+fn introduce(driver: &DriverHandle, remembered: Option<Record>, inviter: Option<Inviter>) {
+    if let Some(Record::Peers(peers)) = remembered {
+        for (node, peer_id, gossip, data) in peers {
+            driver.input(Input::PeerFound { node, peer_id, gossip, data });
+        }
+    }
+    if let Some(Inviter { peer_id, data }) = inviter {
+        let gossip = data.iter().map(|a| SocketAddr::new(a.ip(), a.port() - 1)).collect();
+        let node = NodeId(transport::node_id(&peer_id));
+        driver.input(Input::PeerFound { node, peer_id: peer_id.to_bytes(), gossip, data });
+    }
+}
+
+fn run(node: Node, shell: Shell, queue: driver::DriverQueue) -> Result<tokio::sync::oneshot::Receiver<()>, NodeError> {
+    let (ended, stopped) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new()
+        .name("driver".into())
+        .spawn(move || {
+            driver::run(node, shell, &queue);
+            let _ = ended.send(());
+        })
+        .map_err(|e| NodeError::Failed(format!("no thread for the driver: {e}")))?;
+    Ok(stopped)
+}
+
+fn bind(
+    options: &UpOptions,
+    port: u16,
+    identity: &Identity,
+    driver: &DriverHandle,
+    tensors: &Arc<Tensors>,
+    admission: &Arc<OnceLock<Arc<Admission>>>,
+    library: &Arc<Library>,
+) -> Result<Arc<Endpoint>, NodeError> {
+    let (driver, tensors, admission, library) = (driver.clone(), tensors.clone(), admission.clone(), library.clone());
+    let sink = move |event: Event| arrive(event, &driver, &tensors, &admission);
+    let serve = move |_from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
+        let library = library.clone();
+        // Reading a chunk may wait for the disk.
+        tokio::task::spawn_blocking(move || {
+            if reply.blocking_send(library.answer(&request).into()) {
+                reply.finish();
+            }
+        });
+    };
+    let listen = transport::Options {
+        listen: SocketAddr::new(options.listen, port + 1),
+        identity: identity.clone(),
+        credentials: None,
+        limits: transport::Limits::default(),
+    };
+    Endpoint::bind(listen, sink, serve).map(Arc::new).map_err(bind_error)
+}
+
+/// Turns what the network brings into inputs of the core.
+fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, admission: &OnceLock<Arc<Admission>>) {
+    match event {
+        Event::Connected { node, rtt, .. } => {
+            let rtt_ns = u64::try_from(rtt.as_nanos()).unwrap_or(u64::MAX);
+            driver.input(Input::Connected { node: NodeId(node), rtt_ns });
+        }
+        Event::Disconnected { node, reason } => {
+            tracing::debug!("{} is disconnected: {reason}", NodeId(node));
+            driver.input(Input::Disconnected { node: NodeId(node) });
+        }
+        Event::Message { from, bytes } => driver.input(Input::Message { from: NodeId(from), bytes: bytes.into_vec() }),
+        Event::Frame { from, head, payload } => {
+            let header = header(&head);
+            let tensor = match head.dtype {
+                Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
+                _ => Tensor::Hidden(frame::to_f32(&payload)),
+            };
+            driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor) });
+        }
+        Event::LaneRefused { node, route } => {
+            tracing::debug!(
+                "{} does not expect frames of job {:016x}, epoch {}",
+                NodeId(node),
+                route.job,
+                route.epoch.counter
+            );
+        }
+        Event::Join(request) => match admission.get() {
+            Some(guests) => {
+                let guests = guests.clone();
+                // Admitting writes to the disk.
+                tokio::task::spawn_blocking(move || guests.answer(request, Vec::new()));
+            }
+            None => request.refuse(transport::join::JoinRefusal::NotAMember),
+        },
+        Event::Refused { from, addr, why } => {
+            let who = from.map_or_else(|| addr.to_string(), |peer| format!("{peer} at {addr}"));
+            tracing::warn!("refused {who}: {why}");
+        }
+    }
+}
+
+fn header(head: &FrameHead) -> FrameHeader {
+    FrameHeader {
+        job: JobId(head.route.job),
+        epoch: Epoch { counter: head.route.epoch.counter, minter: NodeId(head.route.epoch.minter) },
+        edge: head.route.edge,
+        request: RequestId(head.request),
+        position: head.position,
+        count: head.count,
+        sample: head.sample,
+    }
+}
+
+async fn discover(
+    options: &UpOptions,
+    port: u16,
+    identity: &Identity,
+    driver: &DriverHandle,
+) -> Result<Discovery, NodeError> {
+    let driver = driver.clone();
+    let told = move |event: DiscoveryEvent| match event {
+        DiscoveryEvent::PeerFound { peer_id, node, gossip, data } => {
+            driver.input(Input::PeerFound { node: NodeId(node), peer_id: peer_id.to_bytes(), gossip, data });
+        }
+        DiscoveryEvent::OtherVersion { peer_id, found } => {
+            tracing::warn!("{peer_id} speaks {found}, this node /meshnode/1: one of the two wants an update");
+        }
+        DiscoveryEvent::Unreachable { addr, why } => tracing::warn!("{addr} does not answer: {why}"),
+    };
+    let discovery = DiscoveryOptions {
+        identity: identity.clone(),
+        listen: SocketAddr::new(options.listen, port),
+        gossip_port: port,
+        data_port: port + 1,
+        mdns: options.mdns,
+    };
+    Discovery::spawn(discovery, told).await.map_err(bind_error)
+}
+
+/// The port the user asked for, or a free one (with its neighbour) where any will do.
+fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
+    if options.port != 0 {
+        return Ok(options.port);
+    }
+    for _ in 0..64 {
+        let socket =
+            UdpSocket::bind((options.listen, 0)).map_err(|e| NodeError::Failed(format!("{}: {e}", options.listen)))?;
+        let port = socket.local_addr().map_or(0, |a| a.port());
+        if (1..u16::MAX).contains(&port) && UdpSocket::bind((options.listen, port + 1)).is_ok() {
+            return Ok(port);
+        }
+    }
+    Err(NodeError::Failed("no two free ports side by side: choose one with --port".into()))
+}
+
+/// Addresses that peers are told. A node that listens everywhere asks the system which address it would be seen under;
+/// no packet is sent for that.
+fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
+    if !listen.is_unspecified() {
+        return vec![listen];
+    }
+    let towards = |any: IpAddr, far: IpAddr| {
+        let socket = UdpSocket::bind((any, 0)).ok()?;
+        socket.connect((far, 9)).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    };
+    // Documentation addresses (RFC 5737, RFC 3849): far away by definition.
+    let v4 = towards(Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into());
+    let v6 = towards(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into())
+        .filter(|_| listen.is_ipv6());
+    let mut all: Vec<IpAddr> = [v4, v6].into_iter().flatten().filter(|ip| !ip.is_unspecified()).collect();
+    all.push(Ipv4Addr::LOCALHOST.into());
+    all
+}
+
+fn bind_error(error: transport::BindError) -> NodeError {
+    NodeError::Failed(error.to_string())
+}
+
+impl From<StoreError> for NodeError {
+    fn from(error: StoreError) -> Self {
+        NodeError::Failed(error.to_string())
+    }
+}
+
+impl From<TransferError> for NodeError {
+    fn from(error: TransferError) -> Self {
+        NodeError::Failed(error.to_string())
+    }
+}
+
+impl From<AdmissionError> for NodeError {
+    fn from(error: AdmissionError) -> Self {
+        match error {
+            AdmissionError::Unknown(_) => NodeError::NotFound(error.to_string()),
+            AdmissionError::Refused(_) => NodeError::Unauthorised(error.to_string()),
+            AdmissionError::Storage(_) => NodeError::Failed(error.to_string()),
+        }
+    }
+}

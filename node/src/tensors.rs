@@ -1,0 +1,58 @@
+//! Payloads by name: the core passes ids around, the bytes wait here.
+use node_core::id::TensorId;
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A payload.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Tensor {
+    /// Hidden rows `[count, width]`.
+    Hidden(Vec<f32>),
+    /// Token ids.
+    Tokens(Vec<u32>),
+}
+
+/// All payloads of this node that somebody still needs. Bounded by the core: it discards what it does not use, and
+/// transport's credits bound what arrives.
+#[derive(Default)]
+pub struct Tensors {
+    held: Mutex<HashMap<TensorId, Tensor>>,
+    arrivals: AtomicU64,
+}
+
+/// Set in ids minted here, clear in those minted by the core.
+const ARRIVAL: u64 = 1 << 63;
+
+impl Tensors {
+    /// Keeps an arrival and names it.
+    pub fn arrive(&self, tensor: Tensor) -> TensorId {
+        let id = TensorId(ARRIVAL | self.arrivals.fetch_add(1, Ordering::Relaxed));
+        self.put(id, tensor);
+        id
+    }
+
+    /// Keeps a payload under a name of the core's.
+    pub fn put(&self, id: TensorId, tensor: Tensor) {
+        self.lock().insert(id, tensor);
+    }
+
+    /// Gives a payload up.
+    pub fn take(&self, id: TensorId) -> Option<Tensor> {
+        self.lock().remove(&id)
+    }
+
+    /// Payloads held now.
+    pub fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// None held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<TensorId, Tensor>> {
+        self.held.lock().expect("no panics under this lock")
+    }
+}

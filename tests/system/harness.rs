@@ -1,0 +1,175 @@
+//! Real node processes on loopback, for tests.
+use meshnode::cluster::{LocalNode, LocalNodeOptions};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// Context every test deploys with: small, so that weights decide what fits.
+pub const CONTEXT: u32 = 512;
+
+/// The node program, built if need be: `cargo test -p system-tests` alone does not build it.
+pub fn meshnode() -> &'static Path {
+    static EXE: OnceLock<PathBuf> = OnceLock::new();
+    EXE.get_or_init(|| {
+        let mut dir = std::env::current_exe().expect("the test has a path");
+        dir.pop();
+        if dir.ends_with("deps") {
+            dir.pop();
+        }
+        let exe = dir.join("meshnode");
+        if !exe.exists() || std::env::var_os("MESHNODE_BUILD").is_some() {
+            let status = std::process::Command::new(env!("CARGO"))
+                .args(["build", "--release", "-p", "meshnode", "--bin", "meshnode"])
+                .status()
+                .expect("cargo runs");
+            assert!(status.success(), "the node program does not build");
+        }
+        exe
+    })
+}
+
+/// The model file, or why it cannot be had. Fetched once into the user's cache.
+pub fn model() -> Result<PathBuf, String> {
+    static MODEL: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    MODEL
+        .get_or_init(|| {
+            let output = std::process::Command::new(meshnode())
+                .args(["pull", "smollm2-135m", "--json"])
+                .output()
+                .map_err(|e| e.to_string())?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            let path = text.lines().last().and_then(|l| serde_json::from_str::<Value>(l).ok());
+            path.and_then(|v| v["path"].as_str().map(PathBuf::from))
+                .ok_or_else(|| String::from_utf8_lossy(&output.stderr).into_owned())
+        })
+        .clone()
+}
+
+/// The value, or a skip that `MESHNODE_REQUIRE=model` turns into a failure.
+pub fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
+    match model {
+        Ok(path) => Some(path),
+        Err(why) => {
+            let required = std::env::var("MESHNODE_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|r| r == "model"), "the model is required: {why}");
+            eprintln!("SKIPPED: no model: {why}");
+            None
+        }
+    }
+}
+
+/// A greedy request.
+pub fn greedy(model: &Path, tokens: u32) -> Value {
+    json!({
+        "model": model, "messages": [{"role": "user", "content": "Tell me about the sea."}],
+        "max_tokens": tokens, "temperature": 0.0, "ignore_eos": true,
+    })
+}
+
+/// A deployment.
+pub fn deploy(model: &Path) -> Value {
+    json!({"model": model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
+}
+
+/// All events of a request, to its end.
+pub fn generate(node: &LocalNode, request: &Value) -> Vec<Value> {
+    let lines = node.post_lines("/api/v1/generate", request).expect("a stream");
+    lines.map(|l| serde_json::from_str(&l.expect("the stream goes on")).expect("JSON lines")).collect()
+}
+
+/// The token ids among the events.
+pub fn tokens_of(events: &[Value]) -> Vec<u64> {
+    events.iter().filter_map(|e| e["token"].as_u64()).collect()
+}
+
+/// Nodes of one mesh under one folder.
+pub struct Mesh {
+    /// In the order they were started.
+    pub nodes: Vec<LocalNode>,
+    options: Vec<LocalNodeOptions>,
+    dir: tempfile::TempDir,
+}
+
+impl Mesh {
+    pub fn new() -> Self {
+        Self { nodes: Vec::new(), options: Vec::new(), dir: tempfile::tempdir().expect("a folder") }
+    }
+
+    /// Starts a node; every one but the first joins the first's mesh. Only the first sees the user's model cache.
+    pub fn start(&mut self, name: &str, memory: Option<u64>) {
+        let join = self.nodes.first().map(|first| {
+            let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
+            answer["ticket"].as_str().expect("a ticket").to_owned()
+        });
+        let cache = join.is_some().then(|| self.dir.path().join(name).join("cache"));
+        self.spawn(LocalNodeOptions {
+            name: name.to_owned(),
+            memory,
+            threads: Some(1),
+            join,
+            cache_dir: cache,
+            flags: Vec::new(),
+        });
+    }
+
+    /// Starts a node that joins by this ticket.
+    pub fn join(&mut self, name: &str, ticket: &str) {
+        let options = LocalNodeOptions {
+            name: name.to_owned(),
+            threads: Some(1),
+            join: Some(ticket.to_owned()),
+            ..LocalNodeOptions::default()
+        };
+        self.spawn(options);
+    }
+
+    /// One node with all the memory it wants and the model served.
+    pub fn solo(&mut self, model: &Path) -> usize {
+        self.start("solo", None);
+        self.deploy(self.nodes.len() - 1, model);
+        self.nodes.len() - 1
+    }
+
+    /// What the model takes on one node.
+    pub fn model_bytes(&mut self, model: &Path) -> u64 {
+        let mut other = Mesh::new();
+        other.start("measure", None);
+        let plan = other.nodes[0].post("/api/v1/plan", &deploy(model)).expect("a plan");
+        plan["stages"][0]["bytes"].as_u64().expect("bytes")
+    }
+
+    pub fn deploy(&self, node: usize, model: &Path) {
+        self.nodes[node].post("/api/v1/deploy", &deploy(model)).expect("the model is served");
+    }
+
+    pub fn wait_members(&self, count: usize, limit: Duration) {
+        for node in &self.nodes {
+            node.wait_members(count, limit).expect("everybody sees everybody");
+        }
+    }
+
+    /// SIGKILL to a living node that holds a stage of the first job of `head` and is not `head` itself.
+    pub fn kill_stage_of(&mut self, head: usize) {
+        let state = self.nodes[head].get("/api/v1/state").expect("a state");
+        let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
+        let head_name = self.nodes[head].name.clone();
+        let victim = self
+            .nodes
+            .iter_mut()
+            .find(|n| n.name != head_name && stages.iter().any(|s| s["name"] == n.name.as_str()) && n.alive())
+            .unwrap_or_else(|| panic!("no other node holds a stage: {state}"));
+        victim.kill();
+    }
+
+    /// Starts a killed node again with its old data directory.
+    pub fn restart(&mut self, index: usize) {
+        let options = self.options[index].clone();
+        self.nodes[index] = LocalNode::spawn(meshnode(), self.dir.path(), &options).expect("the node starts again");
+    }
+
+    fn spawn(&mut self, options: LocalNodeOptions) {
+        self.nodes.push(LocalNode::spawn(meshnode(), self.dir.path(), &options).expect("the node starts"));
+        self.options.push(options);
+    }
+}

@@ -1,0 +1,117 @@
+//! Who gets in and who does not, told in words a person can act on.
+use crate::harness::{Mesh, meshnode};
+use std::process::Command;
+use std::time::Duration;
+
+/// Runs `meshnode join` with this ticket until it ends; its exit code and what it said.
+fn join(ticket: &str) -> (Option<i32>, String) {
+    let dir = tempfile::tempdir().expect("a folder");
+    let mut command = Command::new("timeout");
+    command.arg("20").arg(meshnode()).args(["join", ticket, "--no-mdns", "--listen", "127.0.0.1", "--device", "cpu"]);
+    command.args(["--port", "0", "--api", "127.0.0.1:0", "--data-dir"]).arg(dir.path());
+    let output = command.output().expect("the node program runs");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn invite(mesh: &Mesh, ttl: &str, uses: &str) -> String {
+    let api = mesh.nodes[0].api.to_string();
+    let output = Command::new(meshnode())
+        .args(["invite", "--ttl", ttl, "--uses", uses, "--api", &api])
+        .output()
+        .expect("the node program runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+#[test]
+fn tickets_that_do_not_hold_are_refused_with_the_reason() {
+    let mut mesh = Mesh::new();
+    mesh.start("inviter", None);
+    let (code, said) = join("mesh1notaticket");
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("ticket"), "{said}");
+
+    let expired = invite(&mesh, "1s", "1");
+    std::thread::sleep(Duration::from_millis(2100));
+    let (code, said) = join(&expired);
+    assert_eq!(code, Some(4), "{said}");
+    assert!(said.contains("expired"), "{said}");
+
+    let once = invite(&mesh, "1h", "1");
+    mesh.join("first", &once);
+    let (code, said) = join(&once);
+    assert_eq!(code, Some(4), "{said}");
+    assert!(said.contains("used"), "{said}");
+}
+
+/// A node of one mesh does not enter another by accident.
+#[test]
+fn a_ticket_of_another_mesh_is_named() {
+    let mut ours = Mesh::new();
+    ours.start("ours", None);
+    let mut theirs = Mesh::new();
+    theirs.start("theirs", None);
+    let foreign = invite(&theirs, "1h", "1");
+    let dir = ours.nodes[0].data_dir.clone();
+    ours.nodes[0].kill();
+    let output = Command::new("timeout")
+        .arg("20")
+        .arg(meshnode())
+        .args(["join", &foreign, "--no-mdns", "--listen", "127.0.0.1", "--device", "cpu", "--port", "0"])
+        .args(["--api", "127.0.0.1:0", "--data-dir"])
+        .arg(dir)
+        .output()
+        .expect("the node program runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("another mesh"), "{said}");
+}
+
+#[test]
+fn a_port_in_use_is_named_with_the_flag() {
+    let mut mesh = Mesh::new();
+    mesh.start("first", None);
+    let port = mesh.nodes[0].port.to_string();
+    let dir = tempfile::tempdir().expect("a folder");
+    let output = Command::new("timeout")
+        .arg("20")
+        .arg(meshnode())
+        .args(["up", "--no-mdns", "--listen", "127.0.0.1", "--device", "cpu", "--port", &port])
+        .args(["--api", "127.0.0.1:0", "--data-dir"])
+        .arg(dir.path())
+        .output()
+        .expect("the node program runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(said.contains(&port) && said.contains("--port"), "{said}");
+}
+
+/// Killed nodes disappear from everybody's view; nodes that come back are the same node in a new life.
+#[test]
+fn the_dead_disappear_and_the_restarted_come_back() {
+    let mut mesh = Mesh::new();
+    for name in ["a", "b", "c"] {
+        mesh.start(name, None);
+    }
+    mesh.wait_members(3, Duration::from_secs(20));
+    mesh.nodes[2].kill();
+    for node in &mesh.nodes[..2] {
+        node.wait_members(2, Duration::from_secs(10)).expect("the dead node disappears");
+    }
+    mesh.restart(2);
+    mesh.wait_members(3, Duration::from_secs(20));
+}
+
+/// A page in a browser must not reach the local API through the user's machine.
+#[test]
+fn a_web_page_cannot_post_to_the_api() {
+    let mut mesh = Mesh::new();
+    mesh.start("a", None);
+    let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
+    let url = format!("http://{}/api/v1/leave", mesh.nodes[0].api);
+    let by_origin = agent.post(&url).header("Origin", "https://evil.example").send_empty().expect("an answer");
+    assert_eq!(by_origin.status(), 403);
+    let by_host = agent.post(&url).header("Host", "evil.example").send_empty().expect("an answer");
+    assert_eq!(by_host.status(), 403);
+    assert!(mesh.nodes[0].alive());
+}
