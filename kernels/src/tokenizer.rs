@@ -50,8 +50,8 @@ pub struct Tokenizer {
 
 /// How plain text becomes ids.
 enum Words {
-    BytePair(byte_pair::BytePair),
-    SentencePiece(sentence_piece::SentencePiece),
+    BytePair(Box<byte_pair::BytePair>),
+    SentencePiece(Box<sentence_piece::SentencePiece>),
 }
 
 /// What a token is for.
@@ -88,14 +88,12 @@ impl Tokenizer {
         let count = vocabulary.texts.len();
         let (words, default_add_bos) = match model {
             "gpt2" => {
-                let (words, bytes, add_bos) = byte_pair::BytePair::read(metadata, &vocabulary)?;
-                vocabulary.bytes = bytes;
-                (Words::BytePair(words), add_bos)
+                let (words, add_bos) = byte_pair::BytePair::read(metadata, &mut vocabulary)?;
+                (Words::BytePair(Box::new(words)), add_bos)
             }
             "llama" => {
-                let (words, bytes) = sentence_piece::SentencePiece::read(metadata, &vocabulary)?;
-                vocabulary.bytes = bytes;
-                (Words::SentencePiece(words), true)
+                let words = sentence_piece::SentencePiece::read(metadata, &mut vocabulary)?;
+                (Words::SentencePiece(Box::new(words)), true)
             }
             other => {
                 return Err(TokenizerError::Unsupported(format!(

@@ -33,23 +33,26 @@ pub(super) struct BytePair {
 }
 
 enum Engine {
-    Ranked {
-        vocab: UnifiedTokenVocab<u32>,
-        make: Box<dyn Fn() -> Box<dyn SpanEncoder<u32>> + Send + Sync>,
-        back: Vec<u32>,
-    },
-    Listed {
-        bpe: BPE,
-        chars: [char; 256],
-    },
+    Ranked(Box<Ranked>),
+    Listed(Box<Listed>),
+}
+
+/// By wordchipper.
+struct Ranked {
+    vocab: UnifiedTokenVocab<u32>,
+    /// The model's id for each number inside.
+    back: Vec<u32>,
+}
+
+/// By HF `tokenizers`.
+struct Listed {
+    bpe: BPE,
+    chars: [char; 256],
 }
 
 impl BytePair {
-    /// Also returns what each token stands for, and whether prompts begin with beginning-of-text by default.
-    pub(super) fn read(
-        metadata: &Metadata,
-        vocabulary: &Vocabulary,
-    ) -> Result<(Self, Vec<Box<[u8]>>, bool), TokenizerError> {
+    /// Also fills in what each token stands for, and returns whether prompts begin with beginning-of-text by default.
+    pub(super) fn read(metadata: &Metadata, vocabulary: &mut Vocabulary) -> Result<(Self, bool), TokenizerError> {
         let rules = Rules::named(metadata.text("tokenizer.ggml.pre")?)?;
         let chars = byte_chars();
         let bytes = token_bytes(vocabulary, &chars);
@@ -70,17 +73,18 @@ impl BytePair {
             HashMap::new()
         };
         let engine = match ranked(&ids, &bytes, &merges, &chars)? {
-            Some(engine) => engine,
-            None => listed(&ids, &merges, chars)?,
+            Some(ranked) => Engine::Ranked(Box::new(ranked)),
+            None => Engine::Listed(Box::new(listed(&ids, &merges, chars)?)),
         };
         let words = Self { splitter: rules.compile()?, whole, missing, compose: rules.compose, engine };
-        Ok((words, bytes, rules.add_bos))
+        vocabulary.bytes = bytes;
+        Ok((words, rules.add_bos))
     }
 
     pub(super) fn engine(&self) -> &'static str {
         match self.engine {
-            Engine::Ranked { .. } => "wordchipper",
-            Engine::Listed { .. } => "tokenizers",
+            Engine::Ranked(_) => "wordchipper",
+            Engine::Listed(_) => "tokenizers",
         }
     }
 
@@ -92,7 +96,7 @@ impl BytePair {
         } else {
             text
         };
-        let mut merge = self.merger();
+        let mut merger = Merger::new(&self.engine);
         let mut result = Ok(());
         let mut kept = Vec::new();
         self.splitter.for_each_word(text, &mut |range| {
@@ -105,34 +109,47 @@ impl BytePair {
             if let Some(&id) = self.whole.get(word) {
                 ids.push(id);
             } else if !word.is_empty() && result.is_ok() {
-                result = merge(word, ids);
+                result = merger.merge(word, ids);
             }
         });
         result
     }
+}
 
-    fn merger(&self) -> Box<dyn FnMut(&[u8], &mut Vec<u32>) -> Result<(), TokenizerError> + '_> {
-        match &self.engine {
-            Engine::Ranked { vocab, make, back } => {
-                let (mut encoder, mut inner) = (make(), Vec::new());
-                Box::new(move |word, ids| {
-                    inner.clear();
-                    encoder.encode_append_compound_span(vocab, word, &mut inner);
-                    ids.extend(inner.iter().map(|&t| back[t as usize]));
-                    Ok(())
-                })
+/// An engine with its scratch memory.
+enum Merger<'a> {
+    Ranked { engine: &'a Ranked, encoder: Box<dyn SpanEncoder<u32>>, inner: Vec<u32> },
+    Listed { engine: &'a Listed, spelt: String },
+}
+
+impl<'a> Merger<'a> {
+    fn new(engine: &'a Engine) -> Self {
+        match engine {
+            Engine::Ranked(engine) => {
+                // wordchipper's default encoder builds a table for 100 ms; this one starts at once, with equal output.
+                let encoder = SpanEncoderSelector::PriorityMerge.span_encoder_builder(&engine.vocab)();
+                Self::Ranked { engine, encoder, inner: Vec::new() }
             }
-            Engine::Listed { bpe, chars } => {
-                let mut spelt = String::new();
-                Box::new(move |word, ids| {
-                    spelt.clear();
-                    spelt.extend(word.iter().map(|&b| chars[usize::from(b)]));
-                    let tokens = bpe.tokenize(&spelt).map_err(|e| TokenizerError::Encode(e.to_string()))?;
-                    ids.extend(tokens.iter().map(|t| t.id));
-                    Ok(())
-                })
+            Engine::Listed(engine) => Self::Listed { engine, spelt: String::new() },
+        }
+    }
+
+    /// Appends the ids of one word, all of whose bytes have tokens.
+    fn merge(&mut self, word: &[u8], ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+        match self {
+            Self::Ranked { engine, encoder, inner } => {
+                inner.clear();
+                encoder.encode_append_compound_span(&engine.vocab, word, inner);
+                ids.extend(inner.iter().map(|&t| engine.back[t as usize]));
+            }
+            Self::Listed { engine, spelt } => {
+                spelt.clear();
+                spelt.extend(word.iter().map(|&b| engine.chars[usize::from(b)]));
+                let tokens = engine.bpe.tokenize(spelt).map_err(|e| TokenizerError::Encode(e.to_string()))?;
+                ids.extend(tokens.iter().map(|t| t.id));
             }
         }
+        Ok(())
     }
 }
 
@@ -189,7 +206,7 @@ fn ranked(
     bytes: &[Box<[u8]>],
     merges: &[(&str, &str)],
     chars: &[char; 256],
-) -> Result<Option<Engine>, TokenizerError> {
+) -> Result<Option<Ranked>, TokenizerError> {
     const NOT_MADE: u32 = u32::MAX;
     // The number inside of each of the model's tokens, and back.
     let mut inner = vec![NOT_MADE; bytes.len()];
@@ -226,18 +243,15 @@ fn ranked(
     let config = TextSpanningConfig::from_pattern(RegexPattern::Basic(".".to_owned()));
     let vocab = SpanMapVocab::new(table.clone(), spans)
         .and_then(|spans| UnifiedTokenVocab::new(config, spans, PairMapVocab::new(table, pairs)?));
-    let Ok(vocab) = vocab else { return Ok(None) };
-    // The default encoder builds a table for 100 ms; this one starts at once, with equal output.
-    let builder = SpanEncoderSelector::PriorityMerge.span_encoder_builder(&vocab);
-    Ok(Some(Engine::Ranked { vocab, make: Box::new(move || builder()), back }))
+    Ok(vocab.ok().map(|vocab| Ranked { vocab, back }))
 }
 
-fn listed(ids: &HashMap<&str, u32>, merges: &[(&str, &str)], chars: [char; 256]) -> Result<Engine, TokenizerError> {
+fn listed(ids: &HashMap<&str, u32>, merges: &[(&str, &str)], chars: [char; 256]) -> Result<Listed, TokenizerError> {
     let vocab: tokenizers::models::bpe::Vocab = ids.iter().map(|(text, &id)| ((*text).to_owned(), id)).collect();
     let merges = merges.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
     let bpe = BPE::builder().vocab_and_merges(vocab, merges).build();
     let bpe = bpe.map_err(|e| TokenizerError::Malformed(format!("{MERGES}: {e}")))?;
-    Ok(Engine::Listed { bpe, chars })
+    Ok(Listed { bpe, chars })
 }
 
 fn compose(text: &str) -> String {

@@ -22,8 +22,8 @@ pub(super) struct SentencePiece {
 }
 
 impl SentencePiece {
-    /// Also returns what each token stands for.
-    pub(super) fn read(metadata: &Metadata, vocabulary: &Vocabulary) -> Result<(Self, Vec<Box<[u8]>>), TokenizerError> {
+    /// Also fills in what each token stands for.
+    pub(super) fn read(metadata: &Metadata, vocabulary: &mut Vocabulary) -> Result<Self, TokenizerError> {
         let scores = metadata.numbers(SCORES)?.ok_or_else(|| super::missing(SCORES))?;
         if scores.len() != vocabulary.texts.len() || scores.iter().any(|s| s.is_nan()) {
             return Err(TokenizerError::Malformed(format!(
@@ -49,8 +49,8 @@ impl SentencePiece {
         }
         let bpe = builder.build().map_err(|e| TokenizerError::Malformed(e.to_string()))?;
         let space_prefix = metadata.bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
-        let bytes = vocabulary.texts.iter().zip(&vocabulary.kinds).map(|(t, k)| token_bytes(t, *k)).collect();
-        Ok((Self { bpe, space_prefix }, bytes))
+        vocabulary.bytes = vocabulary.texts.iter().zip(&vocabulary.kinds).map(|(t, k)| token_bytes(t, *k)).collect();
+        Ok(Self { bpe, space_prefix })
     }
 
     /// Text gets a space in front, which decoding takes away.

@@ -39,7 +39,7 @@ impl Folder {
 
     fn weights(&self) -> Vec<u8> {
         let mut header = self.header.to_string();
-        while header.len() % 8 != 0 {
+        while !header.len().is_multiple_of(8) {
             header.push(' ');
         }
         [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &self.data].concat()
