@@ -498,8 +498,6 @@ fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
     let costs = file.costs();
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
-    // The CPU path keeps caches in f16 with 8-bit activations and in f32 without: the costs are told in f16.
-    let kv = |bytes: u64| if options.int8 { bytes } else { bytes * 2 };
     partitioner::Work {
         layers: costs
             .layers
@@ -507,7 +505,7 @@ fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
             .map(|l| partitioner::Layer {
                 flops_per_token: l.flops_per_token,
                 weight_bytes: l.weight_bytes,
-                kv_bytes_per_token: kv(l.kv_bytes_per_token),
+                kv_bytes_per_token: l.kv_bytes_per_token,
             })
             .collect(),
         embed_bytes: costs.embed_bytes,
