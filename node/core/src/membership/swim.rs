@@ -198,11 +198,16 @@ impl Swim {
         self.observe(now);
         while let Some(entry) = self.timers.first_entry().filter(|entry| entry.key().0 <= now) {
             let timer = entry.remove();
-            match timer {
+            match &timer {
                 Timer::ProbeRandomMember(_) => self.health.probed(),
                 Timer::SendIndirectProbe { .. } => self.health.judged(),
-                Timer::ChangeSuspectToDown { .. }
-                | Timer::PeriodicAnnounce(_)
+                // foca checks too before it gives a member up, but tells it that it is dead in any case.
+                Timer::ChangeSuspectToDown { member_id, incarnation, .. } => {
+                    if !self.is_suspect(*member_id, *incarnation) {
+                        continue;
+                    }
+                }
+                Timer::PeriodicAnnounce(_)
                 | Timer::PeriodicAnnounceDown(_)
                 | Timer::PeriodicGossip(_)
                 | Timer::RemoveDown(_) => {}
@@ -332,6 +337,13 @@ impl Swim {
             let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut outbox);
             self.settle(now, outbox, out);
         }
+    }
+
+    /// Whether this claim of a member is under suspicion: it was not refuted, and nobody gave the member up.
+    fn is_suspect(&self, life: Life, incarnation: u16) -> bool {
+        self.foca.iter_members().any(|member| {
+            *member.id() == life && member.incarnation() == incarnation && member.state() == State::Suspect
+        })
     }
 
     fn is_up(&self, life: Life) -> bool {
