@@ -22,6 +22,7 @@ use swim::{Life, Swim, SwimOutput};
 mod view;
 
 mod adverts;
+mod claims;
 mod health;
 mod swim;
 

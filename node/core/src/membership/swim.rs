@@ -1,4 +1,5 @@
 //! foca behind four methods: its timers, its packets and its notices, with the LAN profile and its widening.
+use super::claims::{LEFT, Verdict, answer, weigh};
 use super::health::Health;
 use crate::codec::SwimCodec;
 use crate::id::{Generation, NodeId};
@@ -6,7 +7,7 @@ use crate::limits::{DATAGRAM_BYTES_MAX, MEMBERS_MAX};
 use crate::time::{Duration, Instant};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
-use bytes::BufMut;
+use bytes::{Buf, BufMut};
 use core::net::SocketAddr;
 use core::num::{NonZeroU8, NonZeroUsize};
 use foca::{Codec, Foca, Header, Identity, Member, Message, NoCustomBroadcast, OwnedNotification, State, Timer};
@@ -69,6 +70,10 @@ pub(super) struct Swim {
     /// Members this node suspects, told again and again until they refute or are given up.
     suspicions: BTreeMap<NodeId, Suspicion>,
     health: Health,
+    /// Whose own words are being handled: only from itself is a goodbye believed to be one.
+    speaker: Option<NodeId>,
+    /// This node's own, as its last packet said it: foca keeps it to itself.
+    incarnation: u16,
     /// Cluster size for which `max_transmissions` was last chosen.
     sized_for: usize,
 }
@@ -91,6 +96,8 @@ impl Swim {
             armed: 0,
             suspicions: BTreeMap::new(),
             health: Health::default(),
+            speaker: None,
+            incarnation: 0,
             sized_for: 2,
         }
     }
@@ -110,7 +117,7 @@ impl Swim {
     /// Everything known, for push-pull.
     pub(super) fn state(&self) -> Vec<Member<Life>> {
         let mut state: Vec<_> = self.foca.iter_membership_state().cloned().collect();
-        state.push(Member::alive(self.life()));
+        state.push(Member::new(self.life(), self.incarnation, State::Alive));
         state
     }
 
@@ -123,22 +130,83 @@ impl Swim {
         out: &mut Vec<SwimOutput>,
     ) -> Result<Life, &'static str> {
         self.observe(now);
+        let mut updates = packet;
         let header: Header<Life> =
-            SwimCodec.decode_header(packet).map_err(|_| "a membership packet that cannot be decoded")?;
+            SwimCodec.decode_header(&mut updates).map_err(|_| "a membership packet that cannot be decoded")?;
         if header.src.node != from {
             return Err("a membership packet in another node's name");
+        }
+        if header.src_incarnation == LEFT {
+            return Err("a membership packet of an incarnation that nobody has");
         }
         if matches!(header.message, Message::Ack(_)) {
             self.health.acked();
         }
+        if header.message == Message::TurnUndead {
+            // Says only that somebody thinks so, not of which incarnation: a hint, and ours never send it.
+            self.handle_suspected(now, Some(header.src), self.life().generation.0, self.incarnation, out);
+            return Ok(header.src);
+        }
+        let sifted = self.sift(&header, updates);
         let mut outbox = Outbox::default();
-        let result = self.foca.handle_data(packet, &mut outbox);
+        let result = self.foca.handle_data(sifted.as_deref().unwrap_or(packet), &mut outbox);
+        self.speaker = Some(from);
         self.settle(now, outbox, out);
+        self.speaker = None;
         self.bound(now, out);
         result.map(|()| header.src).map_err(|_| "a membership packet that does not make sense")
     }
 
-    /// Another member doubts that this node lives: claim it louder.
+    /// A packet without the claims that are outranked by what is known, if it has any.
+    fn sift(&mut self, header: &Header<Life>, mut updates: &[u8]) -> Option<Vec<u8>> {
+        let announce = header.message == Message::Announce;
+        if header.dst != self.life() && !(announce && header.dst.node == self.life().node) {
+            return None; // of no interest to foca either
+        }
+        self.admit(Member::new(header.src, header.src_incarnation, State::Alive));
+        let given_up = |member: &Member<Life>| member.id().node == header.src.node && member.state() == State::Down;
+        if updates.len() < 2 || self.foca.iter_membership_state().any(given_up) {
+            return None; // foca reads nothing that such a sender says
+        }
+        let mut claims = Vec::new();
+        for _ in 0..updates.get_u16() {
+            claims.push(SwimCodec.decode_member(&mut updates).ok()?); // foca will say what is wrong with it
+        }
+        let admitted: Vec<Member<Life>> = claims.iter().filter_map(|claim| self.admit(claim.clone())).collect();
+        if admitted == claims {
+            return None;
+        }
+        let mut packet = Vec::new();
+        SwimCodec.encode_header(header, &mut packet).ok()?;
+        packet.put_u16(u16::try_from(admitted.len()).ok()?);
+        for claim in &admitted {
+            SwimCodec.encode_member(claim, &mut packet).ok()?;
+        }
+        packet.put_slice(updates);
+        Some(packet)
+    }
+
+    /// What foca may know of a claim.
+    fn admit(&mut self, claim: Member<Life>) -> Option<Member<Life>> {
+        if *claim.id() == self.life() {
+            return Some(answer(self.life(), self.incarnation, &claim));
+        }
+        let known = self.foca.iter_membership_state().find(|member| member.id() == claim.id());
+        match weigh(known, &claim) {
+            Verdict::Keep => Some(claim),
+            Verdict::Drop => None,
+            Verdict::Supersede => {
+                let life = *claim.id();
+                let of_it = |timer: &Timer<Life>| matches!(timer, Timer::RemoveDown(down) if *down == life);
+                self.timers.retain(|_, timer| !of_it(timer));
+                // Forgetting wants nothing done.
+                let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut Outbox::default());
+                Some(claim)
+            }
+        }
+    }
+
+    /// Another member doubts that this node lives, or has given it up: claim it louder.
     pub(super) fn handle_suspected(
         &mut self,
         now: Instant,
@@ -148,14 +216,21 @@ impl Swim {
         out: &mut Vec<SwimOutput>,
     ) {
         self.observe(now);
-        if self.life().generation.0 != generation {
+        let own = self.life().generation.0;
+        let mut outbox = Outbox::default();
+        if generation > own && generation - own <= LEAP_MAX {
+            // They know a later life than this one, whose store was lost and whose clock went back: go beyond it.
+            let next = Life { generation: Generation(generation.saturating_add(1)), ..self.life() };
+            if self.foca.change_identity(next, &mut outbox).is_ok() {
+                out.push(SwimOutput::Renewed);
+            }
+        } else if generation != own {
             return;
         }
         self.health.doubted(now);
-        let mut outbox = Outbox::default();
-        let doubt = Member::new(self.life(), incarnation, State::Suspect);
+        let doubt = answer(self.life(), self.incarnation, &Member::new(self.life(), incarnation, State::Suspect));
         // Errors of foca here concern only the encoding of its own packets, which `profile` makes large enough.
-        let _ = self.foca.apply_many(core::iter::once(doubt), false, &mut outbox);
+        let _ = self.foca.apply_many(core::iter::once(doubt).filter(|_| generation == own), false, &mut outbox);
         if let Some(by) = by {
             let _ = self.foca.announce(by, &mut outbox);
         }
@@ -165,6 +240,7 @@ impl Swim {
     pub(super) fn handle_state(&mut self, now: Instant, state: Vec<Member<Life>>, out: &mut Vec<SwimOutput>) {
         self.observe(now);
         let mut outbox = Outbox::default();
+        let state: Vec<Member<Life>> = state.into_iter().filter_map(|claim| self.admit(claim)).collect();
         let _ = self.foca.apply_many(state.into_iter(), true, &mut outbox);
         self.settle(now, outbox, out);
         self.bound(now, out);
@@ -172,7 +248,9 @@ impl Swim {
 
     /// A member said goodbye on another way than by a packet.
     pub(super) fn handle_departure(&mut self, now: Instant, life: Life, out: &mut Vec<SwimOutput>) {
+        self.speaker = Some(life.node);
         self.handle_state(now, alloc::vec![Member::new(life, LEFT, State::Down)], out);
+        self.speaker = None;
     }
 
     pub(super) fn announce(&mut self, now: Instant, to: Life, out: &mut Vec<SwimOutput>) {
@@ -267,7 +345,9 @@ impl Swim {
             self.armed += 1;
             self.timers.insert((now + after, self.armed), timer);
         }
-        out.extend(outbox.sends.into_iter().map(|(to, packet)| SwimOutput::Send(to, packet)));
+        for (to, packet) in outbox.sends {
+            out.push(self.outgoing(to, packet));
+        }
         for notice in outbox.notices {
             match notice {
                 OwnedNotification::MemberUp(life) | OwnedNotification::Rename(_, life) => {
@@ -289,7 +369,21 @@ impl Swim {
         self.resize();
     }
 
-    /// Say it to the suspect directly, twice as often as gossip would, so that one lost packet kills nobody.
+    /// foca's own word to a member that was given up says nothing about which of its claims was, so that it could only
+    /// give up its identity: ours lets it refute.
+    fn outgoing(&mut self, to: Life, packet: Vec<u8>) -> SwimOutput {
+        let Ok(header) = <SwimCodec as Codec<Life>>::decode_header(&mut SwimCodec, packet.as_slice()) else {
+            return SwimOutput::Send(to, packet);
+        };
+        self.incarnation = header.src_incarnation;
+        let known = || self.foca.iter_membership_state().find(|member| member.id().node == to.node);
+        match known().filter(|_| header.message == Message::TurnUndead) {
+            Some(known) => SwimOutput::Tell(*known.id(), known.incarnation()),
+            None => SwimOutput::Send(to, packet),
+        }
+    }
+
+    /// Say it to the suspect directly, more often than gossip would, so that one lost packet kills nobody.
     fn tell_suspects(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
         if self.suspicions.is_empty() {
             return;
@@ -351,7 +445,8 @@ impl Swim {
     }
 
     fn said_goodbye(&self, life: Life) -> bool {
-        self.foca.iter_membership_state().any(|member| *member.id() == life && member.incarnation() == LEFT)
+        let mut known = self.foca.iter_membership_state();
+        self.speaker == Some(life.node) && known.any(|member| *member.id() == life && member.incarnation() == LEFT)
     }
 }
 
@@ -380,8 +475,8 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
     let every = |frequency, members| {
         NonZeroUsize::new(members).map(|num_members| foca::PeriodicParams { frequency, num_members })
     };
-    // foca's own rule, ceil(4 log10(n + 1)), in whole binary logarithms, and never below six.
-    let transmissions = (members.ilog2() + 1).saturating_mul(5).div_ceil(4).clamp(6, 255);
+    // foca's own rule, ceil(4 log10(n + 1)), leaves one in a hundred rumours unheard by somebody of 64: half as many more.
+    let transmissions = (members.ilog2() + 1).saturating_mul(2).clamp(6, 255);
     foca::Config {
         probe_period: PROBE_PERIOD,
         probe_rtt: PROBE_RTT,
@@ -400,10 +495,11 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
 
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
 const PROBE_RTT: Duration = Duration::from_millis(30);
-const SUSPECT: Duration = Duration::from_millis(200);
+/// With a probe's 100 ms before it, a stall or a cut of 250 ms ends while there is time for five answers.
+const SUSPECT: Duration = Duration::from_millis(250);
 /// How often a suspect is told.
-const TELL: Duration = Duration::from_millis(40);
+const TELL: Duration = Duration::from_millis(20);
+/// By how many generations a node may be told that it is behind: they count seconds, so this is more than a century.
+const LEAP_MAX: u64 = 1 << 32;
 /// A wakeup later than this says more about this thread than about its peers.
 const LATE: Duration = Duration::from_millis(25);
-/// An incarnation no living claim reaches: a `Down` that carries it was sent by the node itself.
-const LEFT: u16 = u16::MAX;

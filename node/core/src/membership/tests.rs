@@ -174,11 +174,11 @@ fn silence_is_death_within_a_second() {
         assert_eq!(bench.nodes[i].member(dead).map(|m| m.state), Some(MemberState::Down(DownReason::Failed)));
         assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == dead.into()));
     }
-    // It was only deaf: told that it is dead, it comes back under a new generation.
+    // It was only deaf: told that it is dead, it refutes that too, and keeps its identity.
     bench.deaf.clear();
     bench.pass(ms(6000));
     assert!((0..6).all(|i| bench.alive(i) == 5), "{:?}", (0..6).map(|i| bench.alive(i)).collect::<Vec<_>>());
-    assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation > Generation(1000)));
+    assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation == Generation(1000)));
 }
 
 #[test]
@@ -255,6 +255,57 @@ fn what_is_forged_is_refused() {
         ]
     );
     assert_eq!(bench.alive(0), 2);
+}
+
+#[test]
+fn a_forged_death_is_refuted_without_a_new_identity() {
+    use foca::{Codec, Header, Member as Claim, Message as Word, State};
+    let mut bench = Bench::new(4);
+    bench.pass(ms(5000));
+    let victim = Life { node: bench.ids[1], generation: Generation(1000), addr: None };
+    let said = |incarnation| codec::encode_part(&[Claim::new(victim, incarnation, State::Down)].to_vec());
+    let lose = |bench: &mut Bench, incarnation| {
+        bench.told.clear();
+        bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &said(incarnation), Vec::new(), false);
+        bench.settle();
+        let told = bench.told.iter().map(|(_, output)| output).find_map(|output| match output {
+            MembershipOutput::PeerDown { node, reason } if *node == victim.node => Some(*reason),
+            _ => None,
+        });
+        bench.pass(ms(2000));
+        assert!((0..4).all(|i| bench.alive(i) == 3), "it healed");
+        told
+    };
+    // Of the claim that stands: believed for a moment. Of an older one: not at all.
+    assert_eq!(lose(&mut bench, 0), Some(DownReason::Failed));
+    assert_eq!(bench.nodes[0].member(victim.node).map(|m| m.generation), Some(victim.generation));
+    assert_eq!(lose(&mut bench, 0), None);
+    // It is told to give up its identity, by packet.
+    let (from, to) = (Life { node: bench.ids[2], ..victim }, victim);
+    let header = Header { src: from, src_incarnation: 0, dst: to, message: Word::TurnUndead };
+    let mut packet = Vec::new();
+    crate::codec::SwimCodec.encode_header(&header, &mut packet).unwrap();
+    let (now, source) = (bench.now, config(2).gossip_addrs[0]);
+    bench.nodes[1].handle_swim(now, from.node, source, &packet);
+    bench.pass(ms(2000));
+    assert_eq!(bench.nodes[0].member(victim.node).map(|m| m.generation), Some(victim.generation));
+    // A goodbye in its name is not believed to be one, but nothing outranks it: only a new identity does.
+    assert_eq!(lose(&mut bench, u16::MAX), Some(DownReason::Failed));
+    assert!(bench.nodes[0].member(victim.node).is_some_and(|m| m.generation > victim.generation));
+    assert!(bench.refusals().is_empty(), "{:?}", bench.refusals());
+}
+
+#[test]
+fn a_node_whose_clock_went_back_finds_its_way_in() {
+    let mut bench = Bench::new(3);
+    bench.pass(ms(5000));
+    // It comes again without its store and believes that it is long ago.
+    bench.nodes[2] = Membership::new(&Config { generation: Generation(3), ..config(2) }, bench.now, 99);
+    bench.introduce(2, 0);
+    bench.pass(ms(5000));
+    assert!((0..3).all(|i| bench.alive(i) == 2), "{:?}", (0..3).map(|i| bench.alive(i)).collect::<Vec<_>>());
+    let came_back = bench.nodes[0].member(bench.ids[2]);
+    assert!(came_back.is_some_and(|member| member.generation > Generation(1000)));
 }
 
 #[test]
