@@ -1,5 +1,6 @@
 //! A model served by symbolic stages while hosts die, stop, lose their connections or their devices: callers see the
 //! tokens that one host alone would have told, each once and in order, and nothing is left behind.
+#![expect(clippy::print_stdout, reason = "figures for people")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::CallId;
 use node_core::output::{DoneReason, Event};
@@ -151,6 +152,50 @@ fn the_loss_of_one_stage_at_any_moment_is_not_seen_in_the_answers() {
         longest = longest.max(room.longest_pause());
     }
     println!("one death: longest pause seen by a caller {longest:?}");
+}
+
+/// Virtual time, so the figures are the same on any machine; what they are made of is printed beside them.
+#[test]
+fn a_dead_stage_stalls_a_generation_for_a_second_or_two() {
+    let (mut stalls, mut noticed, mut placed) = (Vec::new(), Vec::new(), Vec::new());
+    for seed in seeds(100) {
+        let what = format!("stall, seed {seed}");
+        let mut draw = chance(seed, "stall");
+        let mut room = Room::serving(Options { loss_ppm: 10_000, ..Options::lan(seed) }, 6);
+        let call = room.submit(seed, draw.random_range(1..400), 400);
+        room.work.run(&mut room.world, ms(5_000), |work, _| work.calls[&call].tokens.len() > 20);
+        room.run_for(Duration::from_micros(draw.random_range(0..200_000)));
+        let victim = room.some_stage(draw.random_range(0..100)).expect("a stage that is not the head's");
+        let killed = room.world.now();
+        room.strike(Fault::Crash(victim));
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        let told = |what: fn(&Event) -> bool| {
+            let notes = room.work.notes.iter().filter(|told| told.at >= killed);
+            notes.filter(|told| what(&told.event)).map(|told| told.at.since(killed)).min()
+        };
+        noticed.extend(told(|event| matches!(event, Event::Lost { .. })));
+        placed.extend(told(|event| matches!(event, Event::JobReady { .. })));
+        let tokens = &room.work.calls[&call].tokens;
+        // Tokens that were on their way arrive still: the stall is the longest wait from the death on.
+        let waits = tokens.windows(2).map(|pair| (pair[0].0.max(killed), pair[1].0)).filter(|(_, to)| *to > killed);
+        stalls.push(waits.map(|(from, to)| to.since(from)).max().unwrap_or_default());
+    }
+    [&mut stalls, &mut noticed, &mut placed].into_iter().for_each(|times| times.sort());
+    let of_100 = |sorted: &[Duration], percent: usize| sorted[(sorted.len() * percent).div_ceil(100) - 1];
+    println!(
+        "{} generations of which a stage dies: the head misses it after {:?} (median), {:?} (99 of 100); \
+         the job is placed anew after {:?}, {:?}; the next token comes after {:?}, {:?}, at most {:?}",
+        stalls.len(),
+        of_100(&noticed, 50),
+        of_100(&noticed, 99),
+        of_100(&placed, 50),
+        of_100(&placed, 99),
+        of_100(&stalls, 50),
+        of_100(&stalls, 99),
+        of_100(&stalls, 100),
+    );
+    assert!(of_100(&stalls, 50) < ms(1500) && of_100(&stalls, 99) < ms(3000), "{:?}", stalls.last());
 }
 
 #[test]
