@@ -1,4 +1,6 @@
 //! Who lives is not taken for dead, whatever the network loses; who dies is missed at once all the same.
+#![expect(clippy::print_stdout, reason = "figures for people")]
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::{Generation, NodeId};
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};

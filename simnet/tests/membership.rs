@@ -1,4 +1,5 @@
 //! Membership at scale: joining, dying, partitions that heal, and runs that repeat themselves.
+#![expect(clippy::print_stdout, reason = "figures for people")]
 use node_core::time::{Duration, Instant};
 use simnet::checker::membership::{converged, divergences, informed};
 use simnet::{Fault, HostId, HostSpec, Options, World, faults};

@@ -1,5 +1,6 @@
 //! Everything a node can do. The shell (or simnet) carries it out and answers with an `Input` where one is named.
 use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
+use crate::membership::Contact;
 use crate::message::{FrameHeader, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
@@ -120,7 +121,7 @@ pub enum Record {
     /// Highest epoch minted for a job: never minted twice.
     Epoch { job: JobId, epoch: Epoch },
     /// Peers to announce to after a restart.
-    Peers(Vec<(NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>)>),
+    Peers(Vec<Contact>),
 }
 
 /// Something a caller, a log or a checker wants to know.

@@ -263,10 +263,8 @@ impl Placement {
 
     /// The head gave a sign of life about the job under this epoch.
     pub fn head_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
-        if let Some(held) = self.held.get_mut(&job) {
-            if held.head() == from && held.epoch == epoch {
-                held.head_heard = now;
-            }
+        if let Some(held) = self.held.get_mut(&job).filter(|held| held.head() == from && held.epoch == epoch) {
+            held.head_heard = now;
         }
     }
 

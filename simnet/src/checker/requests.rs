@@ -21,10 +21,10 @@ fn violations_of(workload: &Workload, id: CallId, call: &Call) -> Vec<String> {
         }
     }
     let end = call.ends.first();
-    if let (Some((end, _)), Some((last, ..))) = (end, call.tokens.last()) {
-        if last > end {
-            wrong.push(format!("call {}: a token after its end", id.0));
-        }
+    if let (Some((end, _)), Some((last, ..))) = (end, call.tokens.last())
+        && last > end
+    {
+        wrong.push(format!("call {}: a token after its end", id.0));
     }
     let told: Vec<u32> = call.tokens.iter().map(|(.., token)| *token).collect();
     let expected = expected_tokens(workload, call);

@@ -1,3 +1,5 @@
+//! A few nodes on a perfect wire with a hand-turned clock: joining, silence, goodbyes, forgeries.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use super::*;
 use crate::message::SignedAdvert;
 use alloc::format;
