@@ -396,6 +396,23 @@ fn a_mesh_too_small_after_a_loss_fails_requests_after_a_while_or_goes_on_when_th
 }
 
 #[test]
+fn a_pause_where_nobody_can_step_in_costs_no_more_than_itself() {
+    for seed in seeds(10) {
+        let what = format!("pause of one of three, seed {seed}");
+        let mut draw = chance(seed, "pause of one of three");
+        let mut room = Room::serving(Options::swarm(seed), 3);
+        room.submit(seed, draw.random_range(1..200), 200);
+        room.run_for(ms(draw.random_range(100..800)));
+        let victim = room.some_stage(draw.random_range(0..100)).unwrap();
+        let lasts = ms(draw.random_range(400..12_000));
+        room.strike(Fault::Pause { host: victim, lasts });
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        assert!(room.longest_pause() < lasts + ms(4000), "{what}: {lasts:?} became {:?}", room.longest_pause());
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_run() {
     let run = || {
         let mut room = Room::serving(Options::swarm(9), 5);

@@ -223,9 +223,17 @@ impl Jobs {
         }
     }
 
-    /// A node is gone for good, with all it held.
-    pub fn handle_peer_down(&mut self, node: NodeId) {
+    /// A node is gone for good, with all it held. One that only fell silent may come back and hold it still: were that
+    /// forgotten, its memory would count as taken by others, and a mesh without spare memory would not find a plan again.
+    pub fn handle_peer_left(&mut self, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.forget_resident(node));
+    }
+
+    /// A participant could not hold its stage: it holds nothing else of the job either (it may have started anew).
+    pub fn handle_unprepared(&mut self, job: JobId, node: NodeId) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.forget_resident(node);
+        }
     }
 
     /// A member joined, or memory became free: degraded jobs look for a plan again.

@@ -238,6 +238,7 @@ impl Node {
             Message::Prepared { job, epoch, result } => match result {
                 Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes),
                 Err(reason) if self.jobs.epoch_of(job) == Some(epoch) => {
+                    self.jobs.handle_unprepared(job, from);
                     self.failover.handle_unprepared(now, job, from, &reason);
                 }
                 Err(_) => {}
@@ -352,8 +353,8 @@ impl Node {
     fn peer_down(&mut self, node: NodeId, reason: DownReason) {
         let heard = self.liveness.is_fresh(self.now, node);
         self.failover.handle_peer_down(self.now, node, reason, heard);
-        self.jobs.handle_peer_down(node);
         if reason == DownReason::Left {
+            self.jobs.handle_peer_left(node);
             self.placement.handle_head_left(node);
         }
         self.notify(Event::PeerDown { node, reason });
