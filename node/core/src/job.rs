@@ -9,7 +9,7 @@ mod stream;
 
 use crate::id::{CallId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::input::{ModelSpec, Request};
-use crate::limits::JOBS_MAX;
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::message::{FrameHeader, Message};
 use crate::output::{DoneReason, Event, Record};
 use crate::time::Instant;
@@ -187,9 +187,16 @@ impl Jobs {
         }
     }
 
-    /// A stage knows a higher epoch than this head: it outlived something this head forgot. Mint above it.
-    pub fn handle_stale(&mut self, now: Instant, job: JobId, theirs: Epoch) {
-        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.epoch() < theirs) {
+    /// A stage knows a higher epoch than this head: it outlived something this head forgot. Mint above it. Nobody else
+    /// mints for this job, so whatever else is claimed is not true.
+    pub fn handle_stale(&mut self, now: Instant, from: NodeId, job: JobId, theirs: Epoch) {
+        let me = self.me;
+        let forgotten = |job: &&mut ModelJob| {
+            let mine = job.epoch();
+            let ahead = theirs.counter.saturating_sub(mine.counter);
+            theirs.minter == me && ahead > 0 && ahead <= EPOCHS_FORGOTTEN_MAX && job.has_asked(from)
+        };
+        if let Some(job) = self.jobs.get_mut(&job).filter(forgotten) {
             job.skip_epochs(theirs);
             job.replan(now, &mut self.ids, &mut self.out);
         }

@@ -53,6 +53,8 @@ pub const WATCHDOG_MIN: Duration = Duration::from_secs(2);
 pub const RESENDS_MAX: u32 = 3;
 /// Placements that failed because of one request's work before that request is given up: it may be what breaks them.
 pub const REQUEST_STRIKES_MAX: u32 = 3;
+/// By how many epochs a stage may know better than its head: more than a head mints in a life, and far from all there are.
+pub const EPOCHS_FORGOTTEN_MAX: u32 = 1 << 16;
 /// Attempts to place a job in a row before it counts as degraded and waits for the mesh to change.
 pub const PLACE_ATTEMPTS_MAX: u32 = 8;
 /// How often a degraded job looks for a plan even if nothing seems to have changed.

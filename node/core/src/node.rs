@@ -232,8 +232,8 @@ impl Node {
                 }
             }
             Message::Stale { job, mine } => {
-                self.placement.handle_stale(job, mine);
-                self.jobs.handle_stale(now, job, mine);
+                self.placement.handle_stale(from, job, mine);
+                self.jobs.handle_stale(now, from, job, mine);
             }
             Message::Prepared { job, epoch, result } => match result {
                 Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes),

@@ -173,6 +173,8 @@ impl Placement {
         let mine = prepare.route.get(usize::from(prepare.stage));
         if from != epoch.minter {
             Some(format!("epoch minted by {} but sent by {from}: only the head places its job", epoch.minter))
+        } else if let Some(held) = self.held.get(&job).filter(|held| held.head() != from) {
+            Some(format!("{} is the head of this job, not {from}", held.head()))
         } else if layers_end.is_none() || prepare.route.is_empty() {
             Some(String::from("a route whose stages do not cover the layers once, in order"))
         } else if mine.is_none_or(|(node, _)| *node != self.me) {
@@ -253,10 +255,14 @@ impl Placement {
         jobs.into_iter().for_each(|job| self.drop_job(job));
     }
 
-    /// Someone knows a higher epoch of the job: what runs here is out of date. The weights stay until the head asks for
-    /// them again or has been silent for too long.
-    pub fn handle_stale(&mut self, job: JobId, theirs: Epoch) {
-        if self.held.get(&job).is_some_and(|held| held.epoch < theirs) {
+    /// Another stage knows a higher epoch of the job: what runs here is out of date. The weights stay until the head asks
+    /// for them again or has been silent for too long. The head itself knows its epochs best.
+    pub fn handle_stale(&mut self, from: NodeId, job: JobId, theirs: Epoch) {
+        let outdated = |held: &Held| {
+            let takes_part = held.head() == from || held.prepare.route.iter().any(|(node, _)| *node == from);
+            takes_part && held.head() != self.me && held.head() == theirs.minter && held.epoch < theirs
+        };
+        if self.held.get(&job).is_some_and(outdated) {
             self.out.push_back(PlacementOutput::Fence { job });
         }
     }

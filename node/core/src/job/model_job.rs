@@ -143,6 +143,11 @@ impl ModelJob {
         self.callers.retain(|waiting| *waiting != call);
     }
 
+    /// Whether a node may hold a stage of this job.
+    pub(super) fn has_asked(&self, node: NodeId) -> bool {
+        self.asked.contains(&node)
+    }
+
     pub(super) fn forget_resident(&mut self, node: NodeId) {
         self.resident.remove(&node);
     }
@@ -189,7 +194,10 @@ impl ModelJob {
         match result {
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
             Ok(plan) => {
-                self.epoch.counter += 1;
+                let Some(next) = self.epoch.counter.checked_add(1) else {
+                    return self.degrade(now, "all epochs of this job are used up: deploy the model anew".into(), out);
+                };
+                self.epoch.counter = next;
                 let seq = ids.next();
                 self.state = State::Minting { seq, plan };
                 let record = Record::Epoch { job: self.id, epoch: self.epoch };

@@ -429,6 +429,52 @@ fn the_loss_of_a_stage_is_not_seen_in_the_answer() {
     }
 }
 
+/// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
+#[test]
+fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
+    use crate::message::Prepare;
+    let mut mesh = Mesh::new(&[250, 250, 250, 250]);
+    let job = mesh.deploy();
+    let stages = mesh.stages();
+    let stranger = (1..=4).map(id).find(|node| !stages.contains(node) && *node != id(1)).unwrap();
+    let stage = *stages.iter().find(|&&node| node != id(1)).unwrap();
+    let before = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
+    mesh.submit(CALL, job, vec![1, 2, 3], 40);
+    mesh.run_for(Duration::from_millis(50));
+    let stolen = Epoch { counter: u32::MAX, minter: stranger };
+    let prepare = Prepare {
+        content: ContentId([7; 32]),
+        name: "stolen".into(),
+        route: vec![(stage, 0..LAYERS)],
+        stage: 0,
+        sequences: 1,
+        context: 16,
+        width: 1,
+        int8: false,
+        bytes_max: 1,
+    };
+    let last = Epoch { counter: u32::MAX, minter: id(1) };
+    for (to, message) in [
+        (stage, Message::Prepare { job, epoch: stolen, prepare }),
+        (stage, Message::Stale { job, mine: stolen }),
+        (stage, Message::Stale { job, mine: last }),
+        (id(1), Message::Stale { job, mine: stolen }),
+        (id(1), Message::Stale { job, mine: last }),
+    ] {
+        let bytes = codec::encode_message(&message).unwrap();
+        mesh.give(to, Input::Message { from: stranger, bytes });
+        mesh.run_for(Duration::from_millis(20));
+    }
+    // A stage of the job that lies can cost the job its placement, but not its epochs.
+    let bytes = codec::encode_message(&Message::Stale { job, mine: last }).unwrap();
+    assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
+    mesh.give(id(1), Input::Message { from: stage, bytes });
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(1)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 40));
+    assert_eq!(mesh.stages(), stages);
+    mesh.assert_clean();
+}
+
 #[test]
 fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
     let mut mesh = Mesh::new(&[250, 250]);
