@@ -11,7 +11,7 @@ use simnet::checker::epochs::Epochs;
 use simnet::checker::{membership, requests};
 use simnet::options::chance;
 use simnet::workload::{request, symbolic_model};
-use simnet::{Fault, HostId, HostSpec, Options, Workload, World};
+use simnet::{Fault, HostId, HostSpec, Options, Workload, World, faults};
 
 /// A mesh that serves a model of which each host holds at most five of twelve layers.
 struct Room {
@@ -409,6 +409,32 @@ fn a_pause_where_nobody_can_step_in_costs_no_more_than_itself() {
         let room = room.check(&what);
         room.assert_all_finished(&what);
         assert!(room.longest_pause() < lasts + ms(4000), "{what}: {lasts:?} became {:?}", room.longest_pause());
+    }
+}
+
+/// Everything at once, as membership's `any_bad_time` has it: nothing is lost, doubled or stuck.
+#[test]
+fn any_bad_time_disturbs_no_answer() {
+    for seed in seeds(30) {
+        let what = format!("bad time, seed {seed}");
+        let mut draw = chance(seed, "bad time");
+        let mut room = Room::serving(Options::swarm(seed), 6);
+        let (hosts, now) = (room.hosts.clone(), room.world.now());
+        let schedule = faults::swarm(seed, &hosts, now, ms(12_000));
+        for (n, timed) in schedule.iter().enumerate() {
+            let wait = timed.at.since(room.world.now());
+            room.run_for(wait);
+            room.strike(timed.fault.clone());
+            room.submit(seed * 100 + n as u64, draw.random_range(1..1200), draw.random_range(5..200));
+        }
+        room.run_for(ms(2_000));
+        for timed in faults::mend(&hosts, room.world.now()) {
+            room.strike(timed.fault);
+        }
+        room.run_for(ms(1));
+        hosts[1..].iter().for_each(|&host| room.world.introduce(host, HEAD));
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
     }
 }
 

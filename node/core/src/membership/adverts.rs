@@ -156,7 +156,7 @@ impl Adverts {
         if node == self.own.node {
             // Said in an earlier life whose store is lost, or by a twin: outrank it.
             if age > (self.own.generation, self.own.version) {
-                self.own.version = self.own.version.max(age.1);
+                (self.own.generation, self.own.version) = age;
                 self.touch(now);
             }
             return Ok(None);

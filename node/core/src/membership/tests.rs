@@ -302,12 +302,16 @@ fn a_node_whose_clock_went_back_finds_its_way_in() {
     let mut bench = Bench::new(3);
     bench.pass(ms(5000));
     // It comes again without its store and believes that it is long ago.
-    bench.nodes[2] = Membership::new(&Config { generation: Generation(3), ..config(2) }, bench.now, 99);
+    let mut again = Config { generation: Generation(3), ..config(2) };
+    again.capacity.memory_free /= 4;
+    bench.nodes[2] = Membership::new(&again, bench.now, 99);
     bench.introduce(2, 0);
     bench.pass(ms(5000));
     assert!((0..3).all(|i| bench.alive(i) == 2), "{:?}", (0..3).map(|i| bench.alive(i)).collect::<Vec<_>>());
     let came_back = bench.nodes[0].member(bench.ids[2]);
     assert!(came_back.is_some_and(|member| member.generation > Generation(1000)));
+    let offered = came_back.and_then(|member| member.advert).map(|advert| advert.capacity.memory_free);
+    assert_eq!(offered, Some(again.capacity.memory_free), "what it says now outranks what it said then");
 }
 
 #[test]
