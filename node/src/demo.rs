@@ -42,7 +42,7 @@ pub struct DemoSummary {
     pub requests_lost: usize,
     /// Longest silence between two tokens around the kill, milliseconds.
     pub stall_ms: f64,
-    /// Tokens per second of the three nodes before the kill.
+    /// Tokens per second of the split model: by the middle gap between two tokens, so the stall does not count.
     pub tokens_per_s: f64,
     /// Tokens per second of one node with the same threads.
     pub solo_tokens_per_s: f64,
@@ -96,6 +96,7 @@ struct Solo {
 #[derive(Default)]
 struct Run {
     tokens: Vec<u64>,
+    text: String,
     complete: bool,
     tokens_per_s: f64,
     stall: Duration,
@@ -162,7 +163,7 @@ impl Demo {
             }
             Ok(())
         })?;
-        self.screen.event("stall", &json!({"stall_ms": run.stall.as_secs_f64() * 1e3}));
+        self.screen.event("stall", &json!({"stall_ms": run.stall.as_secs_f64() * 1e3, "text": run.text}));
         Ok(run)
     }
 
@@ -179,7 +180,9 @@ impl Demo {
             if let Some(token) = event["token"].as_u64() {
                 run.tokens.push(token);
                 arrivals.push(Instant::now());
-                self.screen.text(event["text"].as_str().unwrap_or_default());
+                let text = event["text"].as_str().unwrap_or_default();
+                run.text.push_str(text);
+                self.screen.text(text);
                 watch(run.tokens.len(), &event)?;
             } else if event["error"].is_string() || event["error"].is_object() {
                 return Err(Error::other(format!("the request failed: {}", event["error"])));

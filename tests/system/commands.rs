@@ -91,7 +91,6 @@ fn mistakes_are_usage_errors() {
         (&["pull", "hf:../x/y"], "hf:OWNER/REPO/FILE"),
         (&["up", "--memory", "much"], "200MiB"),
         (&["up", "--api", "0.0.0.0:0"], "--api-key"),
-        (&["frobnicate"], "frobnicate"),
     ] {
         let output = run(arguments);
         let said = String::from_utf8_lossy(&output.stderr);
@@ -122,11 +121,7 @@ fn a_model_larger_than_the_mesh_says_how_much_is_missing() {
 }
 
 #[test]
-fn plans_doctor_and_completions_answer() {
-    let completions = stdout(&run(&["completions", "bash"]));
-    assert!(completions.contains("meshnode") && completions.contains("selftest"));
-    let help = stdout(&run(&["run", "--help"]));
-    assert!(help.contains("Examples:") && help.contains("--activations"), "{help}");
+fn plans_and_doctor_answer() {
     let doctor = run(&["doctor", "--json", "--port", "0"]);
     let report: Value = serde_json::from_slice(&doctor.stdout).expect("JSON");
     assert!(report["findings"].as_array().is_some_and(|f| f.len() >= 8), "{report}");

@@ -8,7 +8,8 @@ use std::time::Duration;
 /// Context every test deploys with: small, so that weights decide what fits.
 pub const CONTEXT: u32 = 512;
 
-/// The node program, built if need be: `cargo test -p system-tests` alone does not build it.
+/// The node program. `cargo test --workspace` builds it for the tests of its own package; `-p system-tests` alone takes
+/// the one that is there, or builds it with the features of the whole workspace, so that nothing is compiled twice.
 pub fn meshnode() -> &'static Path {
     static EXE: OnceLock<PathBuf> = OnceLock::new();
     EXE.get_or_init(|| {
@@ -18,9 +19,9 @@ pub fn meshnode() -> &'static Path {
             dir.pop();
         }
         let exe = dir.join("meshnode");
-        if !exe.exists() || std::env::var_os("MESHNODE_BUILD").is_some() {
+        if !exe.exists() {
             let status = std::process::Command::new(env!("CARGO"))
-                .args(["build", "--release", "-p", "meshnode", "--bin", "meshnode"])
+                .args(["build", "--release", "--workspace", "--bin", "meshnode"])
                 .status()
                 .expect("cargo runs");
             assert!(status.success(), "the node program does not build");
@@ -154,12 +155,10 @@ impl Mesh {
         let state = self.nodes[head].get("/api/v1/state").expect("a state");
         let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
         let head_name = self.nodes[head].name.clone();
-        let victim = self
-            .nodes
-            .iter_mut()
-            .find(|n| n.name != head_name && stages.iter().any(|s| s["name"] == n.name.as_str()) && n.alive())
-            .unwrap_or_else(|| panic!("no other node holds a stage: {state}"));
-        victim.kill();
+        let holds = |name: &str| name != head_name && stages.iter().any(|s| s["name"] == name);
+        let mut others = self.nodes.iter_mut().filter(|n| holds(&n.name));
+        let victim = others.find_map(|n| n.alive().then_some(n));
+        victim.unwrap_or_else(|| panic!("no other node holds a stage: {state}")).kill();
     }
 
     /// Starts a killed node again with its old data directory.
