@@ -83,7 +83,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         GossipSocket::spawn(addr, me.0, generation.0, &credentials.mesh_key, move |from, source, bytes| {
             driver.input(Input::Datagram { from: NodeId(from), source, bytes });
         })
-        .map_err(bind_error)?
+        .map_err(|e| bind_error(port, &e))?
     };
     let reachable = reachable_at(options.listen);
     let config = Config {
@@ -283,7 +283,7 @@ fn bind(
         credentials: None,
         limits: transport::Limits::default(),
     };
-    Endpoint::bind(listen, sink, serve).map(Arc::new).map_err(bind_error)
+    Endpoint::bind(listen, sink, serve).map(Arc::new).map_err(|e| bind_error(port, &e))
 }
 
 /// Turns what the network brings into inputs of the core.
@@ -364,7 +364,7 @@ async fn discover(
         data_port: port + 1,
         mdns: options.mdns,
     };
-    Discovery::spawn(discovery, told).await.map_err(bind_error)
+    Discovery::spawn(discovery, told).await.map_err(|e| bind_error(port, &e))
 }
 
 /// The port the user asked for, or a free one (with its neighbour) where any will do.
@@ -403,8 +403,9 @@ fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     all
 }
 
-fn bind_error(error: transport::BindError) -> NodeError {
-    NodeError::Failed(error.to_string())
+/// Names the port of the flag too: the one that is taken may be its neighbour.
+fn bind_error(port: u16, error: &transport::BindError) -> NodeError {
+    NodeError::Failed(format!("cannot listen with --port {port}: {error}"))
 }
 
 impl From<StoreError> for NodeError {

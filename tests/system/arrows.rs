@@ -35,7 +35,7 @@ const HOMES: &[(&str, &str, &[&str])] = &[
     ("quinn", "transport", &["transport/src/quic"]),
     ("zstd", "transport", &["transport/src/compress.rs"]),
     ("bincode", "node-core", &["node/core/src/codec.rs"]),
-    ("foca", "node-core", &["node/core/src/membership", "node/core/src/codec.rs"]),
+    ("foca", "node-core", &["node/core/src/membership", "node/core/src/codec"]),
     ("sled", "meshnode", &["node/src/store.rs"]),
     ("axum", "meshnode", &["node/src/api"]),
     ("burn", "kernels-burn", &["kernels/burn/"]),

@@ -6,11 +6,11 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Context every test deploys with: small, so that weights decide what fits.
-pub const CONTEXT: u32 = 512;
+pub(crate) const CONTEXT: u32 = 512;
 
 /// The node program. `cargo test --workspace` builds it for the tests of its own package; `-p system-tests` alone takes
 /// the one that is there, or builds it with the features of the whole workspace, so that nothing is compiled twice.
-pub fn meshnode() -> &'static Path {
+pub(crate) fn meshnode() -> &'static Path {
     static EXE: OnceLock<PathBuf> = OnceLock::new();
     EXE.get_or_init(|| {
         let mut dir = std::env::current_exe().expect("the test has a path");
@@ -31,7 +31,7 @@ pub fn meshnode() -> &'static Path {
 }
 
 /// The model file, or why it cannot be had. Fetched once into the user's cache.
-pub fn model() -> Result<PathBuf, String> {
+pub(crate) fn model() -> Result<PathBuf, String> {
     static MODEL: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     MODEL
         .get_or_init(|| {
@@ -48,7 +48,7 @@ pub fn model() -> Result<PathBuf, String> {
 }
 
 /// The value, or a skip that `MESHNODE_REQUIRE=model` turns into a failure.
-pub fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
+pub(crate) fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
     match model {
         Ok(path) => Some(path),
         Err(why) => {
@@ -61,7 +61,7 @@ pub fn require(model: Result<PathBuf, String>) -> Option<PathBuf> {
 }
 
 /// A greedy request.
-pub fn greedy(model: &Path, tokens: u32) -> Value {
+pub(crate) fn greedy(model: &Path, tokens: u32) -> Value {
     json!({
         "model": model, "messages": [{"role": "user", "content": "Tell me about the sea."}],
         "max_tokens": tokens, "temperature": 0.0, "ignore_eos": true,
@@ -69,36 +69,36 @@ pub fn greedy(model: &Path, tokens: u32) -> Value {
 }
 
 /// A deployment.
-pub fn deploy(model: &Path) -> Value {
+pub(crate) fn deploy(model: &Path) -> Value {
     json!({"model": model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
 }
 
 /// All events of a request, to its end.
-pub fn generate(node: &LocalNode, request: &Value) -> Vec<Value> {
+pub(crate) fn generate(node: &LocalNode, request: &Value) -> Vec<Value> {
     let lines = node.post_lines("/api/v1/generate", request).expect("a stream");
     lines.map(|l| serde_json::from_str(&l.expect("the stream goes on")).expect("JSON lines")).collect()
 }
 
 /// The token ids among the events.
-pub fn tokens_of(events: &[Value]) -> Vec<u64> {
+pub(crate) fn tokens_of(events: &[Value]) -> Vec<u64> {
     events.iter().filter_map(|e| e["token"].as_u64()).collect()
 }
 
 /// Nodes of one mesh under one folder.
-pub struct Mesh {
+pub(crate) struct Mesh {
     /// In the order they were started.
-    pub nodes: Vec<LocalNode>,
+    pub(crate) nodes: Vec<LocalNode>,
     options: Vec<LocalNodeOptions>,
     dir: tempfile::TempDir,
 }
 
 impl Mesh {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { nodes: Vec::new(), options: Vec::new(), dir: tempfile::tempdir().expect("a folder") }
     }
 
     /// Starts a node; every one but the first joins the first's mesh. Only the first sees the user's model cache.
-    pub fn start(&mut self, name: &str, memory: Option<u64>) {
+    pub(crate) fn start(&mut self, name: &str, memory: Option<u64>) {
         let join = self.nodes.first().map(|first| {
             let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
             answer["ticket"].as_str().expect("a ticket").to_owned()
@@ -115,7 +115,7 @@ impl Mesh {
     }
 
     /// Starts a node that joins by this ticket.
-    pub fn join(&mut self, name: &str, ticket: &str) {
+    pub(crate) fn join(&mut self, name: &str, ticket: &str) {
         let options = LocalNodeOptions {
             name: name.to_owned(),
             threads: Some(1),
@@ -126,32 +126,32 @@ impl Mesh {
     }
 
     /// One node with all the memory it wants and the model served.
-    pub fn solo(&mut self, model: &Path) -> usize {
+    pub(crate) fn solo(&mut self, model: &Path) -> usize {
         self.start("solo", None);
         self.deploy(self.nodes.len() - 1, model);
         self.nodes.len() - 1
     }
 
     /// What the model takes on one node.
-    pub fn model_bytes(&mut self, model: &Path) -> u64 {
+    pub(crate) fn model_bytes(&mut self, model: &Path) -> u64 {
         let mut other = Mesh::new();
         other.start("measure", None);
         let plan = other.nodes[0].post("/api/v1/plan", &deploy(model)).expect("a plan");
         plan["stages"][0]["bytes"].as_u64().expect("bytes")
     }
 
-    pub fn deploy(&self, node: usize, model: &Path) {
+    pub(crate) fn deploy(&self, node: usize, model: &Path) {
         self.nodes[node].post("/api/v1/deploy", &deploy(model)).expect("the model is served");
     }
 
-    pub fn wait_members(&self, count: usize, limit: Duration) {
+    pub(crate) fn wait_members(&self, count: usize, limit: Duration) {
         for node in &self.nodes {
             node.wait_members(count, limit).expect("everybody sees everybody");
         }
     }
 
     /// SIGKILL to a living node that holds a stage of the first job of `head` and is not `head` itself.
-    pub fn kill_stage_of(&mut self, head: usize) {
+    pub(crate) fn kill_stage_of(&mut self, head: usize) {
         let state = self.nodes[head].get("/api/v1/state").expect("a state");
         let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
         let head_name = self.nodes[head].name.clone();
@@ -162,7 +162,7 @@ impl Mesh {
     }
 
     /// Starts a killed node again with its old data directory.
-    pub fn restart(&mut self, index: usize) {
+    pub(crate) fn restart(&mut self, index: usize) {
         let options = self.options[index].clone();
         self.nodes[index] = LocalNode::spawn(meshnode(), self.dir.path(), &options).expect("the node starts again");
     }

@@ -13,7 +13,8 @@ fn any_number_of_nodes_gives_the_same_tokens() {
     let solo = mesh.solo(&model);
     let reference = tokens_of(&generate(&mesh.nodes[solo], &greedy(&model, 40)));
     assert_eq!(reference.len(), 40);
-    for (stages, share) in [(2, 0.62), (3, 0.49)] {
+    // Two stages both hold the shared embedding: together they take about 1.35 times what one node takes.
+    for (stages, share) in [(2, 0.8), (3, 0.62)] {
         let mut mesh = Mesh::new();
         let bytes = mesh.model_bytes(&model);
         for i in 0..3 {

@@ -164,13 +164,6 @@ impl Service {
         self.own.is_some()
     }
 
-    /// Waits for Ctrl-C or SIGTERM.
-    pub(super) fn wait_for_signal(&self) {
-        if let Some(own) = &self.own {
-            own.runtime.block_on(super::up::signal());
-        }
-    }
-
     fn start(global: &Global, args: &ModelArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
         fetch(global, &args.model)?; // a mistyped name should not start a node first
         remark(format!("no node listens on {}: starting one in this process, alone", global.client().base()));

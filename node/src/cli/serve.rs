@@ -24,10 +24,11 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
     let name = served["model"].as_str().unwrap_or(&args.model.model);
     let base = format!("{}/v1", service.address);
     let value = json!({"model": name, "base_url": base, "context": served["context"], "own_node": service.is_own()});
+    let interrupted = super::up::interrupts()?;
     answer(global, &value, |_| format!("{name} is served under {base}"));
     if service.is_own() {
         remark("Ctrl-C ends it");
-        service.wait_for_signal();
+        let _ = interrupted.recv();
     }
     Ok(())
 }

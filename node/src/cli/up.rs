@@ -11,6 +11,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// A node that leaves has this long to hand over its work.
 const LEAVE_MAX: Duration = Duration::from_secs(10);
@@ -144,6 +145,7 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         let address = api.address().map_err(Failure::failed)?;
         let joined = !options.join.is_empty();
         let (handle, mut running) = crate::node::start(options).await?;
+        let mut signals = Signals::listen()?;
         let metrics = Metrics::default();
         tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
         let state = handle.state().await;
@@ -162,7 +164,7 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         }
         tokio::select! {
             _ = &mut running.stopped => return Ok(()), // `meshnode leave`
-            () = signal() => {}
+            () = signals.next() => {}
         }
         remark("leaving: no new work; once more ends at once");
         let leaving = async {
@@ -171,7 +173,7 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         };
         tokio::select! {
             _ = tokio::time::timeout(LEAVE_MAX, leaving) => {}
-            () = signal() => {}
+            () = signals.next() => {}
         }
         Ok(())
     })
@@ -199,16 +201,23 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
         .map_err(|e| Failure::failed(format!("cannot start threads: {e}")))
 }
 
-/// Ends at the next Ctrl-C or SIGTERM.
-pub(super) async fn signal() {
-    let interrupt = tokio::signal::ctrl_c();
-    match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
-        Ok(mut terminate) => tokio::select! {
-            _ = interrupt => {}
-            _ = terminate.recv() => {}
-        },
-        Err(_) => {
-            let _ = interrupt.await;
+/// Ctrl-C and SIGTERM, heard from `listen` on: one that comes before the wait for it is not lost.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    /// To be called within a runtime.
+    fn listen() -> Result<Self, Failure> {
+        let kind = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")));
+        Ok(Self { interrupt: kind(SignalKind::interrupt())?, terminate: kind(SignalKind::terminate())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
         }
     }
 }
@@ -220,11 +229,12 @@ pub(super) fn interrupts() -> Result<mpsc::Receiver<()>, Failure> {
         .enable_all()
         .build()
         .map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")))?;
+    let mut signals = runtime.block_on(async { Signals::listen() })?;
     std::thread::spawn(move || {
         runtime.block_on(async {
-            signal().await;
+            signals.next().await;
             let _ = sender.send(());
-            signal().await;
+            signals.next().await;
             std::process::exit(i32::from(Failure::INTERRUPTED));
         });
     });

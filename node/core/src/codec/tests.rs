@@ -1,3 +1,4 @@
+//! Golden bytes, garbage and mutations: what the codec takes and what it refuses.
 use super::*;
 use crate::config::Capacity;
 use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};

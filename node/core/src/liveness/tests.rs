@@ -1,3 +1,4 @@
+//! Leases under silence, forgery and the gaps of our own clock.
 use super::*;
 use crate::limits::LEASE;
 
