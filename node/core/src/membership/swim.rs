@@ -345,7 +345,9 @@ impl Swim {
             self.armed += 1;
             self.timers.insert((now + after, self.armed), timer);
         }
-        for (to, packet) in outbox.sends {
+        // foca also greets the dead, and this node's former lives are among them.
+        let me = self.life().node;
+        for (to, packet) in outbox.sends.into_iter().filter(|(to, _)| to.node != me) {
             out.push(self.outgoing(to, packet));
         }
         for notice in outbox.notices {
