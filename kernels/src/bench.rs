@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::model::CpuStage;
-use crate::pool::{Pool, share};
+use crate::pool::Pool;
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
 use crate::weights::ModelFile;
 
@@ -132,12 +132,10 @@ fn run(stage: &mut CpuStage, bench: &DecodeBench, tokens: usize) -> Result<(f64,
 
 /// Bytes per second at which a pool's threads together read a buffer once.
 fn read_bandwidth(isa: Isa, pool: &mut Pool, buffer: &[f32]) -> f64 {
-    let workers = pool.workers();
     let start = Instant::now();
-    pool.run(&|worker| {
-        let mine = &buffer[share(buffer.len(), 4096, worker, workers)];
+    pool.run(buffer.len(), 4096, &|_, mine| {
         // SAFETY: the instruction set was detected.
-        std::hint::black_box(unsafe { isa.run(ReadAll { numbers: mine }) });
+        std::hint::black_box(unsafe { isa.run(ReadAll { numbers: &buffer[mine] }) });
     });
     size_of_val(buffer) as f64 / start.elapsed().as_secs_f64()
 }

@@ -11,7 +11,7 @@ use super::product::{Matrix, Product};
 use super::rotary::RotaryTable;
 use super::rows::{NormHeads, NormRow, RotateHeads, SwigluRow};
 use crate::kv_cache::{KvCache, StoreRow, Writer};
-use crate::pool::{Pool, share};
+use crate::pool::Pool;
 use crate::stage::SequenceId;
 
 /// Threads, scratch, caches, and the rows that are being computed.
@@ -117,7 +117,7 @@ impl Engine {
         let width = shape.width;
         x.shape(rows.len(), width);
         let (out, hidden) = (x.rows_mut(), Shared::of(hidden));
-        each_row(pool, rows.len(), 8 * width, &|_, i| {
+        each_row(pool, rows.len(), 8 * width, &|i| {
             let place = (rows.start + i) * width;
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
@@ -149,7 +149,7 @@ impl Engine {
         let Self { isa, pool, shape, q, k, pass, .. } = self;
         let (q_width, k_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let (q, k) = (Shared::of(q), Shared::of(k));
-        each_row(pool, pass.len(), 4 * (q_width + k_width), &|_, i| {
+        each_row(pool, pass.len(), 4 * (q_width + k_width), &|i| {
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
                 let row = q.slice(i * q_width..(i + 1) * q_width);
@@ -179,10 +179,8 @@ impl Engine {
         let views: Vec<_> = pass.iter().map(|row| cache.view(row.sequence).expect("an open sequence")).collect();
         let work: usize = pass.iter().map(|row| 2 * (row.position + 1) * q_width).sum();
         let units = pass.len() * shape.kv_heads;
-        // Later rows see more: dealing units out in turn is the even split.
-        let step = if work < ALONE { 1 } else { pool.workers() };
-        let attend = |worker: usize| {
-            for unit in (worker..units).step_by(step) {
+        let attend = |worker: usize, units: Range<usize>| {
+            for unit in units {
                 let (i, head) = (unit / shape.kv_heads, unit % shape.kv_heads);
                 // SAFETY: each unit is done once and units do not overlap; scores are the worker's own; the instruction
                 // set was detected.
@@ -198,13 +196,13 @@ impl Engine {
                 }
             }
         };
-        if step == 1 {
-            attend(0)
+        if work < ALONE {
+            attend(0, 0..units)
         } else {
-            pool.run(&attend)
+            pool.run(units, 1, &attend)
         }
         if shape.integers {
-            each_row(pool, pass.len(), 4 * q_width, &|_, i| {
+            each_row(pool, pass.len(), 4 * q_width, &|i| {
                 // SAFETY: each row is visited once; the instruction set was detected.
                 unsafe {
                     let (floats, groups) = out.row(i);
@@ -226,7 +224,7 @@ impl Engine {
             }
         }
         let (q, k) = (Shared::of(q), Shared::of(k));
-        each_row(pool, pass.len(), 4 * (q_width + k_width), &|_, i| {
+        each_row(pool, pass.len(), 4 * (q_width + k_width), &|i| {
             let RowAt { sequence, position } = pass[i];
             let (cos, sin) = rotary.at(position);
             let writer = writers.iter().find(|(s, _)| *s == sequence).map(|(_, writer)| writer);
@@ -256,7 +254,7 @@ impl Engine {
         let (count, ffn) = (x.count(), gate_matrix.rows());
         gated.shape(count, ffn);
         let out = gated.rows_mut();
-        each_row(pool, count, 24 * ffn, &|_, i| {
+        each_row(pool, count, 24 * ffn, &|i| {
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
                 let (floats, groups) = out.row(i);
@@ -316,14 +314,12 @@ fn products<const N: usize>(
             Shared::of(out)
         })
     };
-    let workers = pool.workers();
-    pool.run(&|worker| {
-        let mine = share(total, GRAIN, worker, workers);
+    pool.run(total, GRAIN, &|_, mine| {
         for ((weights, first), out) in matrices.iter().zip(first).zip(&out) {
             let bound = |row: usize| row.saturating_sub(first).min(weights.rows());
             let rows = bound(mine.start)..bound(mine.end);
             if !rows.is_empty() {
-                // SAFETY: shares do not overlap, so no element is written twice; the instruction set was detected.
+                // SAFETY: ranges do not overlap, so no element is written twice; the instruction set was detected.
                 unsafe { Product { weights: *weights, x, rows, integers, out: out.start }.run(isa) }
             }
         }
@@ -333,13 +329,12 @@ fn products<const N: usize>(
 /// Output rows are dealt out by cache lines.
 const GRAIN: usize = 16;
 
-/// Calls `step(worker, row)` once for each row: on the caller alone if there is one row or little to do.
-fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize, usize) + Sync)) {
-    if rows == 1 || rows * work < ALONE {
-        return (0..rows).for_each(|row| step(0, row));
+/// Calls `step` once for each row: on the caller alone if there is one row or little to do.
+fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + Sync)) {
+    if rows * work < ALONE {
+        return (0..rows).for_each(step);
     }
-    let workers = pool.workers();
-    pool.run(&|worker| share(rows, 1, worker, workers).for_each(|row| step(worker, row)));
+    pool.run(rows, 1, &|_, mine| mine.for_each(step));
 }
 
 /// Memory of which threads take disjoint parts.
