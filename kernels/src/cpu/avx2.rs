@@ -148,13 +148,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn expand_f16(four: u64) -> Pair<__m256> {
-        unsafe {
-            let four = _mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi64_si128(four as i64)));
-            [
-                _mm256_permutevar8x32_ps(four, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
-                _mm256_permutevar8x32_ps(four, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3)),
-            ]
-        }
+        unsafe { spread_lanes::<0, 1, 2, 3>(_mm256_castps128_ps256(_mm_cvtph_ps(_mm_cvtsi64_si128(four as i64)))) }
     }
     #[inline(always)]
     unsafe fn expand_u8(four: u32) -> Pair<__m256> {
@@ -286,43 +280,88 @@ impl Simd for Avx2 {
         neg_sums: *const i32,
     ) -> Pair<__m256i> {
         unsafe {
-            let half = |i: usize| {
-                let (a, b) = (pairs::<OFFSET>(w.0[i], x.0[i]), pairs::<OFFSET>(w.1[i], x.1[i]));
-                let dot = _mm256_add_epi32(a, b);
-                if OFFSET == 8 {
-                    let neg = _mm256_loadu_si256(neg_sums.add(8 * i).cast());
-                    _mm256_add_epi32(dot, _mm256_slli_epi32::<3>(neg))
-                } else {
-                    dot
-                }
-            };
-            [half(0), half(1)]
+            if OFFSET == 128 {
+                return [
+                    _mm256_add_epi32(signed_pairs(w.0[0], x.0[0]), signed_pairs(w.1[0], x.1[0])),
+                    _mm256_add_epi32(signed_pairs(w.0[1], x.0[1]), signed_pairs(w.1[1], x.1[1])),
+                ];
+            }
+            // Four products of up to 63 · 127 still fit 16 bits.
+            let four = |a, b| _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1));
+            let low = four(_mm256_maddubs_epi16(w.0[0], x.0[0]), _mm256_maddubs_epi16(w.1[0], x.1[0]));
+            let high = four(_mm256_maddubs_epi16(w.0[1], x.0[1]), _mm256_maddubs_epi16(w.1[1], x.1[1]));
+            if OFFSET != 8 {
+                return [low, high];
+            }
+            let (neg_low, neg_high) = (_mm256_loadu_si256(neg_sums.cast()), _mm256_loadu_si256(neg_sums.add(8).cast()));
+            [
+                _mm256_add_epi32(low, _mm256_slli_epi32::<3>(neg_low)),
+                _mm256_add_epi32(high, _mm256_slli_epi32::<3>(neg_high)),
+            ]
         }
     }
     #[inline(always)]
     unsafe fn dot_half<const OFFSET: i32>(w: Pair<__m256i>, x: Pair<__m256i>) -> Pair<__m256i> {
         unsafe {
-            let half = |i: usize| {
-                let offset = _mm256_set1_epi8(OFFSET as i8);
-                _mm256_sub_epi32(pairs::<0>(w[i], x[i]), pairs::<0>(offset, x[i]))
-            };
-            [half(0), half(1)]
+            let offset = _mm256_set1_epi8(OFFSET as i8);
+            [
+                _mm256_sub_epi32(pairs(w[0], x[0]), pairs(offset, x[0])),
+                _mm256_sub_epi32(pairs(w[1], x[1]), pairs(offset, x[1])),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn half_scales(head: u16, eight: u64) -> (Pair<__m256>, Pair<__m256>) {
+        unsafe {
+            let eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(eight as i64)));
+            let head = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(head))));
+            let products = _mm256_mul_ps(head, eight);
+            (spread_lanes::<0, 2, 4, 6>(products), spread_lanes::<1, 3, 5, 7>(products))
+        }
+    }
+    #[inline(always)]
+    unsafe fn q4_1(from: *const u8, blocks: usize) -> (Pair<__m256i>, Pair<__m256i>, Pair<__m256>, Pair<__m256>) {
+        unsafe {
+            let q = Self::load_quarters([from.add(4), from.add(24), from.add(44), from.add(64)]);
+            let head = |b: usize| from.add(20 * b).cast::<i32>().read_unaligned();
+            let mut heads = _mm_setr_epi32(head(0), head(1), head(2), head(3));
+            if blocks < 4 {
+                let there = _mm_cmpgt_epi32(_mm_set1_epi32(blocks as i32), _mm_setr_epi32(0, 1, 2, 3));
+                heads = _mm_and_si128(heads, there);
+            }
+            let heads = _mm256_cvtph_ps(heads); // scale and minimum of each block in turn
+            let (scale, min) = (spread_lanes::<0, 2, 4, 6>(heads), spread_lanes::<1, 3, 5, 7>(heads));
+            (Self::low_nibbles(q), Self::high_nibbles(q), scale, min)
         }
     }
 }
 
-/// Sums of four products each. Products of pairs must stay within 16 bits: w below 64, or signed after `OFFSET` 128.
+/// Sums of four products each, w below 64: products of pairs stay within 16 bits.
 #[inline(always)]
-unsafe fn pairs<const OFFSET: i32>(w: __m256i, x: __m256i) -> __m256i {
+unsafe fn pairs(w: __m256i, x: __m256i) -> __m256i {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe { _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)) }
+}
+
+/// The same for any w, less 128.
+#[inline(always)]
+unsafe fn signed_pairs(w: __m256i, x: __m256i) -> __m256i {
     // SAFETY: AVX2 is there by the caller's contract.
     unsafe {
-        let (w, x) = if OFFSET == 128 {
-            let w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-            (_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
-        } else {
-            (w, x)
-        };
-        _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1))
+        let w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+        _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1))
+    }
+}
+
+/// Four lanes, each filling a quarter.
+#[inline(always)]
+unsafe fn spread_lanes<const A: i32, const B: i32, const C: i32, const D: i32>(v: __m256) -> Pair<__m256> {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe {
+        [
+            _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(A, A, A, A, B, B, B, B)),
+            _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(C, C, C, C, D, D, D, D)),
+        ]
     }
 }
 
@@ -330,11 +369,5 @@ unsafe fn pairs<const OFFSET: i32>(w: __m256i, x: __m256i) -> __m256i {
 #[inline(always)]
 unsafe fn spread_quads(four: __m256i) -> Pair<__m256> {
     // SAFETY: AVX2 is there by the caller's contract.
-    unsafe {
-        let four = _mm256_cvtepi32_ps(four);
-        [
-            _mm256_permutevar8x32_ps(four, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
-            _mm256_permutevar8x32_ps(four, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3)),
-        ]
-    }
+    unsafe { spread_lanes::<0, 1, 2, 3>(_mm256_cvtepi32_ps(four)) }
 }

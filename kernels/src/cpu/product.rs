@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::Isa;
 use super::activations::{Group, Rows, group_count};
 use super::simd::{Kernel, Simd};
-use super::unpack::{Format, GROUP, Q4_0, Q4_1, Q4K, Q5K, Q6K, Q8_0, Unpacked};
+use super::unpack::{Format, GROUP, GROUP_BYTES_MAX, Q4_0, Q4_1, Q4K, Q5K, Q6K, Q8_0, Unpacked};
 use crate::quant::QuantType;
 
 /// A matrix in its stored form: `rows` rows of `cols` weights each.
@@ -44,6 +44,13 @@ impl<'a> Matrix<'a> {
 
     pub(crate) fn kind(&self) -> QuantType {
         self.kind
+    }
+
+    /// Where row `index` begins.
+    #[inline(always)]
+    fn start(&self, index: usize) -> *const u8 {
+        debug_assert!(index < self.rows);
+        self.bytes.as_ptr().wrapping_add(index * self.row_bytes)
     }
 }
 
@@ -121,14 +128,19 @@ impl Product<'_> {
         while first < self.rows.end {
             let end = if count == 1 { self.rows.end } else { (first + ROWS_AT_ONCE).min(self.rows.end) };
             let mut m = 0;
-            // SAFETY: the contract of `run`; every tile stays within `first..end` and `0..count`.
+            // SAFETY: the contract of `run`; every tile stays within `first..end` and `0..count`. (Loops, because a closure
+            // that is not inlined lacks the instruction set.)
             unsafe {
                 while D::EIGHT && m + 8 <= count {
-                    (first..end).for_each(|n| self.tile::<S, D, 1, 8, 2>(n, m));
+                    for n in first..end {
+                        self.tile::<S, D, 1, 8, 2>(n, m);
+                    }
                     m += 8;
                 }
                 while m + 4 <= count {
-                    (first..end).for_each(|n| self.tile::<S, D, 1, 4, 1>(n, m));
+                    for n in first..end {
+                        self.tile::<S, D, 1, 4, 1>(n, m);
+                    }
                     m += 4;
                 }
                 while m < count {
@@ -137,7 +149,9 @@ impl Product<'_> {
                         self.tile::<S, D, 4, 1, 1>(n, m);
                         n += 4;
                     }
-                    (n..end).for_each(|n| self.single::<S, D>(n, m));
+                    for n in n..end {
+                        self.single::<S, D>(n, m);
+                    }
                     m += 1;
                 }
             }
@@ -152,7 +166,7 @@ impl Product<'_> {
         unsafe {
             let mut lanes = [[S::splat(0.0); M]; R];
             for (r, lanes) in lanes.iter_mut().enumerate() {
-                *lanes = D::dot::<S, M>(self.weights.bytes.as_ptr().add((n + r) * self.weights.row_bytes), self.x, m);
+                *lanes = D::dot::<S, M>(&self.weights, n + r, self.x, m);
             }
             for q in 0..Q {
                 let mut four = [S::splat(0.0); 4];
@@ -172,7 +186,7 @@ impl Product<'_> {
     unsafe fn single<S: Simd, D: Dot>(&self, n: usize, m: usize) {
         // SAFETY: the contract of `run`.
         unsafe {
-            let [lanes] = D::dot::<S, 1>(self.weights.bytes.as_ptr().add(n * self.weights.row_bytes), self.x, m);
+            let [lanes] = D::dot::<S, 1>(&self.weights, n, self.x, m);
             let zero = S::splat(0.0);
             *self.out.add(m * self.weights.rows + n) = S::sum4([lanes, zero, zero, zero])[0];
         }
@@ -184,8 +198,8 @@ trait Dot {
     /// Whether eight rows of activations at once pay.
     const EIGHT: bool = false;
     /// # Safety
-    /// The machine has `S`; the row has `x.cols()` weights; `x` has the rows `m..m + M`.
-    unsafe fn dot<S: Simd, const M: usize>(row: *const u8, x: &Rows, m: usize) -> [S::F; M];
+    /// The machine has `S`; row `n` exists and has `x.cols()` weights; `x` has the rows `m..m + M`.
+    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M];
 }
 
 /// Bytes by which a single row of activations asks for weights before it needs them: measured a quarter faster than
@@ -199,25 +213,64 @@ impl<T: Format> Dot for Integers<T> {
     const EIGHT: bool = true;
 
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(row: *const u8, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; every group of a row exists in `x`.
         unsafe {
-            let (blocks, groups) = (x.cols() / 32, group_count(x.cols()));
+            let (row, blocks, groups) = (weights.start(n), x.cols() / 32, group_count(x.cols()));
             let first = x.groups_at(m);
             let mut lanes = [S::splat(0.0); M];
-            for g in 0..groups {
+            for g in 0..blocks / 4 {
                 if M == 1 {
                     for line in (0..T::GROUP_BYTES).step_by(64) {
                         S::prefetch(row.wrapping_add(g * T::GROUP_BYTES + line + AHEAD));
                     }
                 }
-                let w = T::group::<S>(row, g, (blocks - 4 * g).min(4));
-                for (m, lanes) in lanes.iter_mut().enumerate() {
-                    *lanes = integer_group::<S, T>(&w, &*first.add(m * groups + g), *lanes);
-                }
+                integer_groups::<S, T, M>(&T::group::<S>(row, g, 4), first.add(g), groups, &mut lanes);
+            }
+            if T::SHORT && blocks % 4 > 0 {
+                let w = short_group::<S, T>(weights, n, blocks);
+                integer_groups::<S, T, M>(&w, first.add(groups - 1), groups, &mut lanes);
             }
             lanes
         }
+    }
+}
+
+/// The last group of a row, which has only `blocks % 4` blocks. What follows in the matrix is read with it and then
+/// hidden; only behind the last rows, where nothing follows, a copy is made.
+#[inline(always)]
+unsafe fn short_group<S: Simd, T: Format>(weights: &Matrix<'_>, n: usize, blocks: usize) -> Unpacked<S> {
+    let at = n * weights.row_bytes + blocks / 4 * T::GROUP_BYTES;
+    let padded;
+    let from = if at + T::GROUP_BYTES <= weights.bytes.len() {
+        &weights.bytes[at..]
+    } else {
+        padded = with_zeros(&weights.bytes[at..]);
+        &padded[..]
+    };
+    // SAFETY: the caller's contract; a whole group can be read.
+    unsafe { T::group::<S>(from.as_ptr(), 0, blocks % 4) }
+}
+
+#[cold]
+#[inline(never)]
+fn with_zeros(bytes: &[u8]) -> [u8; GROUP_BYTES_MAX] {
+    let mut padded = [0; GROUP_BYTES_MAX];
+    padded[..bytes.len()].copy_from_slice(bytes);
+    padded
+}
+
+/// A group of weights by the groups of `M` rows of activations, which lie `stride` apart.
+#[inline(always)]
+unsafe fn integer_groups<S: Simd, T: Format, const M: usize>(
+    w: &Unpacked<S>,
+    x: *const Group,
+    stride: usize,
+    lanes: &mut [S::F; M],
+) {
+    for (m, lanes) in lanes.iter_mut().enumerate() {
+        // SAFETY: the caller's contract.
+        unsafe { *lanes = integer_group::<S, T>(w, &*x.add(m * stride), *lanes) }
     }
 }
 
@@ -248,22 +301,37 @@ struct Floats<T>(T);
 
 impl<T: Format> Dot for Floats<T> {
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(row: *const u8, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; rows of `x` are padded to whole groups.
         unsafe {
-            let (blocks, groups) = (x.cols() / 32, group_count(x.cols()));
+            let (row, blocks, stride) = (weights.start(n), x.cols() / 32, group_count(x.cols()) * GROUP);
             let first = x.floats_at(m);
             let mut lanes = [[S::splat(0.0); 2]; M];
-            for g in 0..groups {
-                let w = T::group::<S>(row, g, (blocks - 4 * g).min(4));
-                let x = first.add(g * GROUP);
-                float_block::<S, T, M, 0>(&w, x, groups * GROUP, &mut lanes);
-                float_block::<S, T, M, 1>(&w, x, groups * GROUP, &mut lanes);
-                float_block::<S, T, M, 2>(&w, x, groups * GROUP, &mut lanes);
-                float_block::<S, T, M, 3>(&w, x, groups * GROUP, &mut lanes);
+            for g in 0..blocks / 4 {
+                float_group::<S, T, M>(&T::group::<S>(row, g, 4), first.add(g * GROUP), stride, &mut lanes);
+            }
+            if T::SHORT && blocks % 4 > 0 {
+                let w = short_group::<S, T>(weights, n, blocks);
+                float_group::<S, T, M>(&w, first.add(blocks / 4 * GROUP), stride, &mut lanes);
             }
             both::<S, M>(lanes)
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn float_group<S: Simd, T: Format, const M: usize>(
+    w: &Unpacked<S>,
+    x: *const f32,
+    stride: usize,
+    lanes: &mut [[S::F; 2]; M],
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        float_block::<S, T, M, 0>(w, x, stride, lanes);
+        float_block::<S, T, M, 1>(w, x, stride, lanes);
+        float_block::<S, T, M, 2>(w, x, stride, lanes);
+        float_block::<S, T, M, 3>(w, x, stride, lanes);
     }
 }
 
@@ -347,9 +415,10 @@ impl Number for Bf16 {
 
 impl<T: Number> Dot for Plain<T> {
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(row: *const u8, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; rows of `x` are padded to whole groups, a short tail of weights is copied.
         unsafe {
+            let row = weights.start(n);
             let (cols, stride) = (x.cols(), group_count(x.cols()) * GROUP);
             let first = x.floats_at(m);
             let mut lanes = [[S::splat(0.0); 2]; M];

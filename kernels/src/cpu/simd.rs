@@ -5,6 +5,8 @@
 //! instruction set; the order of every sum is fixed by the 16 lanes and therefore the same everywhere.
 //! Next: `avx512.rs`, `avx2.rs`, `portable.rs`.
 
+use super::unpack::first_u16;
+
 /// A computation that can be compiled for each instruction set. `run` must be `#[inline(always)]`, and so must
 /// everything it calls that touches vectors.
 pub(crate) trait Kernel {
@@ -126,37 +128,32 @@ pub(crate) trait Simd: Copy {
         let _ = at;
     }
 
-    /// Four Q4_1 blocks (20 bytes each, the last `4 - blocks` missing and not touched): nibbles by halves, scales, minima.
+    /// A half-precision number times the even and the odd ones of eight signed bytes (lowest first), each product filling
+    /// one quarter.
+    #[inline(always)]
+    unsafe fn half_scales(head: u16, eight: u64) -> (Self::F, Self::F) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let d = Self::expand_f16(u64::from(head) * 0x0001_0001_0001_0001);
+            (Self::mul(d, Self::expand_i8::<false>(eight)), Self::mul(d, Self::expand_i8::<true>(eight)))
+        }
+    }
+
+    /// Four Q4_1 blocks (20 bytes each): nibbles by halves, scales, minima; both zero for the last `4 - blocks`.
     #[inline(always)]
     unsafe fn q4_1(from: *const u8, blocks: usize) -> (Self::U, Self::U, Self::F, Self::F) {
-        // SAFETY: the caller's contract: `blocks` blocks lie at `from`.
+        // SAFETY: the caller's contract: 80 bytes can be read at `from`.
         unsafe {
-            let mut copy = [0u8; 80];
-            let from = whole_group(from, blocks, 20, &mut copy);
             let q = Self::load_quarters([from.add(4), from.add(24), from.add(44), from.add(64)]);
             let head = |b: usize| from.add(20 * b).cast::<u32>().read_unaligned() as u64;
             let (a, b, c, d) = (head(0), head(1), head(2), head(3));
             let low = |v: u64| v & 0xffff;
             let scale = low(a) | low(b) << 16 | low(c) << 32 | low(d) << 48;
             let min = a >> 16 | (b >> 16) << 16 | (c >> 16) << 32 | (d >> 16) << 48;
-            (Self::low_nibbles(q), Self::high_nibbles(q), Self::expand_f16(scale), Self::expand_f16(min))
+            let (scale, min) = (Self::expand_f16(scale & first_u16(blocks)), Self::expand_f16(min & first_u16(blocks)));
+            (Self::low_nibbles(q), Self::high_nibbles(q), scale, min)
         }
     }
-}
-
-/// `from` itself for a whole group of four blocks, else a zero-padded copy of the blocks that are there.
-///
-/// # Safety
-/// `blocks` (1 to 4) blocks of `bytes` bytes lie at `from`, and `copy` holds four.
-#[inline(always)]
-pub(crate) unsafe fn whole_group(from: *const u8, blocks: usize, bytes: usize, copy: &mut [u8]) -> *const u8 {
-    if blocks == 4 {
-        return from;
-    }
-    debug_assert!(copy.len() >= 4 * bytes);
-    // SAFETY: `blocks * bytes` are readable by contract and `copy` has room for four blocks.
-    unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), blocks * bytes) };
-    copy.as_ptr()
 }
 
 /// Adding this to a number of small magnitude leaves its nearest integer in the low bits of the pattern.

@@ -2,10 +2,13 @@
 //!
 //! A group is 128 weights of one row: the first halves (16) of four blocks in `low`, their second halves in `high`,
 //! which is the order in which activations are kept, so that one multiplication serves every format.
-use super::simd::{Simd, whole_group};
+use super::simd::Simd;
 
 /// Weights in a group.
 pub(crate) const GROUP: usize = 128;
+
+/// Bytes of the largest group of those formats whose rows need not be whole groups.
+pub(crate) const GROUP_BYTES_MAX: usize = Q8_0::GROUP_BYTES;
 
 /// A group: weight = scale · (q - OFFSET) + min, each scale and minimum filling the quarter of its block.
 pub(crate) struct Unpacked<S: Simd> {
@@ -28,11 +31,14 @@ pub(crate) trait Format {
     const MIN: bool = false;
     /// Whether each half block has its own scale.
     const SPLIT: bool = false;
+    /// Whether rows may end within a group.
+    const SHORT: bool = false;
 
-    /// Group `index` of the row at `row`; only the first `blocks` (1 to 4) of its blocks exist, the rest become zero.
+    /// Group `index` of the row at `row`. Only its first `blocks` (1 to 4) blocks are the row's: the others get a scale
+    /// and a minimum of zero.
     ///
     /// # Safety
-    /// The machine has `S`; the row holds those blocks.
+    /// The machine has `S`; all bytes of the group can be read.
     unsafe fn group<S: Simd>(row: *const u8, index: usize, blocks: usize) -> Unpacked<S>;
 }
 
@@ -48,15 +54,15 @@ pub(crate) struct Q6K;
 impl Format for Q4_0 {
     const GROUP_BYTES: usize = 72;
     const OFFSET: i32 = 8;
+    const SHORT: bool = true;
 
     #[inline(always)]
     unsafe fn group<S: Simd>(row: *const u8, index: usize, blocks: usize) -> Unpacked<S> {
         // 18 bytes: f16 scale, 16 bytes of nibbles.
         unsafe {
-            let mut copy = [0u8; 72];
-            let from = whole_group(row.add(72 * index), blocks, 18, &mut copy);
+            let from = row.add(72 * index);
             let q = S::load_quarters([from.add(2), from.add(20), from.add(38), from.add(56)]);
-            let scale = S::expand_f16(four_u16(from, 18));
+            let scale = S::expand_f16(four_u16(from, 18) & first_u16(blocks));
             Unpacked { low: S::low_nibbles(q), high: S::high_nibbles(q), scale, scale_high: scale, min: scale }
         }
     }
@@ -66,6 +72,7 @@ impl Format for Q4_1 {
     const GROUP_BYTES: usize = 80;
     const OFFSET: i32 = 0;
     const MIN: bool = true;
+    const SHORT: bool = true;
 
     #[inline(always)]
     unsafe fn group<S: Simd>(row: *const u8, index: usize, blocks: usize) -> Unpacked<S> {
@@ -80,17 +87,17 @@ impl Format for Q4_1 {
 impl Format for Q8_0 {
     const GROUP_BYTES: usize = 136;
     const OFFSET: i32 = 128;
+    const SHORT: bool = true;
 
     #[inline(always)]
     unsafe fn group<S: Simd>(row: *const u8, index: usize, blocks: usize) -> Unpacked<S> {
         // 34 bytes: f16 scale, 32 signed bytes.
         unsafe {
-            let mut copy = [0u8; 136];
-            let from = whole_group(row.add(136 * index), blocks, 34, &mut copy);
+            let from = row.add(136 * index);
             let first = S::load_quarters([from.add(2), from.add(18), from.add(36), from.add(52)]);
             let second = S::load_quarters([from.add(70), from.add(86), from.add(104), from.add(120)]);
             let (low, high) = S::deal(first, second);
-            let scale = S::expand_f16(four_u16(from, 34));
+            let scale = S::expand_f16(four_u16(from, 34) & first_u16(blocks));
             Unpacked { low: S::flip_sign(low), high: S::flip_sign(high), scale, scale_high: scale, min: scale }
         }
     }
@@ -152,9 +159,7 @@ impl Format for Q6K {
             let far = S::join_two_bits::<4>(S::high_nibbles(q), pairs);
             let (low, high) = S::deal(near, far);
             let scales = block.add(192 + 8 * half).cast::<u64>().read_unaligned();
-            let d = S::expand_f16(same_u16(block.add(208)));
-            let scale = S::mul(d, S::expand_i8::<false>(scales));
-            let scale_high = S::mul(d, S::expand_i8::<true>(scales));
+            let (scale, scale_high) = S::half_scales(block.add(208).cast::<u16>().read_unaligned(), scales);
             Unpacked { low, high, scale, scale_high, min: scale }
         }
     }
@@ -178,6 +183,12 @@ unsafe fn k_scales<S: Simd>(block: *const u8, half: usize) -> (S::F, S::F) {
         let min = S::mul(S::expand_f16(same_u16(block.add(2)) ^ 0x8000_8000_8000_8000), S::expand_u8(mins));
         (scale, min)
     }
+}
+
+/// Ones in the first `blocks` (1 to 4) of four numbers of 16 bits.
+#[inline(always)]
+pub(crate) fn first_u16(blocks: usize) -> u64 {
+    u64::MAX >> (64 - 16 * blocks)
 }
 
 /// The first 16 bits of four blocks.
