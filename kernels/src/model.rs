@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cpu::Isa;
-use crate::cpu::engine::{Engine, RowAt, Shape};
+use crate::cpu::engine::{Bias, Engine, RowAt, Shape};
 use crate::cpu::product::Matrix;
 use crate::cpu::rotary::RotaryTable;
 use crate::stage::{Activations, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions};
@@ -57,6 +57,23 @@ struct Stored(Matrix<'static>);
 impl Stored {
     fn matrix(&self) -> Matrix<'_> {
         self.0
+    }
+}
+
+/// Biases around attention: any architecture's files may have them.
+struct AttentionBiases {
+    /// Of query, key and value.
+    inputs: [Option<Vec<f32>>; 3],
+    output: Option<Vec<f32>>,
+}
+
+impl AttentionBiases {
+    fn inputs(&self) -> [Bias<'_>; 3] {
+        self.inputs.each_ref().map(Option::as_deref)
+    }
+
+    fn output(&self) -> Bias<'_> {
+        self.output.as_deref()
     }
 }
 
@@ -288,9 +305,9 @@ impl Loader<'_> {
     fn block(&mut self, config: &ModelConfig, layer: usize) -> Result<Block, StageError> {
         let mut layer = LayerLoader { loader: self, prefix: format!("blk.{layer}.") };
         Ok(match config.architecture {
-            Architecture::Llama => Block::Llama(llama::Block::load(&mut layer)?),
-            Architecture::Qwen2 => Block::Qwen2(qwen2::Block::load(&mut layer)?),
-            Architecture::Qwen3 => Block::Qwen3(qwen3::Block::load(&mut layer)?),
+            Architecture::Llama => Block::Llama(llama::Block::load(&mut layer, config)?),
+            Architecture::Qwen2 => Block::Qwen2(qwen2::Block::load(&mut layer, config)?),
+            Architecture::Qwen3 => Block::Qwen3(qwen3::Block::load(&mut layer, config)?),
         })
     }
 
@@ -335,10 +352,16 @@ impl LayerLoader<'_, '_> {
         self.loader.vector(&format!("{}{name}.weight", self.prefix))
     }
 
-    /// `None` if the file has no such bias.
-    fn bias(&mut self, name: &str) -> Result<Option<Vec<f32>>, StageError> {
-        let name = format!("{}{name}.bias", self.prefix);
-        self.loader.file.tensor(&name).is_some().then(|| self.loader.vector(&name)).transpose()
+    /// Those that the model has.
+    fn attention_biases(&mut self, config: &ModelConfig) -> Result<AttentionBiases, StageError> {
+        let mut bias = |name: &str, there: bool| {
+            there.then(|| self.loader.vector(&format!("{}{name}.bias", self.prefix))).transpose()
+        };
+        let mut input = |name| bias(name, config.attention_bias);
+        Ok(AttentionBiases {
+            inputs: [input("attn_q")?, input("attn_k")?, input("attn_v")?],
+            output: bias("attn_output", config.attention_output_bias)?,
+        })
     }
 }
 

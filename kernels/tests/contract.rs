@@ -61,6 +61,7 @@ fn models() -> Vec<(String, Arc<ModelFile>)> {
     for architecture in ARCHITECTURES {
         models.push((architecture.name().into(), TinyModel { architecture, ..TinyModel::default() }.open()));
     }
+    models.push(("biased llama".into(), TinyModel { biases: true, ..TinyModel::default() }.open()));
     for quant in QUANT_TYPES {
         let tied = quant == QuantType::Q8_0;
         let tiny = TinyModel { architecture: Architecture::Qwen3, quant, tied, ffn: 768, ..TinyModel::default() };

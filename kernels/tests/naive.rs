@@ -49,6 +49,9 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             }
             let out = product(&rows(file, &name("attn_output.weight")), &attended);
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
+            if file.tensor(&name("attn_output.bias")).is_some() {
+                hidden[position].iter_mut().zip(&rows(file, &name("attn_output.bias"))[0]).for_each(|(h, b)| *h += b);
+            }
             let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
             let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
             let up = product(&rows(file, &name("ffn_up.weight")), &x);
@@ -137,14 +140,30 @@ fn every_architecture_and_format_agrees_with_f64() {
             let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
             let tied = quant == QuantType::Q8_0;
             let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
-            let file = gentle(tiny);
-            let exact = naive(&file, &tokens);
-            let strict = error(&logits(&file, Activations::F32, &tokens), &exact);
-            let fast = error(&logits(&file, Activations::Int8, &tokens), &exact);
-            println!("{architecture:?} {quant:?}: f32 {strict:.1e}, int8 {fast:.1e}");
-            assert!(strict < 1e-4, "{architecture:?} {quant:?}: f32 path is off by {strict}");
-            let bound = if quant.block_len() == 1 { 2e-2 } else { 6e-2 };
-            assert!(fast < bound, "{architecture:?} {quant:?}: int8 path is off by {fast}");
+            agrees(tiny, &tokens);
         }
     }
+}
+
+#[test]
+fn biases_in_attention_are_applied() {
+    let tokens: Vec<u32> = (0..19).map(|i| (i * 31 + 3) % 250).collect();
+    for architecture in [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3] {
+        for quant in [QuantType::Q4_1, QuantType::Q8_0, QuantType::F32] {
+            let tiny = TinyModel { architecture, quant, biases: true, layers: 2, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+fn agrees(tiny: TinyModel, tokens: &[u32]) {
+    let TinyModel { architecture, quant, .. } = tiny;
+    let file = gentle(tiny);
+    let exact = naive(&file, tokens);
+    let strict = error(&logits(&file, Activations::F32, tokens), &exact);
+    let fast = error(&logits(&file, Activations::Int8, tokens), &exact);
+    println!("{architecture:?} {quant:?}: f32 {strict:.1e}, int8 {fast:.1e}");
+    assert!(strict < 1e-4, "{architecture:?} {quant:?}: f32 path is off by {strict}");
+    let bound = if quant.block_len() == 1 { 2e-2 } else { 6e-2 };
+    assert!(fast < bound, "{architecture:?} {quant:?}: int8 path is off by {fast}");
 }

@@ -51,6 +51,7 @@ struct Layer {
     /// Query, key, value: matrix, bias, norm of each head.
     projections: [(Matrix, Option<Matrix>, Option<Matrix>); 3],
     attention_output: Matrix,
+    attention_output_bias: Option<Matrix>,
     feed_norm: Matrix,
     gate: Matrix,
     up: Matrix,
@@ -69,6 +70,7 @@ impl Layer {
             attention_norm: matrix("attn_norm.weight"),
             projections,
             attention_output: matrix("attn_output.weight"),
+            attention_output_bias: config.attention_output_bias.then(|| matrix("attn_output.bias")),
             feed_norm: matrix("ffn_norm.weight"),
             gate: matrix("ffn_gate.weight"),
             up: matrix("ffn_up.weight"),
@@ -110,6 +112,7 @@ impl Layer {
             })
             .collect();
         add(hidden, &self.attention_output.times(&mixed));
+        self.attention_output_bias.iter().for_each(|bias| add(hidden, &bias.weights));
         let x = rms_norm(hidden, &self.feed_norm.weights, config);
         let wide: Vec<f64> =
             self.gate.times(&x).iter().zip(self.up.times(&x)).map(|(g, u)| u * g / (1.0 + (-g).exp())).collect();

@@ -254,13 +254,15 @@ where
     B::Device: Send,
 {
     let models = [
-        (Architecture::Llama, QuantType::Q4_1, true),
-        (Architecture::Qwen2, QuantType::Q4K, false),
-        (Architecture::Qwen3, QuantType::Q8_0, true),
+        (Architecture::Llama, QuantType::Q4_1, true, false),
+        (Architecture::Llama, QuantType::Q4_0, false, true),
+        (Architecture::Qwen2, QuantType::Q4K, false, false),
+        (Architecture::Qwen3, QuantType::Q8_0, true, true),
     ];
-    let checks = models.into_iter().flat_map(|(architecture, quant, tied)| {
-        let file = TinyModel { architecture, quant, tied, layers: 2, ..TinyModel::default() }.open();
-        let name = format!("a small {} in {}", architecture.name(), quant.name());
+    let checks = models.into_iter().flat_map(|(architecture, quant, tied, biases)| {
+        let file = TinyModel { architecture, quant, tied, biases, layers: 2, ..TinyModel::default() }.open();
+        let biased = if biases { " with biases" } else { "" };
+        let name = format!("a small {} in {}{biased}", architecture.name(), quant.name());
         let whole = forward_chunks::<B>(&file, device, &TOKENS, TOKENS.len());
         let right = Check::run(name.clone(), || {
             let exact = reference::logits(&file, &TOKENS);

@@ -135,13 +135,7 @@ impl Engine {
     pub(crate) fn queries_keys_values(&mut self, matrices: [Matrix<'_>; 3], biases: [Bias<'_>; 3]) {
         let Self { isa, pool, shape, x, q, k, v, .. } = self;
         products(*isa, pool, x, shape.integers, &matrices, [&mut *q, &mut *k, &mut *v]);
-        for (out, bias) in [q, k, v].into_iter().zip(biases) {
-            if let Some(bias) = bias {
-                for row in out.chunks_exact_mut(bias.len()) {
-                    row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
-                }
-            }
-        }
+        [q, k, v].into_iter().zip(biases).for_each(|(rows, bias)| add_bias(rows, bias));
     }
 
     /// RMSNorm of each head of queries and keys.
@@ -241,10 +235,11 @@ impl Engine {
         });
     }
 
-    /// What attention gave, through the output matrix, back to the residual stream.
-    pub(crate) fn attention_output(&mut self, matrix: Matrix<'_>) {
+    /// What attention gave, through the output matrix, plus a bias, back to the residual stream.
+    pub(crate) fn attention_output(&mut self, matrix: Matrix<'_>, bias: Bias<'_>) {
         let Self { isa, pool, shape, attended, delta, .. } = self;
-        products(*isa, pool, attended, shape.integers, &[matrix], [delta]);
+        products(*isa, pool, attended, shape.integers, &[matrix], [&mut *delta]);
+        add_bias(delta, bias);
     }
 
     /// SwiGLU: down · (silu(gate · x) ∘ (up · x)), to the residual stream.
@@ -290,6 +285,14 @@ impl Engine {
         let scratch: usize = floats.into_iter().chain(&self.scores).map(|v| v.capacity() * size_of::<f32>()).sum();
         let rows: usize = [&self.x, &self.attended, &self.gated].into_iter().map(Rows::bytes).sum();
         self.cache.bytes() + self.rotary.bytes() + scratch + rows
+    }
+}
+
+/// Adds a bias to each row of its length.
+fn add_bias(rows: &mut [f32], bias: Bias<'_>) {
+    let Some(bias) = bias else { return };
+    for row in rows.chunks_exact_mut(bias.len()) {
+        row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
     }
 }
 

@@ -1,16 +1,16 @@
 //! Qwen2 and Qwen2.5: as Llama, with biases on query, key and value, and rotary pairs that are halves of a head.
-use super::{LayerLoader, Stored};
+use super::{AttentionBiases, LayerLoader, Stored};
 use crate::cpu::engine::Engine;
 use crate::stage::StageError;
+use crate::weights::ModelConfig;
 
 pub(super) struct Block {
     attention_norm: Vec<f32>,
     q: Stored,
     k: Stored,
     v: Stored,
-    /// Of query, key and value; a file may lack them.
-    biases: [Option<Vec<f32>>; 3],
     output: Stored,
+    biases: AttentionBiases,
     ffn_norm: Vec<f32>,
     gate: Stored,
     up: Stored,
@@ -18,14 +18,14 @@ pub(super) struct Block {
 }
 
 impl Block {
-    pub(super) fn load(layer: &mut LayerLoader<'_, '_>) -> Result<Self, StageError> {
+    pub(super) fn load(layer: &mut LayerLoader<'_, '_>, config: &ModelConfig) -> Result<Self, StageError> {
         Ok(Self {
             attention_norm: layer.vector("attn_norm")?,
             q: layer.matrix("attn_q")?,
             k: layer.matrix("attn_k")?,
             v: layer.matrix("attn_v")?,
-            biases: [layer.bias("attn_q")?, layer.bias("attn_k")?, layer.bias("attn_v")?],
             output: layer.matrix("attn_output")?,
+            biases: layer.attention_biases(config)?,
             ffn_norm: layer.vector("ffn_norm")?,
             gate: layer.matrix("ffn_gate")?,
             up: layer.matrix("ffn_up")?,
@@ -36,10 +36,10 @@ impl Block {
     /// `layer` counts within the stage.
     pub(super) fn forward(&self, engine: &mut Engine, layer: usize) {
         engine.norm(&self.attention_norm);
-        let biases = self.biases.each_ref().map(Option::as_deref);
-        engine.queries_keys_values([self.q.matrix(), self.k.matrix(), self.v.matrix()], biases);
+        let matrices = [self.q.matrix(), self.k.matrix(), self.v.matrix()];
+        engine.queries_keys_values(matrices, self.biases.inputs());
         engine.attend(layer);
-        engine.attention_output(self.output.matrix());
+        engine.attention_output(self.output.matrix(), self.biases.output());
 
         engine.norm(&self.ffn_norm);
         engine.feed_forward(self.gate.matrix(), self.up.matrix(), self.down.matrix());

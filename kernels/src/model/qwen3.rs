@@ -1,7 +1,8 @@
 //! Qwen3: as Llama, with an RMSNorm on each head of query and key, and rotary pairs that are halves of a head.
-use super::{LayerLoader, Stored};
+use super::{AttentionBiases, LayerLoader, Stored};
 use crate::cpu::engine::Engine;
 use crate::stage::StageError;
+use crate::weights::ModelConfig;
 
 pub(super) struct Block {
     attention_norm: Vec<f32>,
@@ -11,6 +12,7 @@ pub(super) struct Block {
     q_norm: Vec<f32>,
     k_norm: Vec<f32>,
     output: Stored,
+    biases: AttentionBiases,
     ffn_norm: Vec<f32>,
     gate: Stored,
     up: Stored,
@@ -18,7 +20,7 @@ pub(super) struct Block {
 }
 
 impl Block {
-    pub(super) fn load(layer: &mut LayerLoader<'_, '_>) -> Result<Self, StageError> {
+    pub(super) fn load(layer: &mut LayerLoader<'_, '_>, config: &ModelConfig) -> Result<Self, StageError> {
         Ok(Self {
             attention_norm: layer.vector("attn_norm")?,
             q: layer.matrix("attn_q")?,
@@ -27,6 +29,7 @@ impl Block {
             q_norm: layer.vector("attn_q_norm")?,
             k_norm: layer.vector("attn_k_norm")?,
             output: layer.matrix("attn_output")?,
+            biases: layer.attention_biases(config)?,
             ffn_norm: layer.vector("ffn_norm")?,
             gate: layer.matrix("ffn_gate")?,
             up: layer.matrix("ffn_up")?,
@@ -37,10 +40,11 @@ impl Block {
     /// `layer` counts within the stage.
     pub(super) fn forward(&self, engine: &mut Engine, layer: usize) {
         engine.norm(&self.attention_norm);
-        engine.queries_keys_values([self.q.matrix(), self.k.matrix(), self.v.matrix()], [None; 3]);
+        let matrices = [self.q.matrix(), self.k.matrix(), self.v.matrix()];
+        engine.queries_keys_values(matrices, self.biases.inputs());
         engine.norm_heads(&self.q_norm, &self.k_norm);
         engine.attend(layer);
-        engine.attention_output(self.output.matrix());
+        engine.attention_output(self.output.matrix(), self.biases.output());
 
         engine.norm(&self.ffn_norm);
         engine.feed_forward(self.gate.matrix(), self.up.matrix(), self.down.matrix());

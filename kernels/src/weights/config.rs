@@ -23,7 +23,7 @@ const ACTIVATION_ELEMENT_BYTES: u64 = 4;
 /// embedding and SwiGLU; they differ in what [`ModelConfig`]'s options say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
-    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on neighbouring pairs.
+    /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on neighbouring pairs; few have biases in attention.
     Llama,
     /// Biases on query, key and value; rotary embedding on halves.
     Qwen2,
@@ -82,8 +82,10 @@ pub struct ModelConfig {
     pub norm_eps: f32,
     /// Rotary embedding.
     pub rope: Rope,
-    /// Biases on query, key and value (`blk.N.attn_{q,k,v}.bias`).
+    /// Biases on query, key and value (`blk.N.attn_{q,k,v}.bias`), in all blocks.
     pub attention_bias: bool,
+    /// A bias on what attention gives (`blk.N.attn_output.bias`), in all blocks.
+    pub attention_output_bias: bool,
     /// RMSNorm on each head of query and key (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
     pub qk_norm: bool,
     /// The output head is the embedding (`token_embd.weight`); else `output.weight`.
@@ -224,6 +226,8 @@ impl ModelConfig {
             norm_eps: keys.norm_eps()?,
             rope: keys.rope(architecture, layout, head_dim)?,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
+            // Qwen2's reference has none; the others' have one if `attention_bias` is set.
+            attention_output_bias: architecture != Architecture::Qwen2 && tensor("blk.0.attn_output.bias").is_some(),
             qk_norm: architecture == Architecture::Qwen3,
             tied: tensor("output.weight").is_none(),
         };
@@ -283,6 +287,9 @@ impl ModelConfig {
         ];
         if self.attention_bias {
             tensors.extend([("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])]);
+        }
+        if self.attention_output_bias {
+            tensors.push(("attn_output.bias", [1, width]));
         }
         if self.qk_norm {
             tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);

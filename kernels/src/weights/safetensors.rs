@@ -143,7 +143,7 @@ fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
 
 /// `model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`; unknown names stay and are refused later, by name.
 fn gguf_name(name: &str) -> String {
-    const PARTS: [(&str, &str); 14] = [
+    const PARTS: [(&str, &str); 15] = [
         ("input_layernorm.weight", "attn_norm.weight"),
         ("self_attn.q_proj.weight", "attn_q.weight"),
         ("self_attn.k_proj.weight", "attn_k.weight"),
@@ -154,6 +154,7 @@ fn gguf_name(name: &str) -> String {
         ("self_attn.q_norm.weight", "attn_q_norm.weight"),
         ("self_attn.k_norm.weight", "attn_k_norm.weight"),
         ("self_attn.o_proj.weight", "attn_output.weight"),
+        ("self_attn.o_proj.bias", "attn_output.bias"),
         ("post_attention_layernorm.weight", "ffn_norm.weight"),
         ("mlp.gate_proj.weight", "ffn_gate.weight"),
         ("mlp.up_proj.weight", "ffn_up.weight"),

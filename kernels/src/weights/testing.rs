@@ -176,6 +176,8 @@ pub struct TinyModel {
     pub ffn: usize,
     /// Output head is the embedding.
     pub tied: bool,
+    /// All biases in attention that the architecture may have; Qwen2 has some anyway.
+    pub biases: bool,
     /// Of the random weights.
     pub seed: u64,
 }
@@ -191,6 +193,7 @@ impl Default for TinyModel {
             kv_heads: 2,
             ffn: 512,
             tied: true,
+            biases: false,
             seed: 1,
         }
     }
@@ -244,10 +247,13 @@ impl TinyModel {
             add(&block("ffn_gate.weight"), [self.ffn, self.width]);
             add(&block("ffn_up.weight"), [self.ffn, self.width]);
             add(&block("ffn_down.weight"), [self.width, self.ffn]);
-            if self.architecture == Architecture::Qwen2 {
+            if self.biases || self.architecture == Architecture::Qwen2 {
                 add(&block("attn_q.bias"), [1, q]);
                 add(&block("attn_k.bias"), [1, kv]);
                 add(&block("attn_v.bias"), [1, kv]);
+            }
+            if self.biases && self.architecture != Architecture::Qwen2 {
+                add(&block("attn_output.bias"), [1, self.width]);
             }
             if self.architecture == Architecture::Qwen3 {
                 add(&block("attn_q_norm.weight"), [1, HEAD]);

@@ -16,7 +16,7 @@ pub(super) struct Layer<B: MeshBackend> {
     query: Projection<B>,
     key: Projection<B>,
     value: Projection<B>,
-    attention_output: Linear<B>,
+    attention_output: Projection<B>,
     feed_norm: Tensor<B, 1>,
     gate: Linear<B>,
     up: Linear<B>,
@@ -43,17 +43,17 @@ pub(super) struct Cache<B: MeshBackend> {
 impl<B: MeshBackend> Layer<B> {
     pub(super) fn load(loader: &mut Loader<'_, B>, config: &ModelConfig, index: usize) -> Result<Self, StageError> {
         let name = |part: &str| format!("blk.{index}.{part}.weight");
-        let mut projection = |part: &str, normed: bool| {
-            let bias = config.attention_bias.then(|| loader.vector(&format!("blk.{index}.{part}.bias"))).transpose()?;
-            let norm = (normed && config.qk_norm).then(|| loader.vector(&name(&format!("{part}_norm")))).transpose()?;
+        let mut projection = |part: &str, biased: bool, normed: bool| {
+            let bias = biased.then(|| loader.vector(&format!("blk.{index}.{part}.bias"))).transpose()?;
+            let norm = normed.then(|| loader.vector(&name(&format!("{part}_norm")))).transpose()?;
             Ok::<_, StageError>(Projection { matrix: loader.linear(&name(part))?, bias, norm })
         };
         Ok(Self {
-            query: projection("attn_q", true)?,
-            key: projection("attn_k", true)?,
-            value: projection("attn_v", false)?,
+            query: projection("attn_q", config.attention_bias, config.qk_norm)?,
+            key: projection("attn_k", config.attention_bias, config.qk_norm)?,
+            value: projection("attn_v", config.attention_bias, false)?,
+            attention_output: projection("attn_output", config.attention_output_bias, false)?,
             attention_norm: loader.vector(&name("attn_norm"))?,
-            attention_output: loader.linear(&name("attn_output"))?,
             feed_norm: loader.vector(&name("ffn_norm"))?,
             gate: loader.linear(&name("ffn_gate"))?,
             up: loader.linear(&name("ffn_up"))?,
@@ -86,7 +86,7 @@ impl<B: MeshBackend> Layer<B> {
             at += segment.rows.len();
         }
         let mixed = if mixed.len() == 1 { mixed.remove(0) } else { Tensor::cat(mixed, 0) };
-        let hidden = B::add(hidden, self.attention_output.forward(mixed));
+        let hidden = B::add(hidden, self.attention_output.forward(mixed, pass));
         let x = B::rms_norm(hidden.clone(), &self.feed_norm, pass.eps);
         let wide = B::swiglu(self.gate.forward(x.clone()), self.up.forward(x));
         B::add(hidden, self.down.forward(wide))

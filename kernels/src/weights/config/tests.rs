@@ -21,6 +21,12 @@ fn each_architecture_says_what_it_is() {
     assert_eq!((qwen2.attention_bias, qwen2.qk_norm, qwen2.rope.kind), (true, false, RopeKind::Halves));
     let qwen3 = config(Architecture::Qwen3);
     assert_eq!((qwen3.attention_bias, qwen3.qk_norm, qwen3.rope.kind), (false, true, RopeKind::Halves));
+    for (architecture, output) in
+        [(Architecture::Llama, true), (Architecture::Qwen2, false), (Architecture::Qwen3, true)]
+    {
+        let biased = TinyModel { architecture, biases: true, ..TinyModel::default() }.open();
+        assert_eq!((biased.config().attention_bias, biased.config().attention_output_bias), (true, output));
+    }
     assert_eq!((llama.layers, llama.width, llama.heads, llama.kv_heads, llama.head_dim), (3, 256, 4, 2, 64));
     assert_eq!((llama.q_width(), llama.kv_width(), llama.ffn, llama.context), (256, 128, 512, 512));
     assert!(llama.tied);
@@ -40,13 +46,22 @@ fn what_is_not_computed_is_refused_by_name() {
     refused(tiny().u32("llama.attention.value_length", 32), "value heads as wide as key heads");
     refused(tiny().i32s("llama.attention.head_count_kv", &[2, 2, 1]), "found an array of 3");
     let bytes = vec![0; 1024];
-    refused(tiny().tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes.clone()), "attn_output.bias");
     refused(tiny().tensor("blk.0.ffn_gate_inp.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
     refused(tiny().tensor("blk.3.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
     refused(tiny().tensor("blk.00.attn_norm.weight", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    // A bias on one matrix of one layer alone.
+    // A bias on one matrix of one layer alone, or where the architecture has none.
     refused(tiny().tensor("blk.1.attn_q.bias", QuantType::F32, [1, 256], bytes.clone()), "not part of a llama");
-    refused(tiny().tensor("blk.0.attn_q.bias", QuantType::F32, [1, 256], bytes), "\"blk.0.attn_k.bias\" is missing");
+    refused(
+        tiny().tensor("blk.0.attn_q.bias", QuantType::F32, [1, 256], bytes.clone()),
+        "\"blk.0.attn_k.bias\" is missing",
+    );
+    refused(
+        tiny().tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes.clone()),
+        "\"blk.1.attn_output.bias\" is missing",
+    );
+    refused(tiny().tensor("blk.0.ffn_up.bias", QuantType::F32, [1, 512], vec![0; 2048]), "not part of a llama");
+    let mut qwen2 = TinyModel { architecture: Architecture::Qwen2, ..TinyModel::default() }.writer();
+    refused(qwen2.tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes), "not part of a qwen2");
 }
 
 #[test]

@@ -132,6 +132,18 @@ fn a_folder_is_the_same_model_as_its_gguf() {
 }
 
 #[test]
+fn biases_of_attention_are_found() {
+    for architecture in [Architecture::Llama, Architecture::Qwen3] {
+        let tiny = TinyModel { architecture, quant: QuantType::F16, biases: true, ..TinyModel::default() };
+        let source = tiny.open();
+        let file = Folder::of(&source).open().expect("opens");
+        assert!(file.config().attention_bias && file.config().attention_output_bias);
+        let output = |file: &ModelFile| file.tensor("blk.2.attn_output.bias").expect("there").to_f32();
+        assert_eq!(output(&file), output(&source));
+    }
+}
+
+#[test]
 fn a_tied_head_is_the_embedding() {
     let source = tiny(Architecture::Qwen2);
     let mut folder = Folder::of(&source);
