@@ -26,6 +26,8 @@ const LANES: u32 = 32;
 const UNITS: u32 = 128;
 /// Rows that one launch takes: the smallest grid height that Vulkan guarantees is 65,535.
 pub const ROWS_MAX: usize = 32_768;
+/// Bytes of a number in a device's caches of keys and values: f32, whatever the activations.
+pub const CACHE_CELL_BYTES: usize = size_of::<f32>();
 
 /// An array of the device as one launch sees it; `len` in scalars.
 fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {

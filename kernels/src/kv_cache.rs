@@ -1,13 +1,12 @@
 //! Keys and values of several sequences, addressed by position.
 //!
 //! Writing a position again is harmless, and writing at one forgets those behind it: replay, cancellation and
-//! speculation need nothing else. Memory comes in pages of [`BLOCK`] positions and follows use. Cells are f32 when
-//! activations are f32 (the strict path) and f16 when they are int8, where f16 is the smaller of the two roundings and
-//! halves both memory and traffic.
+//! speculation need nothing else. Memory comes in pages of [`BLOCK`] positions and follows use. Cells are f32 or f16, as
+//! [`Activations::cache_cell_bytes`] says.
 use std::collections::BTreeMap;
 
 use crate::cpu::simd::{Kernel, Simd};
-use crate::stage::SequenceId;
+use crate::stage::{Activations, SequenceId};
 
 /// Positions in a block: two vectors of keys, small enough to waste little.
 pub(crate) const BLOCK: usize = 32;
@@ -23,7 +22,7 @@ struct Shape {
     layers: usize,
     kv_heads: usize,
     head_dim: usize,
-    half: bool,
+    cell_bytes: usize,
 }
 
 #[derive(Default)]
@@ -40,17 +39,23 @@ struct Page(Vec<Aligned>);
 #[repr(C, align(64))]
 struct Aligned([u8; 64]);
 
+/// Bytes that one position takes in one layer, all heads; memory comes for [`BLOCK`] positions at a time.
+pub(crate) fn position_bytes(kv_heads: usize, head_dim: usize, activations: Activations) -> usize {
+    let shape = Shape { layers: 1, kv_heads, head_dim, cell_bytes: activations.cache_cell_bytes() };
+    shape.page_bytes() / BLOCK
+}
+
 impl Shape {
-    fn cell_bytes(&self) -> usize {
-        if self.half { 2 } else { 4 }
+    fn half(&self) -> bool {
+        self.cell_bytes == Half::BYTES
     }
 
     fn value_row_bytes(&self) -> usize {
-        self.head_dim.next_multiple_of(16) * self.cell_bytes()
+        self.head_dim.next_multiple_of(16) * self.cell_bytes
     }
 
     fn keys_bytes(&self) -> usize {
-        BLOCK * self.head_dim * self.cell_bytes()
+        BLOCK * self.head_dim * self.cell_bytes
     }
 
     /// Of one head: a multiple of 64, as 32 cells are.
@@ -68,8 +73,9 @@ impl Shape {
 }
 
 impl KvCache {
-    pub(crate) fn new(layers: usize, kv_heads: usize, head_dim: usize, half: bool) -> Self {
-        Self { shape: Shape { layers, kv_heads, head_dim, half }, sequences: BTreeMap::new() }
+    pub(crate) fn new(layers: usize, kv_heads: usize, head_dim: usize, activations: Activations) -> Self {
+        let shape = Shape { layers, kv_heads, head_dim, cell_bytes: activations.cache_cell_bytes() };
+        Self { shape, sequences: BTreeMap::new() }
     }
 
     /// Positions held for a sequence.
@@ -146,7 +152,7 @@ pub(crate) struct HeadBlocks<'a> {
 impl HeadBlocks<'_> {
     /// Whether cells are f16.
     pub(crate) fn half(&self) -> bool {
-        self.blocks.shape.half
+        self.blocks.shape.half()
     }
 
     /// Positions there is room for.
@@ -185,7 +191,7 @@ impl Writer {
         let shape = self.shape;
         assert!(layer < shape.layers, "a layer of the cache");
         let page = self.pages[position / BLOCK];
-        let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % BLOCK * shape.cell_bytes());
+        let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % BLOCK * shape.cell_bytes);
         let values = page.wrapping_add(
             shape.head_offset(layer, 0) + shape.keys_bytes() + position % BLOCK * shape.value_row_bytes(),
         );
@@ -217,7 +223,7 @@ impl Kernel for StoreRow<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // SAFETY: the contract above; the machine has `S`.
-        unsafe { if self.place.shape.half { self.cells::<S, Half>() } else { self.cells::<S, f32>() } }
+        unsafe { if self.place.shape.half() { self.cells::<S, Half>() } else { self.cells::<S, f32>() } }
     }
 }
 
@@ -295,8 +301,9 @@ mod tests {
 
     #[test]
     fn memory_follows_use() {
-        let mut cache = KvCache::new(2, 3, 64, true);
+        let mut cache = KvCache::new(2, 3, 64, Activations::Int8);
         let page = 2 * 3 * (32 * 64 * 2) * 2;
+        assert_eq!(page, 2 * 32 * position_bytes(3, 64, Activations::Int8));
         assert_eq!((cache.bytes(), cache.held(5)), (0, 0));
         cache.extend(5, 0, 32);
         assert_eq!((cache.bytes(), cache.held(5)), (page, 32));

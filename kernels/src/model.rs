@@ -285,7 +285,7 @@ fn engine(file: &ModelFile, options: &StageOptions, isa: Isa) -> Result<Engine, 
         head_dim: config.head_dim,
         eps: config.norm_eps,
         halves: config.rope.kind == RopeKind::Halves,
-        integers: options.activations == Activations::Int8,
+        activations: options.activations,
     };
     Engine::new(isa, options.threads, shape, options.layers.len(), rotary)
         .map_err(|e| StageError::Device(format!("{} compute threads: {e}", options.threads)))

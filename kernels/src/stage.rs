@@ -25,6 +25,18 @@ pub enum Activations {
     F32,
 }
 
+impl Activations {
+    /// Bytes of a number in the processor's caches of keys and values: f16 beside 8-bit activations, where it is the
+    /// smaller of the two roundings and halves both memory and traffic; f32 on the strict path.
+    #[must_use]
+    pub const fn cache_cell_bytes(self) -> usize {
+        match self {
+            Self::Int8 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
 /// Names a sequence's cache within a stage.
 pub type SequenceId = u64;
 

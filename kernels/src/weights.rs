@@ -12,6 +12,7 @@ use bytes::Bytes;
 
 use crate::chat_template::{ChatTemplate, ChatTemplateError};
 use crate::quant::QuantType;
+use crate::stage::Activations;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 pub mod config;
@@ -245,10 +246,11 @@ impl ModelFile {
         ranges
     }
 
-    /// What holding and running each part costs.
+    /// What holding and running each part costs with these activations, on processors or, if `gpus` may take part too, on
+    /// whatever takes more: a GPU's caches are larger than a processor's beside 8-bit activations.
     #[must_use]
-    pub fn costs(&self) -> ModelCosts {
-        self.config.costs(&self.tensors)
+    pub fn costs(&self, activations: Activations, gpus: bool) -> ModelCosts {
+        self.config.costs(&self.tensors, activations, gpus)
     }
 
     /// Inverse frequencies of the rotary embedding, with the file's own factors where it carries them.

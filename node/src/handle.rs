@@ -3,6 +3,7 @@ use crate::admission::Admission;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::transfer::Library;
+use kernels::stage::Activations;
 use kernels::weights::ModelFile;
 use node_core::id::{JobId, NodeId};
 use node_core::input::{Input, ModelSpec, Request};
@@ -495,7 +496,9 @@ fn open_model(
 const CONTEXT_DEFAULT: u32 = 2048;
 
 fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
-    let costs = file.costs();
+    let activations = if options.int8 { Activations::Int8 } else { Activations::F32 };
+    // Any node may compute on a GPU.
+    let costs = file.costs(activations, true);
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
     partitioner::Work {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bimm_contracts::{ShapeContract, shape_contract};
 use burn::tensor::{Tensor, TensorData};
-use kernels::gpu::{Attention, Rotation};
+use kernels::gpu::{Attention, CACHE_CELL_BYTES, Rotation};
 use kernels::stage::{ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions};
 use kernels::weights::{ModelConfig, ModelFile, RotaryFrequencies};
 
@@ -387,8 +387,7 @@ fn input(text: impl Into<String>) -> StageError {
 
 /// Bytes of one sequence's caches.
 fn cache_bytes(config: &ModelConfig, options: &StageOptions) -> u64 {
-    let floats = options.layers.len() * 2 * options.context * config.kv_width();
-    (floats * size_of::<f32>()) as u64
+    (options.layers.len() * 2 * options.context * config.kv_width() * CACHE_CELL_BYTES) as u64
 }
 
 /// Bytes of a pass between its first and last operation, at most.

@@ -12,7 +12,7 @@ use super::rotary::RotaryTable;
 use super::rows::{NormHeads, NormRow, RotateHeads, SwigluRow};
 use crate::kv_cache::{KvCache, StoreRow, Writer};
 use crate::pool::Pool;
-use crate::stage::SequenceId;
+use crate::stage::{Activations, SequenceId};
 
 /// Threads, scratch, caches, and the rows that are being computed.
 pub(crate) struct Engine {
@@ -47,8 +47,14 @@ pub(crate) struct Shape {
     pub(crate) eps: f32,
     /// Rotary pairs are halves of a head instead of neighbours.
     pub(crate) halves: bool,
-    /// Activations enter products as integers, and caches hold f16.
-    pub(crate) integers: bool,
+    /// How activations enter products, and what caches hold.
+    pub(crate) activations: Activations,
+}
+
+impl Shape {
+    fn integers(&self) -> bool {
+        self.activations == Activations::Int8
+    }
 }
 
 /// A row of the pass.
@@ -77,7 +83,7 @@ impl Engine {
             isa,
             scores: vec![Vec::new(); pool.workers()],
             pool,
-            cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.integers),
+            cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.activations),
             shape,
             rotary,
             pass: Vec::new(),
@@ -124,7 +130,7 @@ impl Engine {
                 let (floats, groups) = out.row(i);
                 let (hidden, x) = (hidden.slice(place..place + width), floats);
                 let delta = if delta.is_empty() { &[] } else { &delta[place..place + width] };
-                let groups = if shape.integers { groups } else { &mut [] };
+                let groups = if shape.integers() { groups } else { &mut [] };
                 isa.run(NormRow { hidden, delta, weight, eps: shape.eps, x, groups });
             }
         });
@@ -134,7 +140,7 @@ impl Engine {
     /// q, k, v = products of x with three matrices, plus biases.
     pub(crate) fn queries_keys_values(&mut self, matrices: [Matrix<'_>; 3], biases: [Bias<'_>; 3]) {
         let Self { isa, pool, shape, x, q, k, v, .. } = self;
-        products(*isa, pool, x, shape.integers, &matrices, [&mut *q, &mut *k, &mut *v]);
+        products(*isa, pool, x, shape.integers(), &matrices, [&mut *q, &mut *k, &mut *v]);
         [q, k, v].into_iter().zip(biases).for_each(|(rows, bias)| add_bias(rows, bias));
     }
 
@@ -195,7 +201,7 @@ impl Engine {
         } else {
             pool.run(units, 1, &attend)
         }
-        if shape.integers {
+        if shape.integers() {
             each_row(pool, pass.len(), 4 * q_width, &|i| {
                 // SAFETY: each row is visited once; the instruction set was detected.
                 unsafe {
@@ -238,14 +244,14 @@ impl Engine {
     /// What attention gave, through the output matrix, plus a bias, back to the residual stream.
     pub(crate) fn attention_output(&mut self, matrix: Matrix<'_>, bias: Bias<'_>) {
         let Self { isa, pool, shape, attended, delta, .. } = self;
-        products(*isa, pool, attended, shape.integers, &[matrix], [&mut *delta]);
+        products(*isa, pool, attended, shape.integers(), &[matrix], [&mut *delta]);
         add_bias(delta, bias);
     }
 
     /// SwiGLU: down · (silu(gate · x) ∘ (up · x)), to the residual stream.
     pub(crate) fn feed_forward(&mut self, gate_matrix: Matrix<'_>, up_matrix: Matrix<'_>, down: Matrix<'_>) {
         let Self { isa, pool, shape, x, delta, gate, up, gated, .. } = self;
-        products(*isa, pool, x, shape.integers, &[gate_matrix, up_matrix], [&mut *gate, &mut *up]);
+        products(*isa, pool, x, shape.integers(), &[gate_matrix, up_matrix], [&mut *gate, &mut *up]);
         let (count, ffn) = (x.count(), gate_matrix.rows());
         gated.shape(count, ffn);
         let out = gated.rows_mut();
@@ -253,12 +259,12 @@ impl Engine {
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
                 let (floats, groups) = out.row(i);
-                let groups = if shape.integers { groups } else { &mut [] };
+                let groups = if shape.integers() { groups } else { &mut [] };
                 let (gate, up) = (&gate[i * ffn..][..ffn], &up[i * ffn..][..ffn]);
                 isa.run(SwigluRow { gate, up, x: floats, groups });
             }
         });
-        products(*isa, pool, gated, shape.integers, &[down], [delta]);
+        products(*isa, pool, gated, shape.integers(), &[down], [delta]);
     }
 
     /// Adds what the last step gave to `hidden`: the end of a stage's last block.
@@ -275,7 +281,7 @@ impl Engine {
         }
         self.norm_rows(norm, 0..rows.len());
         let mut out = Vec::new();
-        products(self.isa, &mut self.pool, &self.x, self.shape.integers, &[head], [&mut out]);
+        products(self.isa, &mut self.pool, &self.x, self.shape.integers(), &[head], [&mut out]);
         out
     }
 

@@ -5,6 +5,9 @@ use std::ops::Range;
 
 use super::metadata::Metadata;
 use super::{TensorInfo, WeightsError};
+use crate::gpu::CACHE_CELL_BYTES;
+use crate::kv_cache::position_bytes;
+use crate::stage::Activations;
 
 /// Per-dimension factors that Llama 3 files carry for their long-context rotary embedding.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -14,8 +17,6 @@ const LAYERS_MAX: usize = 4096;
 const WIDTH_MAX: usize = 1 << 20;
 /// Largest context: above it positions are no longer exact in f32.
 const CONTEXT_MAX: usize = 1 << 24;
-/// Bytes of one element of a key or value cache (f32: caches are part of the numerics contract).
-pub const KV_ELEMENT_BYTES: u64 = 4;
 /// Bytes of one element of a hidden row at a boundary.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
 
@@ -191,7 +192,7 @@ pub struct LayerCosts {
     pub flops_per_token: u64,
     /// Bytes as stored.
     pub weight_bytes: u64,
-    /// Bytes of keys and values per position.
+    /// Bytes of keys and values per position, on the device that takes most.
     pub kv_bytes_per_token: u64,
 }
 
@@ -355,13 +356,15 @@ impl ModelConfig {
         Ok(())
     }
 
-    pub(super) fn costs(&self, tensors: &[TensorInfo]) -> ModelCosts {
+    pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations, gpus: bool) -> ModelCosts {
         let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
         let (width, ffn, vocab) = (self.width as u64, self.ffn as u64, self.vocab as u64);
+        let on_cpu = position_bytes(self.kv_heads, self.head_dim, activations);
+        let on_gpu = if gpus { 2 * self.kv_width() * CACHE_CELL_BYTES } else { 0 };
         let layer = LayerCosts {
             flops_per_token: 2 * width * (2 * q + 2 * kv + 3 * ffn),
             weight_bytes: 0,
-            kv_bytes_per_token: 2 * kv * KV_ELEMENT_BYTES,
+            kv_bytes_per_token: on_cpu.max(on_gpu) as u64,
         };
         let mut costs = ModelCosts {
             layers: vec![layer; self.layers],

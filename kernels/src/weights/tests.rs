@@ -4,6 +4,7 @@ use std::io::Write;
 use super::testing::{GgufWriter, TinyModel, real_model_path};
 use super::{Architecture, ModelFile, ShardIndex, WeightsError};
 use crate::quant::{QUANT_TYPES, QuantType};
+use crate::stage::Activations;
 
 fn open(bytes: Vec<u8>) -> Result<std::sync::Arc<ModelFile>, WeightsError> {
     ModelFile::from_bytes(bytes.into())
@@ -40,9 +41,15 @@ fn the_real_model_is_what_its_card_says() {
     let c = file.config();
     assert_eq!((c.layers, c.width, c.heads, c.kv_heads, c.head_dim, c.ffn), (30, 576, 9, 3, 64, 1536));
     assert_eq!((c.vocab, c.context, c.tied, c.rope.base, c.norm_eps), (49152, 8192, true, 100_000.0, 1e-5));
-    let costs = file.costs();
+    let costs = file.costs(Activations::Int8, false);
     assert!(costs.layers.iter().all(|l| l.weight_bytes == 2_216_448));
     assert_eq!(costs.embed_bytes, 49152 * 576 / 32 * 34);
+    let cache_bytes = |activations, gpus| file.costs(activations, gpus).layers[7].kv_bytes_per_token;
+    assert_eq!(
+        (cache_bytes(Activations::Int8, false), cache_bytes(Activations::F32, false)),
+        (2 * 192 * 2, 2 * 192 * 4)
+    );
+    assert_eq!((cache_bytes(Activations::Int8, true), cache_bytes(Activations::F32, true)), (2 * 192 * 4, 2 * 192 * 4));
     assert_eq!(costs.head_bytes, costs.embed_bytes + 576 * 4);
     let norms = file.tensor("output_norm.weight").expect("there").to_f32();
     assert!(norms.iter().all(|w| w.is_finite() && w.abs() < 1e3));
@@ -70,7 +77,7 @@ fn the_ranges_of_stages_make_the_model() {
                 assert_eq!((holds(&front), holds(&back)), wanted, "{} at cut {cut}", tensor.name);
             }
             let bytes = |ranges: &[std::ops::Range<u64>]| ranges.iter().map(|r| r.end - r.start).sum::<u64>();
-            let costs = file.costs();
+            let costs = file.costs(Activations::Int8, false);
             let layers: u64 = costs.layers[..cut].iter().map(|l| l.weight_bytes).sum();
             let padding = 32 * file.tensors().len() as u64;
             let front_bytes = bytes(&front);

@@ -2,6 +2,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::Tensor;
+use kernels::gpu::CACHE_CELL_BYTES;
 use kernels::stage::{SequenceId, StageError};
 use kernels::weights::ModelConfig;
 
@@ -116,7 +117,7 @@ impl<B: MeshBackend> Cache<B> {
             let cache = Tensor::<B, 1>::full([context * width], stamp, device).reshape(shape);
             let last = read::<B>(cache.clone().slice([context - 1..context, 0..width]), device)?;
             if last.iter().any(|x| *x != stamp) {
-                let bytes = context * width * size_of::<f32>();
+                let bytes = context * width * CACHE_CELL_BYTES;
                 return Err(StageError::Device(format!("it did not allocate a cache of {bytes} bytes: it is full")));
             }
             Ok(cache)

@@ -3,6 +3,7 @@ use super::*;
 use crate::cpu::Isa;
 use crate::kv_cache::{KvCache, StoreRow};
 use crate::quant::{QuantType, random_blocks};
+use crate::stage::Activations;
 
 fn noise(count: usize, seed: u64) -> Vec<f32> {
     let bytes = random_blocks(QuantType::F32, count, seed);
@@ -10,7 +11,8 @@ fn noise(count: usize, seed: u64) -> Vec<f32> {
 }
 
 fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
-    let mut cache = KvCache::new(2, 2, size, half);
+    let activations = if half { Activations::Int8 } else { Activations::F32 };
+    let mut cache = KvCache::new(2, 2, size, activations);
     cache.extend(1, 0, positions);
     let writer = cache.writer(1).unwrap();
     for position in 0..positions {
