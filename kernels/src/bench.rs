@@ -3,14 +3,18 @@
 //! Decoding one sequence reads every weight once per token, so tokens times bytes against the measured read bandwidth
 //! says how much of the machine is used. All figures are medians of rounds in which every measurement takes its turn.
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
 use crate::cpu::Isa;
+use crate::cpu::activations::{self, Quantise};
+use crate::cpu::engine::products;
+use crate::cpu::product::Matrix;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::model::CpuStage;
 use crate::pool::Pool;
+use crate::quant::{QuantType, random_blocks};
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
 use crate::weights::ModelFile;
 
@@ -74,8 +78,8 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         threads: bench.threads,
     };
     let mut stage = CpuStage::load(Arc::clone(file), options, isa)?;
-    let device = |e| StageError::Device(format!("{} threads to measure with: {e}", bench.threads));
-    let (mut one, mut all) = (Pool::new(1).map_err(device)?, Pool::new(bench.threads).map_err(device)?);
+    let pool = |threads| Pool::new(threads).map_err(|e| no_threads(threads, &e));
+    let (mut one, mut all) = (pool(1)?, pool(bench.threads)?);
     // As large as what a token reads, and larger than most caches; ones, because denormal numbers would be slow.
     let bytes_per_token = stage.bytes_per_token();
     let buffer = vec![1f32; (bytes_per_token as usize).max(128 << 20) / 4];
@@ -105,6 +109,81 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         share_of_1: bytes_s / read_bandwidth_1,
         share_of_n: bytes_s / read_bandwidth_n,
     })
+}
+
+/// What a plan needs to know of a processor: how fast the engine's own products are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Speed {
+    /// Bytes of quantised weights per second when each serves one row: decode.
+    pub weight_bytes_s: u64,
+    /// Multiplications and additions per second when each weight serves many rows: prefill.
+    pub flops_s: u64,
+}
+
+/// Measures [`Speed`] with this many threads, in about a third of a second.
+///
+/// # Errors
+/// No threads to be had.
+pub fn speed(threads: usize) -> Result<Speed, StageError> {
+    /// Rows and columns of the matrices: a small model's, so that the hand-over between threads counts as it does there.
+    const SIDE: usize = 1024;
+    const KIND: QuantType = QuantType::Q4_1;
+    const PROMPT: usize = 64;
+    let isa = Isa::detect();
+    let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
+    let one = random_blocks(KIND, SIDE * SIDE / KIND.block_len(), 1);
+    let bytes = one.repeat(beyond_caches() / one.len() + 1);
+    let matrices = bytes.chunks_exact(one.len()).filter_map(|bytes| Matrix::new(KIND, SIDE, SIDE, bytes));
+    let matrices: Vec<Matrix<'_>> = matrices.collect();
+    let (row, prompt) = (some_rows(isa, 1, SIDE), some_rows(isa, PROMPT, SIDE));
+    let mut out = Vec::new();
+    let mut seconds = |x: &activations::Rows, matrices: &[Matrix<'_>]| {
+        let began = Instant::now();
+        let mut passes = Vec::new();
+        // The first pass finds scratch memory and sleeping threads, and does not count.
+        while passes.len() < 2 || (passes.len() < 7 && began.elapsed() < MEASURE) {
+            let start = Instant::now();
+            matrices.iter().for_each(|matrix| products(isa, &mut pool, x, true, &[*matrix], [&mut out]));
+            passes.push(start.elapsed().as_secs_f64());
+        }
+        median(passes.split_off(1))
+    };
+    let decode = seconds(&row, &matrices);
+    let few = &matrices[..4];
+    let prefill = seconds(&prompt, few);
+    Ok(Speed {
+        weight_bytes_s: ((matrices.len() * one.len()) as f64 / decode) as u64,
+        flops_s: ((few.len() * SIDE * SIDE * 2 * PROMPT) as f64 / prefill) as u64,
+    })
+}
+
+/// No further pass begins after this.
+const MEASURE: Duration = Duration::from_millis(150);
+
+/// Twice the last-level cache, where the system says how large it is; at least 64 MiB, at most 256.
+fn beyond_caches() -> usize {
+    let size = std::fs::read_to_string("/sys/devices/system/cpu/cpu0/cache/index3/size").unwrap_or_default();
+    let kib: usize = size.trim().trim_end_matches('K').parse().unwrap_or(0);
+    ((2 * kib) << 10).clamp(64 << 20, 256 << 20)
+}
+
+fn some_rows(isa: Isa, count: usize, cols: usize) -> activations::Rows {
+    let mut rows = activations::Rows::default();
+    rows.shape(count, cols);
+    let out = rows.rows_mut();
+    for i in 0..count {
+        // SAFETY: one row at a time; the instruction set was detected.
+        unsafe {
+            let (floats, groups) = out.row(i);
+            floats[..cols].iter_mut().enumerate().for_each(|(k, x)| *x = ((k * 37 + i) % 101) as f32 - 50.0);
+            isa.run(Quantise { floats: &floats[..cols], groups });
+        }
+    }
+    rows
+}
+
+fn no_threads(threads: usize, error: &std::io::Error) -> StageError {
+    StageError::Device(format!("{threads} threads to measure with: {error}"))
 }
 
 /// Seconds for the prompt and for greedy tokens after it.
@@ -167,4 +246,17 @@ impl Kernel for ReadAll<'_> {
 fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     figures[figures.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speed_is_measured_quickly() {
+        let start = Instant::now();
+        let speed = speed(2).unwrap();
+        assert!(speed.weight_bytes_s > 1 << 20 && speed.flops_s > 1 << 20, "{speed:?}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed()); // far less without other load
+    }
 }

@@ -4,22 +4,13 @@ use kernels::device::{Device, DeviceChoice, DeviceId};
 use kernels::stage::{Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
 use node_core::config::Capacity;
-use std::hint::black_box;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-/// Buffer for measuring what a thread reads: more than its share of a last-level cache, so that memory is measured.
-const MEASURE_BYTES: usize = 48 << 20;
-/// How long one measurement runs at least.
-const MEASURE: Duration = Duration::from_millis(40);
 /// Share of free memory a node offers when it is not told how much: the rest is the user's.
 const OFFER_PERCENT: u64 = 80;
 /// What one step of a stage costs besides computing: two hand-overs between threads on a CPU; on a GPU its device
 /// thread wakes from idle besides.
 const STEP_NS: [u64; 2] = [40_000, 400_000];
-/// Share of its read bandwidth that decode reaches, in percent: matrix products of small models are bound by
-/// instructions, not by memory.
-const DECODE_PERCENT: u64 = 60;
 
 /// Where stages are loaded.
 pub struct Compute {
@@ -31,7 +22,7 @@ pub struct Compute {
 }
 
 impl Compute {
-    /// Finds the device the user asked for and measures it, in about a tenth of a second.
+    /// Finds the device the user asked for and measures it, in about a third of a second.
     ///
     /// # Errors
     /// No such device here; the text names those there are.
@@ -42,15 +33,15 @@ impl Compute {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = options.threads.unwrap_or(cores).clamp(1, cores);
         let gpu = device.id != DeviceId::Cpu;
-        let bytes_per_second = read_bytes_per_second(threads) * DECODE_PERCENT / 100;
+        let speed = kernels::bench::speed(threads).map_err(|e| e.to_string())?;
         let offered = options.memory.unwrap_or(device.memory_free / 100 * OFFER_PERCENT);
         let capacity = Capacity {
             machine: machine_id(),
             device: format!("{} {}", device.id, device.name),
             memory_total: offered,
             memory_free: offered,
-            bytes_per_second,
-            flops_per_second: flops_per_second() * threads as u64,
+            bytes_per_second: speed.weight_bytes_s,
+            flops_per_second: speed.flops_s,
             step_ns: STEP_NS[usize::from(gpu)],
             numerics: numerics(&device),
         };
@@ -82,43 +73,4 @@ fn machine_id() -> u64 {
         .find_map(|path| std::fs::read(path).ok().filter(|id| !id.is_empty()))
         .unwrap_or_default();
     u64::from_le_bytes(blake3::hash(&id).as_bytes()[..8].try_into().unwrap_or([0; 8]))
-}
-
-/// Bytes a second that `threads` threads read together.
-fn read_bytes_per_second(threads: usize) -> u64 {
-    let each = MEASURE_BYTES / threads / 8;
-    let total: u64 = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|_| {
-                scope.spawn(move || {
-                    let words: Vec<u64> = (0..each as u64).collect();
-                    let (start, mut passes) = (Instant::now(), 0u64);
-                    while start.elapsed() < MEASURE {
-                        black_box(words.iter().fold(0u64, |sum, w| sum.wrapping_add(*w)));
-                        passes += 1;
-                    }
-                    let bytes = passes as f64 * (each * 8) as f64;
-                    (bytes / start.elapsed().as_secs_f64()) as u64
-                })
-            })
-            .collect();
-        workers.into_iter().map(|w| w.join().unwrap_or(0)).sum()
-    });
-    total.max(1 << 20)
-}
-
-/// Multiply-adds times two a second of one thread, eight independent chains of scalars that the compiler may widen.
-fn flops_per_second() -> u64 {
-    let (start, mut rounds) = (Instant::now(), 0u64);
-    let mut sums = [1.0f32; 64];
-    while start.elapsed() < MEASURE {
-        for _ in 0..1000 {
-            for s in &mut sums {
-                *s = *s * 0.999 + 0.001;
-            }
-        }
-        black_box(&sums);
-        rounds += 1;
-    }
-    ((rounds * 1000 * 64 * 2) as f64 / start.elapsed().as_secs_f64()) as u64
 }

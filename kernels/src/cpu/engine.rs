@@ -303,7 +303,7 @@ fn add_bias(rows: &mut [f32], bias: Bias<'_>) {
 }
 
 /// `out[i]` = `x` by `matrices[i]`; output rows of all matrices are split among the threads.
-fn products<const N: usize>(
+pub(crate) fn products<const N: usize>(
     isa: Isa,
     pool: &mut Pool,
     x: &Rows,
