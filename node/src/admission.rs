@@ -244,7 +244,11 @@ pub fn save(data_dir: &Path, credentials: &MeshCredentials) -> Result<(), Admiss
         .open(&beside)
         .and_then(|mut file| file.write_all(&credentials.encode()).and_then(|()| file.sync_all()))
         .and_then(|()| std::fs::rename(&beside, &path))
-        .map_err(|e| AdmissionError::Storage(format!("{}: {e}", path.display())))
+        .map_err(|e| {
+            let _ = std::fs::remove_file(&beside);
+            let why = crate::disk::explain(&e, crate::disk::FREE_DATA);
+            AdmissionError::Storage(format!("the membership cannot be written to {}: {why}", path.display()))
+        })
 }
 
 /// Begins a mesh: this node is its first member.

@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod config;
 pub mod demo;
 pub mod device;
+pub mod disk;
 pub mod doctor;
 pub mod driver;
 pub mod executor;

@@ -221,12 +221,12 @@ fn beside(target: &Path, suffix: &str) -> PathBuf {
 
 /// Refuses to start what cannot end well.
 fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
-    let stat = rustix::fs::statvfs(dir).map_err(|e| PullError::storage(dir, e.into()))?;
-    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-    if free < need {
-        return Err(PullError::DiskFull { dir: dir.to_owned(), need: Some(need), free: Some(free) });
+    match crate::disk::free_bytes(dir) {
+        Some(free) if free < need => {
+            Err(PullError::DiskFull { dir: dir.to_owned(), need: Some(need), free: Some(free) })
+        }
+        Some(_) | None => Ok(()),
     }
-    Ok(())
 }
 
 /// Why a model is not here.

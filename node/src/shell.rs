@@ -84,8 +84,11 @@ impl Shell {
                 let (store, driver) = (self.store.clone(), self.driver.clone());
                 self.runtime.spawn_blocking(move || match store.persist(&record) {
                     Ok(()) => driver.input(Input::Persisted { seq }),
-                    // What must survive is not acted upon: the core goes on without it, the user is told.
-                    Err(e) => tracing::error!("{e}"),
+                    // What must survive is not acted upon; a job that waits for it says so itself.
+                    Err(e) => {
+                        tracing::warn!("{e}");
+                        driver.input(Input::PersistFailed { seq, reason: e.to_string() });
+                    }
                 });
             }
             Output::Notify(event) => self.notify(event),

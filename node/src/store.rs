@@ -1,14 +1,21 @@
 //! What survives a restart: the node's generation, epochs minted, peers met, invitations (the only user of sled).
 //!
 //! Everything here can be rebuilt. A store that does not open is moved aside and begun anew; keys and weights are files
-//! of their own.
+//! of their own. sled does not recover well from a full disk (some of its paths panic), so nothing is written where room is
+//! short, and a panic below is an error here.
+use crate::disk::{self, NoRoom};
 use node_core::admission::Invite;
 use node_core::id::Generation;
 use node_core::output::Record;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// Changes when records change shape: an older store is then begun anew.
 const SCHEMA: &[u8] = b"meshnode store 1";
+
+/// Room that must be there before something is written: sled grows by segments of 512 KiB and rewrites old ones.
+const ROOM_BYTES_MIN: u64 = 2 << 20;
 
 /// Why a store did not take or give a record.
 #[derive(Debug, thiserror::Error)]
@@ -16,8 +23,11 @@ pub enum StoreError {
     /// Another process holds it.
     #[error("another node uses the data directory {0}: stop it, or give this one its own --data-dir")]
     InUse(PathBuf),
-    /// The disk refused.
-    #[error("the data directory {path} cannot be written: {cause}; free some space or choose another --data-dir")]
+    /// The disk is too full. Nothing was written; what was stored is whole.
+    #[error(transparent)]
+    Full(#[from] NoRoom),
+    /// The disk refused. The store may take nothing more in this life.
+    #[error("the node's state in {path} cannot be written: {cause}; {advice}", advice = disk::FREE_DATA)]
     Disk {
         /// Where.
         path: PathBuf,
@@ -30,6 +40,9 @@ pub enum StoreError {
 pub struct Store {
     db: sled::Db,
     path: PathBuf,
+    /// One writer at a time, so that of two epochs of a job the higher one stays.
+    writing: Mutex<()>,
+    free_bytes: fn(&Path) -> Option<u64>,
 }
 
 impl Store {
@@ -38,10 +51,16 @@ impl Store {
     /// # Errors
     /// Held by another process, or not writable.
     pub fn open(data_dir: &Path) -> Result<Self, StoreError> {
+        Self::open_with(data_dir, disk::free_bytes)
+    }
+
+    fn open_with(data_dir: &Path, free_bytes: fn(&Path) -> Option<u64>) -> Result<Self, StoreError> {
         let path = data_dir.join("store");
         let disk = |e: &dyn std::fmt::Display| StoreError::Disk { path: path.clone(), cause: e.to_string() };
         std::fs::create_dir_all(data_dir).map_err(|e| disk(&e))?;
+        disk::require(free_bytes(data_dir), ROOM_BYTES_MIN, STATE, data_dir, disk::FREE_DATA)?;
         let open = || sled::Config::new().path(&path).cache_capacity(4 << 20).flush_every_ms(None).open();
+        let open = || quietly(open).unwrap_or_else(|panic| Err(sled::Error::Unsupported(panic)));
         let db = match open() {
             Ok(db) => db,
             Err(sled::Error::Io(e))
@@ -57,11 +76,12 @@ impl Store {
                 open().map_err(|e| disk(&e))?
             }
         };
-        let store = Self { db, path };
+        let store = Self { db, path, writing: Mutex::new(()), free_bytes };
         if store.get(b"schema").as_deref() != Some(SCHEMA) {
-            store.db.clear().map_err(|e| store.disk(&e))?;
+            store.write(|| store.db.clear())?;
             store.put(b"schema", SCHEMA)?;
         }
+        store.forget_former_jobs()?;
         Ok(store)
     }
 
@@ -81,11 +101,27 @@ impl Store {
     /// # Errors
     /// The disk refused.
     pub fn persist(&self, record: &Record) -> Result<(), StoreError> {
-        let key = match record {
-            Record::Epoch { job, .. } => format!("epoch/{:016x}", job.0).into_bytes(),
-            Record::Peers(_) => b"peers".to_vec(),
-        };
-        self.put_json(&key, record)
+        let _one_at_a_time = self.writing.lock().expect("no panics under this lock");
+        match record {
+            Record::Epoch { job, epoch } => {
+                let key = format!("{EPOCHS}{:016x}", job.0).into_bytes();
+                let higher = |stored: &Record| matches!(stored, Record::Epoch { epoch: stored, .. } if stored > epoch);
+                match self.get_json::<Record>(&key).filter(higher) {
+                    Some(_) => Ok(()),
+                    None => self.put_json(&key, record),
+                }
+            }
+            Record::Peers(_) => self.put_json(b"peers", record),
+        }
+    }
+
+    /// Ids of jobs are made from the node's generation, so those of former lives are never minted for again.
+    fn forget_former_jobs(&self) -> Result<(), StoreError> {
+        let keys: Vec<sled::IVec> = self.db.scan_prefix(EPOCHS).keys().filter_map(Result::ok).collect();
+        if keys.is_empty() {
+            return Ok(());
+        }
+        self.write(|| keys.into_iter().try_for_each(|key| self.db.remove(key).map(drop)))
     }
 
     /// Peers met in former lives.
@@ -119,14 +155,34 @@ impl Store {
     }
 
     fn put(&self, key: &[u8], value: &[u8]) -> Result<(), StoreError> {
-        self.db.insert(key, value).map_err(|e| self.disk(&e))?;
-        self.db.flush().map_err(|e| self.disk(&e))?;
-        Ok(())
+        self.write(|| self.db.insert(key, value).map(drop))
+    }
+
+    /// Changes something and syncs, if there is room for it.
+    fn write(&self, change: impl FnOnce() -> sled::Result<()>) -> Result<(), StoreError> {
+        disk::require((self.free_bytes)(&self.path), ROOM_BYTES_MIN, STATE, &self.path, disk::FREE_DATA)?;
+        match quietly(|| change().and_then(|()| self.db.flush().map(drop))) {
+            Ok(written) => written.map_err(|e| self.disk(&e)),
+            Err(panic) => Err(self.disk(&panic)),
+        }
     }
 
     fn disk(&self, cause: &dyn std::fmt::Display) -> StoreError {
         StoreError::Disk { path: self.path.clone(), cause: cause.to_string() }
     }
+}
+
+/// What is written here, for people.
+const STATE: &str = "the node's state";
+/// Keys of epochs begin like this.
+const EPOCHS: &str = "epoch/";
+
+/// Runs what may panic inside sled; the panic's words are the error.
+fn quietly<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        text.unwrap_or("the database gave up").to_owned()
+    })
 }
 
 #[cfg(test)]
@@ -159,6 +215,39 @@ mod tests {
         let store = Store::open(dir.path()).unwrap();
         assert_eq!(store.peers(), Some(Record::Peers(vec![])));
         assert_eq!(store.invites(), invites);
+    }
+
+    #[test]
+    fn a_full_disk_is_told_before_anything_is_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Store::open_with(dir.path(), |_| Some(300 << 10)).err().expect("no room").to_string();
+        for words in [dir.path().to_str().unwrap(), "2.0 MiB needed", "300.0 KiB free", "--data-dir"] {
+            assert!(error.contains(words), "{error}");
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+
+        static FULL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+        use std::sync::atomic::Ordering::SeqCst;
+        let store = Store::open_with(dir.path(), |_| Some(if FULL.load(SeqCst) { 0 } else { 1 << 30 })).unwrap();
+        store.persist(&Record::Peers(vec![])).unwrap();
+        FULL.store(true, SeqCst);
+        assert!(matches!(store.persist(&Record::Peers(vec![])), Err(StoreError::Full(_))));
+        assert_eq!(store.peers(), Some(Record::Peers(vec![])), "what was there is whole");
+        FULL.store(false, SeqCst);
+        store.persist(&Record::Peers(vec![])).expect("with room again it goes on");
+    }
+
+    #[test]
+    fn the_higher_epoch_stays_and_former_lives_are_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let record = |counter| Record::Epoch { job: JobId(7), epoch: Epoch { counter, minter: NodeId([1; 16]) } };
+        {
+            let store = Store::open(dir.path()).unwrap();
+            store.persist(&record(3)).unwrap();
+            store.persist(&record(2)).unwrap();
+            assert_eq!(store.get_json::<Record>(b"epoch/0000000000000007"), Some(record(3)));
+        }
+        assert_eq!(Store::open(dir.path()).unwrap().db.scan_prefix(EPOCHS).count(), 0);
     }
 
     #[test]

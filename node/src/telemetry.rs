@@ -31,6 +31,8 @@ pub fn start(format: LogFormat, verbosity: u8, daemon: bool) {
         .find_map(|name| EnvFilter::try_from_env(name).ok())
         .unwrap_or_else(|| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // A log that cannot be written (a full disk, a pipe that nobody reads) is no reason to panic.
+    let builder = builder.log_internal_errors(false);
     // A second start in one process (tests) is harmless.
     let _ = match format {
         LogFormat::Text => builder.with_target(false).with_ansi(console::user_attended_stderr()).try_init(),

@@ -2,6 +2,7 @@
 //!
 //! A model is known by the hash of its shard index. A node that lacks the file keeps a sparse file of the same layout:
 //! header and the chunks of its own layers are there, the rest are holes. Every chunk is verified before it is written.
+use crate::disk::{self, NoRoom};
 use kernels::weights::{ModelFile, ShardIndex};
 use node_core::id::{ContentId, NodeId};
 use std::collections::BTreeMap;
@@ -44,6 +45,12 @@ pub struct Held {
     whole: bool,
 }
 
+impl Held {
+    fn have(&self) -> Vec<bool> {
+        self.have.lock().expect("no panics under this lock").clone()
+    }
+}
+
 /// Every model this node holds.
 pub struct Library {
     dir: PathBuf,
@@ -56,8 +63,11 @@ pub enum TransferError {
     /// The file is not a model we can read.
     #[error("{0}")]
     Model(String),
-    /// The disk refused.
-    #[error("{path}: {cause}{}", disk_hint(.cause))]
+    /// The disk is too full for this node's share. What was fetched before is kept.
+    #[error(transparent)]
+    Full(#[from] NoRoom),
+    /// The disk refused. What was fetched before is kept.
+    #[error("cannot write {path}: {cause}", path = .path.display(), cause = disk::explain(.cause, disk::FREE_CACHE))]
     Disk {
         /// Where.
         path: PathBuf,
@@ -72,13 +82,6 @@ pub enum TransferError {
         /// The last answer.
         last: String,
     },
-}
-
-fn disk_hint(cause: &std::io::Error) -> &'static str {
-    match cause.kind() {
-        std::io::ErrorKind::StorageFull => " (free some space, or choose another disk with MESHNODE_CACHE)",
-        _ => "",
-    }
 }
 
 impl Library {
@@ -156,15 +159,16 @@ impl Library {
         let file = partial.open()?;
         let needed = partial.index.chunks_for(&file.stage_ranges(layers));
         partial.fetch(&needed, sources, ask).await?;
-        let held = Arc::new(Held {
-            content,
-            file: partial.open()?,
-            index: partial.index.clone(),
-            path: partial.path.clone(),
-            have: Mutex::new(partial.have.lock().expect("no panics under this lock").clone()),
-            whole: false,
-        });
-        self.lock().insert(content, held.clone());
+        let mut have = partial.have.lock().expect("no panics under this lock").clone();
+        let file = partial.open()?;
+        let mut library = self.lock();
+        // What another job fetched of it at the same time is in the same file.
+        if let Some(known) = library.get(&content) {
+            have.iter_mut().zip(&known.have()).for_each(|(mine, theirs)| *mine |= theirs);
+        }
+        let (index, path, have) = (partial.index.clone(), partial.path.clone(), Mutex::new(have));
+        let held = Arc::new(Held { content, file, index, path, have, whole: false });
+        library.insert(content, held.clone());
         Ok(held)
     }
 
@@ -188,11 +192,17 @@ impl Library {
         let path = self.dir.join(format!("{name}.gguf"));
         let disk = |cause| TransferError::Disk { path: path.clone(), cause };
         let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(disk)?;
-        if file.metadata().map_err(disk)?.len() != index.file_len() {
+        let known = self.lock().get(&content).map(|held| held.have());
+        let fits = file.metadata().map_err(disk)?.len() == index.file_len();
+        if !fits {
             file.set_len(0).and_then(|()| file.set_len(index.file_len())).map_err(disk)?;
         }
-        let have = Mutex::new(present(&file, &index));
-        Ok(Arc::new(Partial { index: Arc::new(index), path, file, have }))
+        let partial = tokio::task::spawn_blocking(move || {
+            // What this life has seen of the file already is not hashed again: a stage that moves waits for this.
+            let have = Mutex::new(known.filter(|_| fits).unwrap_or_else(|| present(&file, &index)));
+            Partial { index: Arc::new(index), path, file, have }
+        });
+        partial.await.map(Arc::new).map_err(interrupted)
     }
 
     fn index_of(&self, path: &Path, file: &Arc<ModelFile>) -> Result<ShardIndex, TransferError> {
@@ -247,6 +257,17 @@ struct Partial {
 }
 
 impl Partial {
+    /// Writes a chunk in its place, if it is the right one.
+    fn keep(&self, chunk: usize, bytes: &[u8]) -> Result<bool, TransferError> {
+        if !self.index.verify(chunk, bytes) {
+            return Ok(false);
+        }
+        let disk = |cause| TransferError::Disk { path: self.path.clone(), cause };
+        self.file.write_all_at(bytes, self.index.chunks()[chunk].range.start).map_err(disk)?;
+        self.have.lock().expect("no panics under this lock")[chunk] = true;
+        Ok(true)
+    }
+
     fn header(&self) -> Range<u64> {
         0..self.index.header_len()
     }
@@ -266,6 +287,12 @@ impl Partial {
             let have = self.have.lock().expect("no panics under this lock");
             chunks.iter().copied().filter(|&c| !have[c]).collect()
         };
+        let bytes = |&chunk: &usize| {
+            let range = &self.index.chunks()[chunk].range;
+            range.end - range.start
+        };
+        let need = missing.iter().map(bytes).sum();
+        disk::require(disk::free_bytes(&self.path), need, "weights from peers", &self.path, disk::FREE_CACHE)?;
         let mut running = tokio::task::JoinSet::new();
         let mut waiting = missing.into_iter();
         loop {
@@ -277,35 +304,40 @@ impl Partial {
             }
             match running.join_next().await {
                 None => return Ok(()),
-                Some(result) => {
-                    result.map_err(|e| TransferError::Peers { what: "a chunk".into(), last: e.to_string() })??;
-                }
+                Some(result) => result.map_err(interrupted)??,
             }
         }
     }
 
-    async fn fetch_one(&self, chunk: usize, sources: &[NodeId], ask: &impl Ask) -> Result<(), TransferError> {
+    async fn fetch_one(
+        self: &Arc<Self>,
+        chunk: usize,
+        sources: &[NodeId],
+        ask: &impl Ask,
+    ) -> Result<(), TransferError> {
         let mut last = "there is no source".to_owned();
         let request = Request::Chunk(chunk as u32).encode(ContentId(self.index.content_id()));
         for source in sources.iter().cycle().take(sources.len() * ROUNDS) {
             match ask.ask(*source, request.clone(), CHUNK_BYTES_MAX).await {
-                Ok(answer) => match answer.split_first() {
-                    Some((1, bytes)) if self.index.verify(chunk, bytes) => {
-                        let range = &self.index.chunks()[chunk].range;
-                        self.file
-                            .write_all_at(bytes, range.start)
-                            .map_err(|cause| TransferError::Disk { path: self.path.clone(), cause })?;
-                        self.have.lock().expect("no panics under this lock")[chunk] = true;
+                Ok(answer) if answer.first() == Some(&1) => {
+                    let partial = self.clone();
+                    let kept = tokio::task::spawn_blocking(move || partial.keep(chunk, &answer[1..]));
+                    if kept.await.map_err(interrupted)?? {
                         return Ok(());
                     }
-                    Some((1, _)) => last = format!("{source} gave bytes whose hash is wrong"),
-                    _ => last = format!("{source} does not hold it"),
-                },
+                    last = format!("{source} gave bytes whose hash is wrong");
+                }
+                Ok(_) => last = format!("{source} does not hold it"),
                 Err(e) => last = format!("{source}: {e}"),
             }
         }
         Err(TransferError::Peers { what: format!("chunk {chunk} of {}", self.index.chunks().len()), last })
     }
+}
+
+/// A task that hashes or writes did not end: the node is going down.
+fn interrupted(error: tokio::task::JoinError) -> TransferError {
+    TransferError::Peers { what: "the weights".into(), last: format!("fetching was interrupted: {error}") }
 }
 
 /// Which chunks of a partial file are there and intact: what a former life fetched is kept, torn writes are not.
@@ -314,9 +346,17 @@ fn present(file: &File, index: &ShardIndex) -> Vec<bool> {
     if blocks == 0 {
         return vec![false; index.chunks().len()];
     }
-    (0..index.chunks().len())
-        .map(|c| read_chunk(file, &index.chunks()[c].range).is_some_and(|bytes| index.verify(c, &bytes)))
-        .collect()
+    let intact = |c: usize| read_chunk(file, &index.chunks()[c].range).is_some_and(|bytes| index.verify(c, &bytes));
+    (0..index.chunks().len()).map(|c| has_data(file, &index.chunks()[c].range) && intact(c)).collect()
+}
+
+/// Whether anything was ever written there: holes of a large file need not be read.
+fn has_data(file: &File, range: &Range<u64>) -> bool {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(range.start)) {
+        Ok(data) => data < range.end,
+        Err(rustix::io::Errno::NXIO) => false, // nothing from here to the end
+        Err(_) => true,                        // this file system does not tell
+    }
 }
 
 async fn fetch_index(content: ContentId, sources: &[NodeId], ask: &Arc<impl Ask>) -> Result<ShardIndex, TransferError> {
@@ -347,9 +387,10 @@ fn read_chunk(file: &File, range: &Range<u64>) -> Option<Vec<u8>> {
 /// Writes beside and renames, so that a reader never sees half a file.
 fn write(path: &Path, bytes: &[u8]) -> Result<(), TransferError> {
     let beside = path.with_extension(format!("tmp{}", std::process::id()));
-    std::fs::write(&beside, bytes)
-        .and_then(|()| std::fs::rename(&beside, path))
-        .map_err(|cause| TransferError::Disk { path: path.to_owned(), cause })
+    std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, path)).map_err(|cause| {
+        let _ = std::fs::remove_file(&beside);
+        TransferError::Disk { path: path.to_owned(), cause }
+    })
 }
 
 /// What one node asks another: a tag, the content, and for a chunk its number.
@@ -379,3 +420,6 @@ impl Request {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -38,7 +38,7 @@ impl Trace {
             Input::Signed { token, .. } | Input::Verified { token, .. } | Input::Planned { token, .. } => {
                 self.numbers(&[*token]);
             }
-            Input::Persisted { seq } => self.numbers(&[*seq]),
+            Input::Persisted { seq } | Input::PersistFailed { seq, .. } => self.numbers(&[*seq]),
             Input::Loaded { job, epoch, result } => {
                 self.numbers(&[job.0, u64::from(epoch.counter), u64::from(result.is_ok())]);
             }
@@ -109,5 +109,6 @@ fn kind(input: &Input) -> u8 {
         Input::Frame { .. } => 19,
         Input::Computed { .. } => 20,
         Input::Persisted { .. } => 21,
+        Input::PersistFailed { .. } => 22,
     }
 }

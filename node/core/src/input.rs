@@ -64,6 +64,8 @@ pub enum Input {
     // ---- disk
     /// `Output::Persist` of this sequence number is on disk.
     Persisted { seq: u64 },
+    /// It could not be written, and why: what depends on it does not happen.
+    PersistFailed { seq: u64, reason: String },
 }
 
 /// A model as the head's shell describes it.

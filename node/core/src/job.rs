@@ -141,6 +141,13 @@ impl Jobs {
         }
     }
 
+    /// A record could not be written: the job that waits for it cannot be placed now.
+    pub fn handle_persist_failed(&mut self, now: Instant, seq: u64, reason: String) {
+        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_disk(seq)) {
+            job.degrade(now, reason, &mut self.out);
+        }
+    }
+
     /// A participant holds its stage.
     pub fn handle_prepared(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, bytes: u64) {
         if let Some(job) = self.jobs.get_mut(&job) {

@@ -189,6 +189,8 @@ impl Node {
                     self.jobs.handle_persisted(now, seq);
                 }
             }
+            // Of records that are not a job's nothing depends on the disk.
+            Input::PersistFailed { seq, reason } => self.jobs.handle_persist_failed(now, seq, reason),
         }
     }
 

@@ -42,10 +42,14 @@ pub(super) fn download(
     let dir = target.parent().unwrap_or(Path::new("."));
     // A part of another version of the file is worth nothing.
     let tag = sha256.clone().or(head.etag).unwrap_or_default();
-    if tag.is_empty() || std::fs::read_to_string(&tag_path).is_ok_and(|kept| kept != tag) {
+    let kept = std::fs::read_to_string(&tag_path).ok();
+    if tag.is_empty() || kept.as_ref().is_some_and(|kept| *kept != tag) {
         remove(&part)?;
     }
-    std::fs::write(&tag_path, &tag).map_err(|e| PullError::storage(&tag_path, e))?;
+    // Written once: on a full disk writing it again would leave it empty, and the part worth nothing.
+    if kept.as_ref() != Some(&tag) {
+        std::fs::write(&tag_path, &tag).map_err(|e| PullError::storage(&tag_path, e))?;
+    }
     let mut have = std::fs::metadata(&part).map_or(0, |m| m.len());
     if let Some(total) = total {
         require_space(dir, total.saturating_sub(have))?;

@@ -208,7 +208,7 @@ impl ModelJob {
     }
 
     /// There is no plan: requests wait for a while, callers of `Deploy` are told why.
-    fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
+    pub(super) fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
         self.requests.stop();
         self.state = State::Degraded { retry_at: now + DEGRADED_RETRY };
         let (since, news) = match &self.degraded {

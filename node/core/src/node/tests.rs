@@ -23,6 +23,8 @@ struct Mesh {
     queue: BTreeMap<(Instant, u64), (NodeId, Input)>,
     sequence: u64,
     events: Vec<(NodeId, Event)>,
+    /// Nothing can be written anywhere.
+    disk_full: bool,
     tensors_next: u64,
 }
 
@@ -116,6 +118,7 @@ impl Mesh {
             queue: BTreeMap::new(),
             sequence: 0,
             events: Vec::new(),
+            disk_full: false,
             tensors_next: 1 << 63,
         };
         for (i, &memory) in memories.iter().enumerate() {
@@ -261,6 +264,13 @@ impl Mesh {
             }
             Output::Discard { tensor } => {
                 self.nodes.get_mut(&me).unwrap().tensors.remove(&tensor).expect("discarded once");
+            }
+            Output::Persist { seq, .. } if self.disk_full => {
+                self.post(
+                    Duration::from_millis(1),
+                    me,
+                    Input::PersistFailed { seq, reason: "the disk is full".into() },
+                );
             }
             Output::Persist { seq, .. } => self.post(Duration::from_millis(1), me, Input::Persisted { seq }),
             Output::Notify(event) => self.events.push((me, event)),
@@ -489,6 +499,23 @@ fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
     mesh.add(3, 250);
     mesh.run_for(Duration::from_secs(5));
     assert!(mesh.ready().is_some(), "a node that joins makes it possible: {:?}", mesh.events);
+}
+
+#[test]
+fn a_disk_that_is_full_is_told_and_the_job_goes_on_when_there_is_room() {
+    let mut mesh = Mesh::new(&[250, 250, 250]);
+    mesh.disk_full = true;
+    mesh.give(id(1), Input::Deploy { call: CALL, model: Box::new(model()), plan_only: false });
+    mesh.run_for(Duration::from_secs(3));
+    let told = |event: &Event| match event {
+        Event::JobDegraded { call: Some(CALL), reason, .. } => reason == "the disk is full",
+        _ => false,
+    };
+    assert!(mesh.events.iter().any(|(_, event)| told(event)), "{:?}", mesh.events);
+    assert!(mesh.ready().is_none(), "an epoch that is not on disk is not used");
+    mesh.disk_full = false;
+    mesh.run_for(Duration::from_secs(3));
+    assert!(mesh.ready().is_some(), "{:?}", mesh.events);
 }
 
 #[test]
