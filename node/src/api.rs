@@ -6,7 +6,7 @@ use crate::telemetry::Metrics;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::header;
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use error::ApiError;
 use serde::de::DeserializeOwned;
 use std::io;
@@ -115,6 +115,7 @@ fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
         .route("/api/v1/jobs", get(management::jobs::<E>))
         .route("/api/v1/plan", post(management::plan::<E>))
         .route("/api/v1/deploy", post(management::deploy::<E>))
+        .route("/api/v1/models/{*name}", delete(management::undeploy::<E>))
         .route("/api/v1/generate", post(management::generate::<E>))
         .route("/api/v1/invite", post(management::invite::<E>))
         .route("/api/v1/approve", post(management::approve::<E>))

@@ -62,6 +62,15 @@ impl Client {
         self.parse(self.send(path, body))
     }
 
+    /// DELETE, parsed.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn delete(&self, path: &str) -> Result<Value, ClientError> {
+        let request = self.authorised(self.agent.delete(format!("{}{path}", self.base)));
+        self.parse(request.call())
+    }
+
     /// POST of JSON whose answer is JSON lines; ends when the node closes. Dropping the iterator closes the connection,
     /// which stops the work.
     ///

@@ -2,8 +2,8 @@
 //!
 //! One thread owns the `Node`; it never blocks on anything but its own queue. `simnet/src/world.rs` is the same loop in
 //! a virtual world.
-use crate::handle::{JobView, PeerView};
 use crate::shell::Shell;
+use crate::views::{JobView, PeerView, job_views, peer_views};
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::time::Instant;
@@ -88,7 +88,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
             match event {
                 Event::Input(input) => node.handle(self::now(), input),
                 Event::Views(answer) => {
-                    let _ = answer.send((shell.peer_views(&node), shell.job_views(&node)));
+                    let _ = answer.send((peer_views(&node), job_views(&node)));
                 }
                 Event::StopAfter(delay) => stop_at = Some(self::now() + delay),
             }

@@ -1,10 +1,11 @@
 //! The one thread that computes: it owns the loaded stages and runs what the core asks for, in order.
 use crate::driver::DriverHandle;
+use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use kernels::sampler::{Sampler, SamplerSettings};
 use kernels::stage::{Rows, RowsIn, RowsOut, Stage};
 use node_core::id::{Epoch, JobId, RequestId, WorkId};
-use node_core::input::{Input, ItemResult};
+use node_core::input::{Input, ItemResult, LoadedStage};
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec};
 use std::collections::HashMap;
@@ -25,6 +26,8 @@ pub enum Command {
         epoch: Epoch,
         /// The stage.
         stage: Box<dyn Stage>,
+        /// What the plan allows it: caches grow into that as they are used.
+        bytes_max: u64,
     },
     /// Drop a job's stage.
     Unload {
@@ -52,9 +55,13 @@ pub enum Command {
 }
 
 /// Starts the executor thread. It ends when the sender is dropped.
-pub fn spawn(tensors: Arc<Tensors>, driver: DriverHandle) -> std::io::Result<mpsc::Sender<Command>> {
+pub fn spawn(
+    tensors: Arc<Tensors>,
+    residency: Arc<Residency>,
+    driver: DriverHandle,
+) -> std::io::Result<mpsc::Sender<Command>> {
     let (sender, commands) = mpsc::channel();
-    let executor = Executor { stages: HashMap::new(), sampler: Sampler::new(), tensors, driver };
+    let executor = Executor { stages: HashMap::new(), sampler: Sampler::new(), tensors, residency, driver };
     std::thread::Builder::new().name("executor".into()).spawn(move || executor.run(&commands))?;
     Ok(sender)
 }
@@ -63,6 +70,7 @@ struct Executor {
     stages: HashMap<JobId, (Epoch, Box<dyn Stage>)>,
     sampler: Sampler,
     tensors: Arc<Tensors>,
+    residency: Arc<Residency>,
     driver: DriverHandle,
 }
 
@@ -70,13 +78,14 @@ impl Executor {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         while let Ok(command) = commands.recv() {
             match command {
-                Command::Install { job, epoch, stage } => {
-                    self.stages.insert(job, (epoch, stage));
-                }
+                Command::Install { job, epoch, stage, bytes_max } => self.install(job, epoch, stage, bytes_max),
                 Command::Unload { job } => {
-                    self.stages.remove(&job);
+                    if self.stages.remove(&job).is_some() {
+                        self.driver.input(Input::CapacityChanged(self.residency.resident(job, None)));
+                    }
                 }
                 Command::Release { job, request } => {
+                    // A stage that is broken says so at its next batch.
                     if let Some((_, stage)) = self.stages.get_mut(&job) {
                         stage.release(request.0);
                     }
@@ -87,6 +96,15 @@ impl Executor {
                 }
             }
         }
+    }
+
+    fn install(&mut self, job: JobId, epoch: Epoch, stage: Box<dyn Stage>, bytes_max: u64) {
+        let now = stage.resident_bytes();
+        let bytes = bytes_max.max(now.weights + now.working);
+        self.stages.insert(job, (epoch, stage));
+        // In this order: whoever plans after the job is ready sees what it takes.
+        self.driver.input(Input::CapacityChanged(self.residency.resident(job, Some(bytes))));
+        self.driver.input(Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) });
     }
 
     fn compute(&mut self, job: JobId, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {

@@ -2,23 +2,26 @@
 use crate::admission::Admission;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
-use crate::transfer::Library;
+use crate::transfer::{Held, Library};
+use crate::views::plan_report;
 use kernels::stage::Activations;
 use kernels::weights::ModelFile;
 use node_core::id::{JobId, NodeId};
 use node_core::input::{Input, ModelSpec, Request};
 use node_core::message::Sampling;
 use node_core::output::{DoneReason, Event};
-use partitioner::{Plan, PlanError};
-use serde::Serialize;
+use partitioner::PlanError;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Longest wait for a model to be placed and loaded on every stage: a slow peer may have to fetch its share first.
-const DEPLOY_MAX: Duration = Duration::from_secs(600);
+pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
+pub(crate) use serving::Serving;
+
+mod serving;
+
 /// Longest wait for a plan: the planner is bounded to well below a second.
 const PLAN_MAX: Duration = Duration::from_secs(20);
 
@@ -37,29 +40,35 @@ pub(crate) struct Inner {
     pub(crate) library: Arc<Library>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) models_dir: PathBuf,
-    pub(crate) served: Mutex<BTreeMap<String, ModelHandle>>,
-    /// One deployment at a time: two clients that ask for the same model get the same job.
-    pub(crate) deploying: tokio::sync::Mutex<()>,
+    pub(crate) serving: Serving,
+    /// Says goodbye soon: no new work.
+    pub(crate) leaving: AtomicBool,
 }
 
 /// How to find a model: a path, or a name that `meshnode pull` has put in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ModelRef(pub String);
 
-/// How a model is to be run.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+/// How a model is to be run. What is not said stays as the model is served already, or else takes its default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
 pub struct ModelOptions {
-    /// 8-bit activations (fast) or f32 (strict).
-    pub int8: bool,
-    /// Tokens of context per request; `None` takes the model's own, at most 4096.
+    /// 8-bit activations (fast, the default) or f32 (strict).
+    pub int8: Option<bool>,
+    /// Tokens of context per request; at most what the model was trained for, by default at most 2048.
     pub context: Option<u32>,
-    /// Requests at once.
-    pub sequences: u32,
+    /// Requests at once; 4 by default.
+    pub sequences: Option<u32>,
 }
 
-impl Default for ModelOptions {
-    fn default() -> Self {
-        Self { int8: true, context: None, sequences: 4 }
+impl ModelOptions {
+    /// What is not said here is taken from how a model is served.
+    fn or_as(&self, served: &ModelSpec) -> Self {
+        Self {
+            int8: self.int8.or(Some(served.int8)),
+            context: self.context.or(Some(served.work.context)),
+            sequences: self.sequences.or(Some(served.work.sequences)),
+        }
     }
 }
 
@@ -78,7 +87,7 @@ pub struct ModelHandle {
     pub context: u32,
     /// Unix seconds when it became ready.
     pub created: u64,
-    pub(crate) options: ModelOptions,
+    pub(crate) spec: Arc<ModelSpec>,
 }
 
 /// One generation request, in tokens.
@@ -166,138 +175,10 @@ pub enum NodeError {
     Failed(String),
 }
 
-/// A plan for people and programs.
-#[derive(Clone, Debug, Serialize)]
-pub struct PlanReport {
-    /// Model name.
-    pub model: String,
-    /// Predicted milliseconds per token of one request.
-    pub token_ms: f64,
-    /// Whether the search was exact.
-    pub exact: bool,
-    /// Stages, first to last.
-    pub stages: Vec<StageView>,
-    /// Why each node is or is not used.
-    pub reasons: Vec<ReasonView>,
-    /// What would happen if a node were lost.
-    pub losses: Vec<LossView>,
-}
-
-/// One stage of a plan or a job.
-#[derive(Clone, Debug, Serialize)]
-pub struct StageView {
-    /// Node id, hex.
-    pub node: String,
-    /// Its name.
-    pub name: String,
-    /// First layer.
-    pub first_layer: u32,
-    /// One past the last layer.
-    pub end_layer: u32,
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// Predicted milliseconds per token.
-    pub step_ms: f64,
-}
-
-/// Why a node is or is not used.
-#[derive(Clone, Debug, Serialize)]
-pub struct ReasonView {
-    /// Its name.
-    pub node: String,
-    /// The reason.
-    pub reason: String,
-}
-
-/// What would happen if a node were lost.
-#[derive(Clone, Debug, Serialize)]
-pub struct LossView {
-    /// The node lost.
-    pub node: String,
-    /// Stages of the plan that would follow; empty if there is none.
-    pub stages: Vec<StageView>,
-    /// Why there is none.
-    pub error: Option<String>,
-}
-
-/// A node as the API shows it.
-#[derive(Clone, Debug, Serialize)]
-pub struct StateView {
-    /// This node.
-    pub node: String,
-    /// Its name.
-    pub name: String,
-    /// Its libp2p PeerId.
-    pub peer_id: String,
-    /// Its mesh.
-    pub mesh: String,
-    /// Everybody known, this node included.
-    pub peers: Vec<PeerView>,
-    /// Jobs this node heads or takes part in.
-    pub jobs: Vec<JobView>,
-    /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
-    pub waiting: Vec<String>,
-}
-
-/// A member.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct PeerView {
-    /// Node id, hex.
-    pub node: String,
-    /// Name.
-    pub name: String,
-    /// PeerId.
-    pub peer_id: String,
-    /// "alive", "suspect", "left", "down".
-    pub state: String,
-    /// This node itself.
-    pub this_node: bool,
-    /// Device description.
-    pub device: String,
-    /// Bytes offered in all.
-    pub memory_total: u64,
-    /// Bytes free.
-    pub memory_free: u64,
-    /// Measured weight bytes per second.
-    pub bytes_per_second: u64,
-    /// Round trip in milliseconds, if measured.
-    pub rtt_ms: Option<f64>,
-    /// A data-plane connection stands.
-    pub connected: bool,
-    /// Takes no new work.
-    pub draining: bool,
-    /// Data-plane addresses.
-    pub addrs: Vec<String>,
-}
-
-/// A job.
-#[derive(Clone, Debug, Serialize)]
-pub struct JobView {
-    /// Job id, hex.
-    pub job: String,
-    /// Model name.
-    pub model: String,
-    /// "planning", "loading", "ready", "degraded"; "holding" for a stage of another node's job.
-    pub state: String,
-    /// Why it is degraded.
-    pub reason: Option<String>,
-    /// This node is its head.
-    pub head: bool,
-    /// Epoch counter.
-    pub epoch: u32,
-    /// Predicted milliseconds per token.
-    pub token_ms: f64,
-    /// Stages, first to last.
-    pub stages: Vec<StageView>,
-    /// Requests running.
-    pub running: u32,
-    /// Requests waiting.
-    pub queued: u32,
-}
-
 impl NodeHandle {
-    /// Serves a model: plans, places and loads it, and waits until every stage is ready. The same model with the same
-    /// options is served once.
+    /// Serves a model: plans, places and loads it, and waits until every stage is ready. A model that is served as asked
+    /// for is used as it is; one that is served otherwise is replaced, and its requests end with an error. A caller that
+    /// goes away does not stop what was begun.
     ///
     /// # Errors
     /// Unknown or damaged model, a mesh too small (with the missing bytes), a stage that could not load.
@@ -305,46 +186,34 @@ impl NodeHandle {
         let _one_at_a_time = self.inner.deploying.lock().await;
         let opened = self.open(&model, &options).await?;
         self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
-        if let Some(served) = self.served(&opened.spec.name)
-            && served.options == options
-        {
-            return Ok(served);
+        let before = serving.find(&opened.name, &opened.spec(&options));
+        let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
+        let mut spec = opened.spec(&options);
+        if let Some(before) = &before {
+            spec.name.clone_from(&before.spec.name); // the same weights under another name are the same job
         }
-        let (call, mut events) = self.inner.hub.open(8);
-        self.inner.driver.input(Input::Deploy { call, model: Box::new(opened.spec.clone()), plan_only: false });
-        let job = loop {
-            match tokio::time::timeout(DEPLOY_MAX, events.recv()).await {
-                Err(_) => {
-                    break Err(NodeError::Failed(format!(
-                        "not ready after {} s: see `meshnode jobs`",
-                        DEPLOY_MAX.as_secs()
-                    )));
-                }
-                Ok(None) => break Err(NodeError::Failed("the node stopped".into())),
-                Ok(Some(CallEvent::Node(Event::JobReady { job, .. }))) => break Ok(job),
-                Ok(Some(CallEvent::Node(Event::JobDegraded { job, reason, .. }))) => {
-                    self.inner.driver.input(Input::Undeploy { job });
-                    break Err(NodeError::Failed(reason));
-                }
-                Ok(Some(CallEvent::Node(Event::PlanReady { result: Err(error), .. }))) => {
-                    break Err(NodeError::Plan(error));
-                }
-                Ok(Some(CallEvent::Node(Event::Done { reason, .. }))) => break Err(done_error(reason)),
-                Ok(Some(CallEvent::Node(_))) => {}
-            }
-        };
-        self.inner.hub.forget(call);
-        let served = ModelHandle {
-            name: opened.spec.name.clone(),
-            job: job?,
+        let model = ModelHandle {
+            name: opened.name,
+            job: JobId(0), // none yet
             tokenizer: opened.tokenizer,
             template: opened.template,
-            context: opened.spec.work.context,
+            context: spec.work.context,
             created: unix_seconds(),
-            options,
+            spec: Arc::new(spec),
         };
-        self.inner.served.lock().expect("no panics under this lock").insert(served.name.clone(), served.clone());
-        Ok(served)
+        serving.serve(model, before).await
+    }
+
+    /// Stops serving a model: its requests end with an error, its memory is freed everywhere.
+    ///
+    /// # Errors
+    /// No such model is served.
+    pub async fn undeploy(&self, name: &str) -> Result<(), NodeError> {
+        let _turn = self.inner.serving.turn().await;
+        let model =
+            self.served(name).ok_or_else(|| NodeError::NotFound(format!("no model `{name}` is served here")))?;
+        self.inner.serving.end(model.job).await;
+        Ok(())
     }
 
     /// What would be done with a model, without doing it.
@@ -352,10 +221,9 @@ impl NodeHandle {
     /// # Errors
     /// As for [`Self::deploy`].
     pub async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
-        let opened = self.open(&model, &options).await?;
-        let name = opened.spec.name.clone();
+        let opened = self.open(&model).await?;
         let (call, mut events) = self.inner.hub.open(8);
-        self.inner.driver.input(Input::Deploy { call, model: Box::new(opened.spec), plan_only: true });
+        self.inner.driver.input(Input::Deploy { call, model: Box::new(opened.spec(&options)), plan_only: true });
         let answer = tokio::time::timeout(PLAN_MAX, async {
             loop {
                 match events.recv().await {
@@ -369,7 +237,7 @@ impl NodeHandle {
         .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
         self.inner.hub.forget(call);
         let names = self.names().await;
-        Ok(plan_report(name, &*answer?, &names))
+        Ok(plan_report(opened.name, &*answer?, &names))
     }
 
     /// Submits a request to a served model.
@@ -391,16 +259,12 @@ impl NodeHandle {
 
     /// Models being served, by name.
     pub fn models(&self) -> Vec<ModelHandle> {
-        self.inner.served.lock().expect("no panics under this lock").values().cloned().collect()
+        self.inner.serving.all()
     }
 
     /// A served model by name, or the only one there is when `name` is "default".
     pub fn served(&self, name: &str) -> Option<ModelHandle> {
-        let served = self.inner.served.lock().expect("no panics under this lock");
-        served
-            .get(name)
-            .cloned()
-            .or_else(|| (name == "default" && served.len() == 1).then(|| served.values().next().cloned())?)
+        self.inner.serving.by_name(name)
     }
 
     /// Everything there is to see.
@@ -433,7 +297,7 @@ impl NodeHandle {
         Ok(self.inner.admission.approve(&peer)?)
     }
 
-    /// Leaves the mesh: says goodbye, takes no new work, then the process ends.
+    /// Leaves the mesh: takes no new work, lets running requests end for a while, says goodbye; then the process ends.
     pub async fn leave(&self) {
         self.inner.driver.input(Input::Leave);
         self.inner.driver.stop_after(Duration::from_millis(300));
@@ -449,7 +313,7 @@ impl NodeHandle {
     }
 
     /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
-    async fn open(&self, model: &ModelRef, options: &ModelOptions) -> Result<Opened, NodeError> {
+    async fn open(&self, model: &ModelRef) -> Result<Opened, NodeError> {
         let path = crate::pull::locate(&model.0, &self.inner.models_dir).ok_or_else(|| {
             NodeError::NotFound(format!(
                 "no model `{}` here: give a path to a .gguf file, or fetch it with `meshnode pull {}`",
@@ -457,43 +321,47 @@ impl NodeHandle {
             ))
         })?;
         let library = self.inner.library.clone();
-        let (name, options) = (model_name(&model.0), options.clone());
-        tokio::task::spawn_blocking(move || open_model(&library, &path, name, &options))
+        let name = model_name(&model.0);
+        tokio::task::spawn_blocking(move || open_model(&library, &path, name))
             .await
             .map_err(|e| NodeError::Failed(format!("opening the model was interrupted: {e}")))?
     }
 }
 
+/// A model file that was read, and what it is called.
 struct Opened {
-    spec: ModelSpec,
+    name: String,
+    held: Arc<Held>,
     tokenizer: Arc<kernels::tokenizer::Tokenizer>,
     template: Option<Arc<kernels::chat_template::ChatTemplate>>,
 }
 
-fn open_model(
-    library: &Library,
-    path: &std::path::Path,
-    name: String,
-    options: &ModelOptions,
-) -> Result<Opened, NodeError> {
+impl Opened {
+    fn spec(&self, options: &ModelOptions) -> ModelSpec {
+        ModelSpec {
+            content: self.held.content,
+            name: self.name.clone(),
+            work: work(&self.held.file, options),
+            width: self.held.file.config().width as u32,
+            int8: options.int8.unwrap_or(true),
+            eos: self.tokenizer.eos().to_vec(),
+        }
+    }
+}
+
+fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result<Opened, NodeError> {
     let invalid = |e: &dyn std::fmt::Display| NodeError::Invalid(format!("{}: {e}", path.display()));
     let held = library.add(path).map_err(|e| invalid(&e))?;
     let tokenizer = Arc::new(held.file.tokenizer().map_err(|e| invalid(&e))?);
     let template = held.file.chat_template().ok().map(Arc::new);
-    let spec = ModelSpec {
-        content: held.content,
-        name,
-        work: work(&held.file, options),
-        width: held.file.config().width as u32,
-        int8: options.int8,
-        eos: tokenizer.eos().to_vec(),
-    };
-    Ok(Opened { spec, tokenizer, template })
+    Ok(Opened { name, held, tokenizer, template })
 }
 
 /// The default context: enough for a conversation, small enough that caches of four requests stay below small models'
 /// weights.
 const CONTEXT_DEFAULT: u32 = 2048;
+/// Requests at once unless told otherwise.
+const SEQUENCES_DEFAULT: u32 = 4;
 
 fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
     let activations = if options.int8 { Activations::Int8 } else { Activations::F32 };
@@ -517,62 +385,9 @@ fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
         head_flops: costs.head_flops,
         activation_bytes: file.config().width as u64 * 4,
         context,
-        sequences: options.sequences.clamp(1, node_core::limits::SEQUENCES_MAX),
+        sequences: options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, node_core::limits::SEQUENCES_MAX),
         scratch_bytes: crate::executor::SCRATCH_BYTES,
     }
-}
-
-fn done_error(reason: DoneReason) -> NodeError {
-    match reason {
-        DoneReason::Busy => NodeError::Busy,
-        DoneReason::Invalid(what) => NodeError::Invalid(what),
-        DoneReason::Failed(what) => NodeError::Failed(what),
-        DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled => NodeError::Failed("cancelled".into()),
-    }
-}
-
-fn plan_report(model: String, plan: &Plan, names: &BTreeMap<String, String>) -> PlanReport {
-    let name = |id: &partitioner::DeviceId| {
-        let node = hex(&NodeId(id.0));
-        names.get(&node).cloned().unwrap_or(node)
-    };
-    let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
-    PlanReport {
-        model,
-        token_ms: plan.token_ns() as f64 / 1e6,
-        exact: plan.exact(),
-        stages: stages(plan),
-        reasons: plan
-            .reasons()
-            .iter()
-            .map(|(id, reason)| ReasonView { node: name(id), reason: reason.clone() })
-            .collect(),
-        losses: plan
-            .losses()
-            .iter()
-            .map(|l| LossView {
-                node: name(&l.lost),
-                stages: l.plan.as_ref().map(&stages).unwrap_or_default(),
-                error: l.plan.as_ref().err().map(ToString::to_string),
-            })
-            .collect(),
-    }
-}
-
-pub(crate) fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
-    StageView {
-        node: hex(&NodeId(stage.device.0)),
-        name,
-        first_layer: stage.layers.start,
-        end_layer: stage.layers.end,
-        bytes: stage.bytes,
-        step_ms: stage.step_ns as f64 / 1e6,
-    }
-}
-
-/// A node id in full, as the API shows it.
-pub fn hex(node: &NodeId) -> String {
-    node.0.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 pub(crate) fn unix_seconds() -> u64 {
@@ -587,3 +402,6 @@ fn model_name(reference: &str) -> String {
         _ => reference.to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests;

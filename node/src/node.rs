@@ -3,7 +3,7 @@ use crate::admission::{self, Admission, AdmissionError};
 use crate::config::UpOptions;
 use crate::device::Compute;
 use crate::driver::{self, DriverHandle};
-use crate::handle::{Inner, NodeError, NodeHandle};
+use crate::handle::{Inner, NodeError, NodeHandle, Serving};
 use crate::hub::Hub;
 use crate::shell::Shell;
 use crate::store::{Store, StoreError};
@@ -15,7 +15,6 @@ use node_core::input::Input;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
 use node_core::output::Record;
-use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -98,8 +97,9 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
     let guests = admission.get_or_init(|| Arc::new(guests)).clone();
     let hub = Arc::new(Hub::new());
-    let executor =
-        crate::executor::spawn(tensors.clone(), driver.clone()).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let residency = Arc::new(Residency::new(device.capacity.clone()));
+    let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
+        .map_err(|e| NodeError::Failed(e.to_string()))?;
     let shell = Shell {
         driver: driver.clone(),
         runtime: tokio::runtime::Handle::current(),
@@ -112,6 +112,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         library: library.clone(),
         hub: hub.clone(),
         device: Arc::new(device),
+        residency,
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
     let stopped = run(Node::new(config, seed), shell, queue)?;
@@ -119,6 +120,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     introduce(&driver, store.peers(), inviter);
     let discovery = if options.solo { None } else { Some(discover(&options, port, &identity, &driver).await?) };
     let ticket = guests.invite(FIRST_TICKET_TTL, FIRST_TICKET_USES)?;
+    let serving = Serving::new(driver.clone(), hub.clone());
     let handle = NodeHandle {
         inner: Arc::new(Inner {
             node: me,
@@ -155,7 +157,7 @@ async fn membership(
         if let (Way::Ticket(ticket), Some(held)) = (&way, &held) {
             admission::same_mesh(held, ticket.mesh, &options.data_dir)?;
         }
-        if let Some(held) = &held {
+        if let Some(held) = held.as_ref().filter(|_| !over) {
             return Ok((held.clone(), way.inviter()));
         }
         match way.join(endpoint, &options.name).await {

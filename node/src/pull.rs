@@ -8,6 +8,8 @@ use std::path::{Component, Path, PathBuf};
 mod http;
 mod wheel;
 
+pub(crate) use http::encode_path;
+
 /// Told how a fetch goes. All calls come from the thread that fetches.
 pub trait Progress {
     /// A transfer starts (or goes on at `from`) that will be `total` bytes long, if that is known.

@@ -1,23 +1,17 @@
 //! Carries out what the core decides: the hands of a node. No policy lives here.
 use crate::driver::DriverHandle;
 use crate::executor::Command;
-use crate::handle::{JobView, PeerView, StageView, hex};
 use crate::hub::Hub;
+use crate::residency::Residency;
 use crate::store::Store;
 use crate::tensors::{Tensor, Tensors};
 use crate::transfer::{Ask, Library};
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageOptions};
 use node_core::id::{Epoch, JobId, NodeId};
-use node_core::input::{Input, LoadedStage};
-use node_core::job::JobState;
+use node_core::input::Input;
 use node_core::limits::CHUNK_POSITIONS_MAX;
-use node_core::membership::MemberState;
-use node_core::message::Advert;
 use node_core::message::FrameHeader;
-use node_core::node::Node;
 use node_core::output::{DownReason, Event, Output, Payload, StageSpec};
-use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc;
 use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
@@ -36,6 +30,7 @@ pub struct Shell {
     pub(crate) library: Arc<Library>,
     pub(crate) hub: Arc<Hub>,
     pub(crate) device: Arc<crate::device::Compute>,
+    pub(crate) residency: Arc<Residency>,
 }
 
 impl Shell {
@@ -75,7 +70,7 @@ impl Shell {
             Output::Load { job, epoch, stage } => self.load(job, epoch, *stage),
             Output::Unload { job } => {
                 self.endpoint.forget(job.0);
-                self.execute(Command::Unload { job });
+                self.residency.end(job, || self.execute(Command::Unload { job }));
             }
             Output::Compute { work, job, epoch, items } => self.execute(Command::Compute { work, job, epoch, items }),
             Output::Release { job, request } => self.execute(Command::Release { job, request }),
@@ -143,6 +138,10 @@ impl Shell {
             Expectation::hidden(spec.width, CHUNK_POSITIONS_MAX)
         };
         self.endpoint.expect(route(job, epoch, spec.stage), rows_in);
+        if let Err(reason) = self.residency.begin(job, epoch, spec.bytes_max) {
+            return self.driver.input(Input::Loaded { job, epoch, result: Err(reason) });
+        }
+        let (residency, bytes_max) = (self.residency.clone(), spec.bytes_max);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
         let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
         self.runtime.spawn(async move {
@@ -152,13 +151,16 @@ impl Shell {
                 held.and_then(|held| load_stage(&device, held.file.clone(), &spec))
             })
             .await;
-            let result = loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}")));
-            let result = result.map(|stage| {
-                let bytes = stage.resident_bytes();
-                let _ = executor.send(Command::Install { job, epoch, stage });
-                LoadedStage { bytes: bytes.weights + bytes.working }
-            });
-            driver.input(Input::Loaded { job, epoch, result });
+            match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
+                // The executor tells the core. A stage that nobody wants any more is dropped here.
+                Ok(stage) => residency.install(job, epoch, || {
+                    let _ = executor.send(Command::Install { job, epoch, stage, bytes_max });
+                }),
+                Err(reason) => {
+                    residency.fail(job, epoch);
+                    driver.input(Input::Loaded { job, epoch, result: Err(reason) });
+                }
+            }
         });
     }
 
@@ -169,109 +171,6 @@ impl Shell {
     fn off_thread(&self, work: impl FnOnce() -> Input + Send + 'static) {
         let driver = self.driver.clone();
         self.runtime.spawn_blocking(move || driver.input(work()));
-    }
-
-    /// Members for the API, with what the transport measured; this node first.
-    pub fn peer_views(&self, node: &Node) -> Vec<PeerView> {
-        let own = peer_view(node.membership().own(), "alive", true, false, None);
-        let others = node.members().map(|m| {
-            let state = match m.state {
-                MemberState::Alive => "alive",
-                MemberState::Suspect => "suspect",
-                MemberState::Down(DownReason::Left) => "left",
-                MemberState::Down(DownReason::Failed) => "down",
-            };
-            match m.advert {
-                Some(advert) => peer_view(advert, state, false, m.connected, m.rtt_ns),
-                None => PeerView {
-                    node: hex(&m.node),
-                    state: state.to_owned(),
-                    connected: m.connected,
-                    ..PeerView::default()
-                },
-            }
-        });
-        std::iter::once(own).chain(others).collect()
-    }
-
-    /// Jobs for the API: those this node heads, then the stages it holds of others'.
-    pub fn job_views(&self, node: &Node) -> Vec<JobView> {
-        let own = node.membership().own();
-        let name = |id: NodeId| {
-            let known = node.members().find(|m| m.node == id).and_then(|m| m.advert);
-            known.or((own.node == id).then_some(own)).map_or_else(|| id.to_string(), |advert| advert.name.clone())
-        };
-        let stage = |id: NodeId, layers: Range<u32>, bytes: u64| StageView {
-            node: hex(&id),
-            name: name(id),
-            first_layer: layers.start,
-            end_layer: layers.end,
-            bytes,
-            step_ms: 0.0,
-        };
-        let resident: BTreeMap<JobId, u64> = node.stages().filter_map(|s| Some((s.job, s.bytes?))).collect();
-        let headed: Vec<JobView> = node
-            .jobs()
-            .map(|job| JobView {
-                job: format!("{:016x}", job.job.0),
-                model: job.name,
-                state: job_state(job.state).to_owned(),
-                reason: job.reason,
-                head: true,
-                epoch: job.epoch.counter,
-                token_ms: job.token_ns as f64 / 1e6,
-                stages: job
-                    .stages
-                    .into_iter()
-                    .map(|(id, layers)| {
-                        let bytes = if id == own.node { resident.get(&job.job).copied().unwrap_or(0) } else { 0 };
-                        stage(id, layers, bytes)
-                    })
-                    .collect(),
-                running: job.running as u32,
-                queued: job.waiting as u32,
-            })
-            .collect();
-        let held = node.stages().filter(|s| s.epoch.minter != own.node).map(|s| JobView {
-            job: format!("{:016x}", s.job.0),
-            model: s.name,
-            state: if s.bytes.is_some() { "holding" } else { "loading" }.to_owned(),
-            reason: None,
-            head: false,
-            epoch: s.epoch.counter,
-            token_ms: 0.0,
-            stages: vec![stage(own.node, s.layers, s.bytes.unwrap_or(0))],
-            running: 0,
-            queued: 0,
-        });
-        headed.into_iter().chain(held).collect()
-    }
-}
-
-fn peer_view(advert: &Advert, state: &str, this_node: bool, connected: bool, rtt_ns: Option<u64>) -> PeerView {
-    PeerView {
-        node: hex(&advert.node),
-        name: advert.name.clone(),
-        peer_id: transport::PeerId::from_bytes(&advert.peer_id).map(|p| p.to_string()).unwrap_or_default(),
-        state: state.to_owned(),
-        this_node,
-        device: advert.capacity.device.clone(),
-        memory_total: advert.capacity.memory_total,
-        memory_free: advert.capacity.memory_free,
-        bytes_per_second: advert.capacity.bytes_per_second,
-        rtt_ms: rtt_ns.map(|ns| ns as f64 / 1e6),
-        connected,
-        draining: advert.draining,
-        addrs: advert.data_addrs.iter().map(ToString::to_string).collect(),
-    }
-}
-
-fn job_state(state: JobState) -> &'static str {
-    match state {
-        JobState::Planning => "planning",
-        JobState::Loading => "loading",
-        JobState::Ready => "ready",
-        JobState::Degraded => "degraded",
     }
 }
 

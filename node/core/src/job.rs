@@ -284,7 +284,10 @@ impl Jobs {
     /// A caller ends a job.
     pub fn handle_undeploy(&mut self, id: JobId) {
         if let Some(mut job) = self.jobs.remove(&id) {
-            job.end("the job was ended", &mut self.out);
+            job.end(
+                "the model is not served any more, or anew with other options: send the request again",
+                &mut self.out,
+            );
         }
     }
 

@@ -23,6 +23,8 @@ pub trait Engine: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Self::Tokens, NodeError>> + Send;
     /// Serves a model and waits until it is ready.
     fn deploy(&self, model: ModelRef, options: ModelOptions) -> impl Future<Output = Result<Served, NodeError>> + Send;
+    /// Stops serving a model.
+    fn undeploy(&self, model: &str) -> impl Future<Output = Result<(), NodeError>> + Send;
     /// Plans a model.
     fn plan(
         &self,
@@ -127,6 +129,10 @@ impl Engine for NodeHandle {
 
     async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<Served, NodeError> {
         NodeHandle::deploy(self, model, options).await.map(served)
+    }
+
+    async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
+        NodeHandle::undeploy(self, model).await
     }
 
     async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {

@@ -8,7 +8,7 @@ use super::{App, body, off_thread};
 use crate::handle::{ModelOptions, ModelRef};
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{Path, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
@@ -86,6 +86,15 @@ pub(crate) async fn deploy<E: Engine>(State(app): State<App<E>>, request: Reques
     let wanted: ModelBody = body(request).await?;
     let served = app.engine.deploy(ModelRef(wanted.model), wanted.options).await?;
     Ok(Json(json!({"model": served.name, "context": served.context})).into_response())
+}
+
+pub(crate) async fn undeploy<E: Engine>(
+    State(app): State<App<E>>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    let model = find(&app, Some(&name))?.name;
+    app.engine.undeploy(&model).await?;
+    Ok(Json(json!({"model": model, "served": false})))
 }
 
 #[derive(Deserialize)]

@@ -1,7 +1,7 @@
 //! The API over real HTTP, with a pretended node behind it: words are tokens, and what it generates is written down.
 use super::engine::{Served, Text, Tokens};
 use super::*;
-use crate::handle::{GenerateRequest, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
+use crate::handle::{GenerateRequest, JobView, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
 use kernels::chat_template::ChatMessage;
 use node_core::output::DoneReason;
 use serde_json::{Value, json};
@@ -44,12 +44,22 @@ struct Pretended {
     endless: bool,
     running: Arc<AtomicUsize>,
     requests: Arc<Mutex<Vec<GenerateRequest>>>,
+    stopped: Arc<Mutex<Vec<String>>>,
+    jobs: Arc<Mutex<Vec<JobView>>>,
 }
 
 impl Pretended {
     fn says(script: &'static str) -> Self {
         let (running, requests) = (Arc::default(), Arc::default());
-        Self { script, done: DoneReason::Stop, endless: false, running, requests }
+        Self {
+            script,
+            done: DoneReason::Stop,
+            endless: false,
+            running,
+            requests,
+            stopped: Arc::default(),
+            jobs: Arc::default(),
+        }
     }
 
     fn served() -> Served {
@@ -108,6 +118,11 @@ impl Engine for Pretended {
         if model.0 == "tiny" { Ok(Self::served()) } else { Err(NodeError::NotFound(format!("no model `{}`", model.0))) }
     }
 
+    async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
+        self.stopped.lock().unwrap().push(model.to_owned());
+        Ok(())
+    }
+
     async fn plan(&self, _: ModelRef, _: ModelOptions) -> Result<PlanReport, NodeError> {
         Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, missing: 6 }))
     }
@@ -119,7 +134,7 @@ impl Engine for Pretended {
             peer_id: "12D3".into(),
             mesh: "m".into(),
             peers: vec![],
-            jobs: vec![],
+            jobs: self.jobs.lock().unwrap().clone(),
             waiting: vec![],
         }
     }
@@ -421,6 +436,51 @@ fn monitors_and_commands_get_their_answers() {
     assert!(answer["error"]["message"].as_str().unwrap().contains("6 bytes are missing"), "{answer}");
     assert_eq!(server.post("/api/v1/deploy", json!({"model": "other"})).0, 404);
     assert_eq!(server.call("GET /api/v1/state", "").0, 200);
+}
+
+#[test]
+fn a_node_that_holds_its_part_is_ready_one_that_loads_is_not() {
+    let server = start(Pretended::says(""));
+    let with = |states: &[&str]| {
+        let job = |state: &&str| JobView { state: (*state).to_owned(), ..JobView::default() };
+        *server.engine.jobs.lock().unwrap() = states.iter().map(job).collect();
+        server.call("GET /readyz", "").0
+    };
+    assert_eq!(with(&[]), 200);
+    assert_eq!(with(&["ready", "holding"]), 200);
+    for state in ["planning", "loading", "degraded"] {
+        assert_eq!(with(&["ready", state]), 503, "{state}");
+    }
+}
+
+#[test]
+fn a_node_is_drained_and_takes_work_again() {
+    let server = start(Pretended::says(""));
+    assert_eq!(server.post("/api/v1/drain", json!({"on": true})), (200, json!({"draining": true})));
+    assert_eq!(server.post("/api/v1/drain", json!({"on": false})), (200, json!({"draining": false})));
+    assert_eq!(*server.engine.stopped.lock().unwrap(), ["draining: true", "draining: false"]);
+    assert_eq!(server.post("/api/v1/drain", json!({})).0, 400);
+}
+
+#[test]
+fn a_model_is_stopped_by_name_or_path() {
+    let server = start(Pretended::says(""));
+    for path in ["/api/v1/models/tiny", "/api/v1/models//home/me/tiny.gguf", "/api/v1/models/%2Fa%20b%2Ftiny.gguf"] {
+        let (status, _, body) = server.call(&format!("DELETE {path}"), "");
+        assert_eq!((status, body.as_str()), (200, r#"{"model":"tiny","served":false}"#), "{path}");
+    }
+    assert_eq!(*server.engine.stopped.lock().unwrap(), ["tiny"; 3]);
+    let (status, _, body) = server.call("DELETE /api/v1/models/other", "");
+    assert_eq!(status, 404, "{body}");
+}
+
+#[test]
+fn options_that_are_not_said_are_left_to_the_node() {
+    let options = |text: Value| serde_json::from_value::<ModelOptions>(text).unwrap();
+    assert_eq!(options(json!({})), ModelOptions::default());
+    assert_eq!(options(json!({"int8": null, "context": null, "sequences": null})), ModelOptions::default());
+    let some = ModelOptions { int8: Some(false), context: Some(9), sequences: None };
+    assert_eq!(options(json!({"int8": false, "context": 9})), some);
 }
 
 #[test]

@@ -43,16 +43,16 @@ pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
 pub(super) struct ModelArgs {
     /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file
     pub(super) model: String,
-    /// How activations enter matrix products on CPUs: int8 is fast, f32 is strict
-    #[arg(long, value_enum, value_name = "KIND", default_value = "int8")]
-    activations: Activations,
+    /// How activations enter matrix products on CPUs: int8 is fast, f32 is strict [default: as served, else int8]
+    #[arg(long, value_enum, value_name = "KIND")]
+    activations: Option<Activations>,
     /// How activations travel between nodes
     #[arg(long, value_enum, value_name = "CODEC", default_value = "lossless")]
     boundary: Boundary,
-    /// Tokens of context per request [default: the model's own, at most 2048]
+    /// Tokens of context per request [default: as served, else the model's own, at most 2048]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Requests at once
+    /// Requests at once [default: as served, else 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     sequences: Option<u32>,
     #[command(flatten)]
@@ -103,13 +103,12 @@ pub(super) fn threads(text: &str) -> Result<usize, String> {
 }
 
 impl ModelArgs {
+    /// For the node; what was not given stays as the model is served.
     fn options(&self) -> Value {
-        let defaults = crate::handle::ModelOptions::default();
         let Boundary::Lossless = self.boundary;
         json!({
-            "int8": self.activations == Activations::Int8,
-            "context": self.context.or(defaults.context),
-            "sequences": self.sequences.unwrap_or(defaults.sequences),
+            "int8": self.activations.map(|kind| kind == Activations::Int8), "context": self.context,
+            "sequences": self.sequences,
         })
     }
 

@@ -10,14 +10,23 @@ Examples:
   curl http://127.0.0.1:9470/v1/chat/completions -H 'content-type: application/json' \\
        -d '{\"model\": \"smollm2-135m\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello!\"}]}'
 
+  meshnode serve smollm2-135m --context 8192    with a larger context; requests that run end with an error
+  meshnode serve smollm2-135m --stop
+
 Where a node listens, it serves the model from now on and this command ends. Where none does, this command is one, until
 Ctrl-C.")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
+    /// Stop serving the model: its requests end, its memory is freed on every node
+    #[arg(long, conflicts_with_all = ["activations", "context", "sequences"])]
+    stop: bool,
 }
 
 pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
+    if args.stop {
+        return stop(global, &args.model.model);
+    }
     let address = listen_address(global.api.as_deref(), global.config()?.api)?;
     let service = Service::find(global, &args.model, Some(address))?;
     let served = args.model.post(global, &service.client, "/api/v1/deploy")?;
@@ -30,5 +39,11 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
         remark("Ctrl-C ends it");
         let _ = interrupted.recv();
     }
+    Ok(())
+}
+
+fn stop(global: &Global, model: &str) -> Result<(), Failure> {
+    let value = global.client().delete(&format!("/api/v1/models/{}", crate::pull::encode_path(model)))?;
+    answer(global, &value, |v| format!("{} is not served any more", v["model"].as_str().unwrap_or(model)));
     Ok(())
 }

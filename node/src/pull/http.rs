@@ -112,7 +112,7 @@ pub(super) fn finish(
 }
 
 /// Percent-encodes what may not stand in a URL path; `/` stays.
-pub(super) fn encode_path(path: &str) -> String {
+pub(crate) fn encode_path(path: &str) -> String {
     path.bytes()
         .map(|b| match b {
             b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => (b as char).to_string(),

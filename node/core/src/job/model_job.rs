@@ -276,6 +276,11 @@ impl ModelJob {
 
     /// A participant holds its stage; when all do, the job is ready.
     pub(super) fn handle_prepared(&mut self, now: Instant, from: NodeId, epoch: Epoch, bytes: u64, out: &mut Out) {
+        if !self.asked.contains(&from) {
+            return;
+        }
+        // Also where the placement was given up meanwhile: the node holds it still, so it is free for the next plan.
+        self.resident.insert(from, bytes);
         if epoch != self.epoch {
             return;
         }
@@ -283,9 +288,7 @@ impl ModelJob {
         if !missing.remove(&from) {
             return;
         }
-        let all = missing.is_empty();
-        self.resident.insert(from, bytes);
-        if all {
+        if missing.is_empty() {
             self.become_ready(now, out);
         }
     }

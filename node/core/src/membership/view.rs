@@ -26,6 +26,8 @@ pub struct Member<'a> {
     pub connected: bool,
     /// Round trip to it, once measured.
     pub rtt_ns: Option<u64>,
+    /// What the link to it carries, once measured.
+    pub bytes_per_second: Option<u64>,
 }
 
 /// Whether a member is there.
@@ -71,6 +73,11 @@ impl Membership {
             gossip_addr: self.gossip_addr(node),
             connected: self.connected.contains_key(&node),
             rtt_ns: self.connected.get(&node).map(|link| link.rtt_ns),
+            bytes_per_second: self
+                .connected
+                .get(&node)
+                .map(|link| link.bytes_per_second)
+                .filter(|bytes| *bytes != UNMEASURED.bytes_per_second),
         })
     }
 

@@ -1,0 +1,293 @@
+//! What people and programs see of a node: members, jobs and plans, read off the core.
+use node_core::id::{JobId, NodeId};
+use node_core::job::JobState;
+use node_core::membership::MemberState;
+use node_core::message::Advert;
+use node_core::node::Node;
+use node_core::output::DownReason;
+use partitioner::Plan;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// A plan for people and programs.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanReport {
+    /// Model name.
+    pub model: String,
+    /// Predicted milliseconds per token of one request.
+    pub token_ms: f64,
+    /// Whether the search was exact.
+    pub exact: bool,
+    /// Stages, first to last.
+    pub stages: Vec<StageView>,
+    /// Why each node is or is not used.
+    pub reasons: Vec<ReasonView>,
+    /// What would happen if a node were lost.
+    pub losses: Vec<LossView>,
+}
+
+/// One stage of a plan or a job.
+#[derive(Clone, Debug, Serialize)]
+pub struct StageView {
+    /// Node id, hex.
+    pub node: String,
+    /// Its name.
+    pub name: String,
+    /// First layer.
+    pub first_layer: u32,
+    /// One past the last layer.
+    pub end_layer: u32,
+    /// Bytes it takes.
+    pub bytes: u64,
+    /// Predicted milliseconds per token.
+    pub step_ms: f64,
+}
+
+/// Why a node is or is not used.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReasonView {
+    /// Its name.
+    pub node: String,
+    /// The reason.
+    pub reason: String,
+}
+
+/// What would happen if a node were lost.
+#[derive(Clone, Debug, Serialize)]
+pub struct LossView {
+    /// The node lost.
+    pub node: String,
+    /// Stages of the plan that would follow; empty if there is none.
+    pub stages: Vec<StageView>,
+    /// Why there is none.
+    pub error: Option<String>,
+}
+
+/// A node as the API shows it.
+#[derive(Clone, Debug, Serialize)]
+pub struct StateView {
+    /// This node.
+    pub node: String,
+    /// Its name.
+    pub name: String,
+    /// Its libp2p PeerId.
+    pub peer_id: String,
+    /// Its mesh.
+    pub mesh: String,
+    /// Everybody known, this node included.
+    pub peers: Vec<PeerView>,
+    /// Jobs this node heads or takes part in.
+    pub jobs: Vec<JobView>,
+    /// When its membership ends, unix seconds.
+    pub membership_ends: u64,
+    /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
+    pub waiting: Vec<String>,
+}
+
+/// A member.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct PeerView {
+    /// Node id, hex.
+    pub node: String,
+    /// Name.
+    pub name: String,
+    /// PeerId.
+    pub peer_id: String,
+    /// "alive", "suspect", "left", "down".
+    pub state: String,
+    /// This node itself.
+    pub this_node: bool,
+    /// Device description.
+    pub device: String,
+    /// Bytes offered in all.
+    pub memory_total: u64,
+    /// Bytes free.
+    pub memory_free: u64,
+    /// Measured weight bytes per second.
+    pub bytes_per_second: u64,
+    /// Round trip in milliseconds, if measured.
+    pub rtt_ms: Option<f64>,
+    /// Bytes a second that the link to it carries, if measured.
+    pub link_bytes_per_second: Option<u64>,
+    /// A data-plane connection stands.
+    pub connected: bool,
+    /// Takes no new work.
+    pub draining: bool,
+    /// Data-plane addresses.
+    pub addrs: Vec<String>,
+}
+
+/// A job.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct JobView {
+    /// Job id, hex.
+    pub job: String,
+    /// Model name.
+    pub model: String,
+    /// "planning", "loading", "ready", "degraded"; "holding" for a stage of another node's job.
+    pub state: String,
+    /// Why it is degraded.
+    pub reason: Option<String>,
+    /// This node is its head.
+    pub head: bool,
+    /// Epoch counter.
+    pub epoch: u32,
+    /// Predicted milliseconds per token.
+    pub token_ms: f64,
+    /// Stages, first to last.
+    pub stages: Vec<StageView>,
+    /// Requests running.
+    pub running: u32,
+    /// Requests waiting.
+    pub queued: u32,
+}
+
+/// Members for the API, with what the transport measured; this node first.
+pub fn peer_views(node: &Node) -> Vec<PeerView> {
+    let own = peer_view(node.membership().own(), "alive");
+    let own = PeerView { this_node: true, ..own };
+    let others = node.members().map(|m| {
+        let state = match m.state {
+            MemberState::Alive => "alive",
+            MemberState::Suspect => "suspect",
+            MemberState::Down(DownReason::Left) => "left",
+            MemberState::Down(DownReason::Failed) => "down",
+        };
+        match m.advert {
+            Some(advert) => PeerView {
+                connected: m.connected,
+                rtt_ms: m.rtt_ns.map(|ns| ns as f64 / 1e6),
+                link_bytes_per_second: m.bytes_per_second,
+                ..peer_view(advert, state)
+            },
+            None => {
+                PeerView { node: hex(&m.node), state: state.to_owned(), connected: m.connected, ..PeerView::default() }
+            }
+        }
+    });
+    std::iter::once(own).chain(others).collect()
+}
+
+/// Jobs for the API: those this node heads, then the stages it holds of others'.
+pub fn job_views(node: &Node) -> Vec<JobView> {
+    let own = node.membership().own();
+    let name = |id: NodeId| {
+        let known = node.members().find(|m| m.node == id).and_then(|m| m.advert);
+        known.or((own.node == id).then_some(own)).map_or_else(|| id.to_string(), |advert| advert.name.clone())
+    };
+    let stage = |id: NodeId, layers: Range<u32>, bytes: u64| StageView {
+        node: hex(&id),
+        name: name(id),
+        first_layer: layers.start,
+        end_layer: layers.end,
+        bytes,
+        step_ms: 0.0,
+    };
+    let resident: BTreeMap<JobId, u64> = node.stages().filter_map(|s| Some((s.job, s.bytes?))).collect();
+    let headed: Vec<JobView> = node
+        .jobs()
+        .map(|job| JobView {
+            job: format!("{:016x}", job.job.0),
+            model: job.name,
+            state: job_state(job.state).to_owned(),
+            reason: job.reason,
+            head: true,
+            epoch: job.epoch.counter,
+            token_ms: job.token_ns as f64 / 1e6,
+            stages: job
+                .stages
+                .into_iter()
+                .map(|(id, layers)| {
+                    let bytes = if id == own.node { resident.get(&job.job).copied().unwrap_or(0) } else { 0 };
+                    stage(id, layers, bytes)
+                })
+                .collect(),
+            running: job.running as u32,
+            queued: job.waiting as u32,
+        })
+        .collect();
+    let held = node.stages().filter(|s| s.epoch.minter != own.node).map(|s| JobView {
+        job: format!("{:016x}", s.job.0),
+        model: s.name,
+        state: if s.bytes.is_some() { "holding" } else { "loading" }.to_owned(),
+        reason: None,
+        head: false,
+        epoch: s.epoch.counter,
+        token_ms: 0.0,
+        stages: vec![stage(own.node, s.layers, s.bytes.unwrap_or(0))],
+        running: 0,
+        queued: 0,
+    });
+    headed.into_iter().chain(held).collect()
+}
+
+/// What a member says about itself.
+fn peer_view(advert: &Advert, state: &str) -> PeerView {
+    PeerView {
+        node: hex(&advert.node),
+        name: advert.name.clone(),
+        peer_id: transport::PeerId::from_bytes(&advert.peer_id).map(|p| p.to_string()).unwrap_or_default(),
+        state: state.to_owned(),
+        device: advert.capacity.device.clone(),
+        memory_total: advert.capacity.memory_total,
+        memory_free: advert.capacity.memory_free,
+        bytes_per_second: advert.capacity.bytes_per_second,
+        draining: advert.draining,
+        addrs: advert.data_addrs.iter().map(ToString::to_string).collect(),
+        ..PeerView::default()
+    }
+}
+
+fn job_state(state: JobState) -> &'static str {
+    match state {
+        JobState::Planning => "planning",
+        JobState::Loading => "loading",
+        JobState::Ready => "ready",
+        JobState::Degraded => "degraded",
+    }
+}
+
+pub(crate) fn plan_report(model: String, plan: &Plan, names: &BTreeMap<String, String>) -> PlanReport {
+    let name = |id: &partitioner::DeviceId| {
+        let node = hex(&NodeId(id.0));
+        names.get(&node).cloned().unwrap_or(node)
+    };
+    let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
+    PlanReport {
+        model,
+        token_ms: plan.token_ns() as f64 / 1e6,
+        exact: plan.exact(),
+        stages: stages(plan),
+        reasons: plan
+            .reasons()
+            .iter()
+            .map(|(id, reason)| ReasonView { node: name(id), reason: reason.clone() })
+            .collect(),
+        losses: plan
+            .losses()
+            .iter()
+            .map(|l| LossView {
+                node: name(&l.lost),
+                stages: l.plan.as_ref().map(&stages).unwrap_or_default(),
+                error: l.plan.as_ref().err().map(ToString::to_string),
+            })
+            .collect(),
+    }
+}
+
+fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
+    StageView {
+        node: hex(&NodeId(stage.device.0)),
+        name,
+        first_layer: stage.layers.start,
+        end_layer: stage.layers.end,
+        bytes: stage.bytes,
+        step_ms: stage.step_ns as f64 / 1e6,
+    }
+}
+
+/// A node id in full, as the API shows it.
+pub fn hex(node: &NodeId) -> String {
+    node.0.iter().map(|b| format!("{b:02x}")).collect()
+}
