@@ -26,13 +26,14 @@ pub(crate) async fn health() -> &'static str {
     "ok\n"
 }
 
-/// 200 when every job this node takes part in is ready; 503 while one loads or is degraded.
+/// 200 when nothing that this node takes part in is on its way: 503 while a job is planned, loads or is degraded. A node
+/// that holds its part of another node's job is well.
 pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
     let waiting: Vec<Value> = state
         .jobs
         .iter()
-        .filter(|job| job.state != "ready")
+        .filter(|job| matches!(job.state.as_str(), "planning" | "loading" | "degraded"))
         .map(|job| json!({"job": job.job, "model": job.model, "state": job.state}))
         .collect();
     let status = if waiting.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
