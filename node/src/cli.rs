@@ -101,6 +101,8 @@ enum Command {
     Join(up::JoinArgs),
     /// Tell the node to say goodbye to the mesh and end
     Leave,
+    /// Take no new work, and stay in the mesh; with --off take it again
+    Drain(mesh::DrainArgs),
     /// Make a ticket that lets another machine join
     Invite(mesh::InviteArgs),
     /// Let a peer in that asked to join without a ticket
@@ -142,6 +144,7 @@ impl Command {
             Command::Up(args) => up::up(global, &args),
             Command::Join(args) => up::join(global, &args),
             Command::Leave => mesh::leave(global),
+            Command::Drain(args) => mesh::drain(global, &args),
             Command::Invite(args) => mesh::invite(global, &args),
             Command::Approve(args) => mesh::approve(global, &args),
             Command::Status => mesh::status(global),
@@ -290,12 +293,12 @@ mod tests {
     fn every_command_of_the_plan_is_there() {
         let names: Vec<String> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave invite approve status peers jobs pull plan run serve bench selftest demo doctor completions"
+            "up join leave drain invite approve status peers jobs pull plan run serve bench selftest demo doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 17, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 18, "a command that the plan does not have: {names:?}");
     }
 
     #[test]
@@ -303,6 +306,9 @@ mod tests {
         for line in [
             "up --name a --data-dir /d --listen 127.0.0.1 --port 9000 --device cuda:1 --memory 200MiB --threads 2 --api 127.0.0.1:1 --no-mdns --open",
             "join mesh1abc /ip4/10.0.0.1/tcp/9471 --name b --no-mdns --api 127.0.0.1:2",
+            "drain",
+            "drain --off --json",
+            "serve m --stop",
             "invite --ttl 1h --uses 1",
             "approve 12D3",
             "status --json --api 127.0.0.1:9",

@@ -37,6 +37,8 @@ pub trait Engine: Clone + Send + Sync + 'static {
     fn invite(&self, ttl: Duration, uses: u32) -> impl Future<Output = Result<String, NodeError>> + Send;
     /// Lets a waiting peer in.
     fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
+    /// Takes no new work, or takes it again.
+    fn drain(&self, draining: bool);
     /// Says goodbye and ends the node.
     fn leave(&self) -> impl Future<Output = ()> + Send;
 }
@@ -149,6 +151,10 @@ impl Engine for NodeHandle {
 
     async fn approve(&self, peer: String) -> Result<(), NodeError> {
         NodeHandle::approve(self, peer).await
+    }
+
+    fn drain(&self, draining: bool) {
+        NodeHandle::drain(self, draining);
     }
 
     async fn leave(&self) {

@@ -128,6 +128,17 @@ pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Reque
     Ok(Json(json!({"approved": wanted.peer})))
 }
 
+#[derive(Deserialize)]
+struct DrainBody {
+    on: bool,
+}
+
+pub(crate) async fn drain<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+    let wanted: DrainBody = body(request).await?;
+    app.engine.drain(wanted.on);
+    Ok(Json(json!({"draining": wanted.on})))
+}
+
 pub(crate) async fn leave<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
     let _: Value = body(request).await?; // JSON is demanded here too: a form of a web page cannot send it
     app.engine.leave().await;

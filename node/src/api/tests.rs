@@ -147,6 +147,10 @@ impl Engine for Pretended {
         Err(NodeError::NotFound(format!("no peer {peer} waits")))
     }
 
+    fn drain(&self, draining: bool) {
+        self.stopped.lock().unwrap().push(format!("draining: {draining}"));
+    }
+
     async fn leave(&self) {}
 }
 

@@ -32,6 +32,26 @@ pub(super) struct ApproveArgs {
     peer: String,
 }
 
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode drain          before an update: what runs goes on, new work goes elsewhere
+  meshnode drain --off    takes work again
+
+`meshnode jobs` shows what still runs; when it is empty of running requests, `meshnode leave`.")]
+pub(super) struct DrainArgs {
+    /// Take new work again
+    #[arg(long)]
+    off: bool,
+}
+
+pub(super) fn drain(global: &Global, args: &DrainArgs) -> Result<(), Failure> {
+    let value = global.client().post("/api/v1/drain", &json!({"on": !args.off}))?;
+    let text = if args.off { "the node takes work again" } else { "the node takes no new work; what runs goes on" };
+    answer(global, &value, |_| text.into());
+    Ok(())
+}
+
 pub(super) fn leave(global: &Global) -> Result<(), Failure> {
     let value = global.client().post("/api/v1/leave", &json!({}))?;
     answer(global, &value, |_| "the node says goodbye and ends".into());
