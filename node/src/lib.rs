@@ -16,6 +16,7 @@ pub mod driver;
 pub mod executor;
 pub mod handle;
 pub mod hub;
+pub mod links;
 pub mod measure;
 pub mod node;
 pub mod pull;

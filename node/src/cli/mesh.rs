@@ -111,7 +111,7 @@ fn status_text(state: &Value) -> String {
 }
 
 fn peers_text(peers: &Value) -> String {
-    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "FREE", "OF", "RTT", "NODE"])];
+    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "FREE", "OF", "RTT", "LINK", "NODE"])];
     for peer in list(peers) {
         let mut state = string(&peer["state"]).to_owned();
         if peer["draining"] == true {
@@ -129,6 +129,7 @@ fn peers_text(peers: &Value) -> String {
             Size(peer["memory_free"].as_u64().unwrap_or(0)).to_string(),
             Size(peer["memory_total"].as_u64().unwrap_or(0)).to_string(),
             rtt,
+            peer["link_bytes_per_second"].as_u64().map_or_else(|| "–".into(), |bytes| format!("{}/s", Size(bytes))),
             string(&peer["node"]).chars().take(12).collect(),
         ]);
     }

@@ -12,7 +12,7 @@ use futures::FutureExt;
 use quinn::{Connection, ConnectionError, SendStream, VarInt, WriteError};
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     pin::pin,
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
@@ -82,6 +82,8 @@ pub(super) struct Peer {
     /// The same for messages, so that they never wait for frames.
     pub(super) messages_arrived: Arc<Semaphore>,
     since: Instant,
+    /// When the last frame went either way.
+    last_frame: Mutex<Option<Instant>>,
     control: Lane<QuicPipe>,
     frames: Mutex<BTreeMap<(Route, Priority), Lane<QuicPipe>>>,
     messages_held: Arc<Budget>,
@@ -135,6 +137,7 @@ impl Peer {
             frames_arrived: Arc::new(Semaphore::new(limits.arrived_bytes)),
             messages_arrived: Arc::new(Semaphore::new(limits.message_queue_bytes)),
             since: Instant::now(),
+            last_frame: Mutex::default(),
             control,
             frames: Mutex::default(),
             messages_held,
@@ -163,6 +166,7 @@ impl Peer {
         payload: Bytes,
         priority: Priority,
     ) -> Result<(), LaneError> {
+        self.frame_passed();
         let item = match self.choose(payload.len()) {
             Codec::Raw => raw_item(&head, payload),
             codec @ Codec::ShuffledZstd => {
@@ -186,15 +190,17 @@ impl Peer {
         });
     }
 
+    /// A frame goes or comes: somebody's work runs over this link.
+    pub(super) fn frame_passed(&self) {
+        *lock(&self.last_frame) = Some(Instant::now());
+    }
+
     pub(super) fn learn_link(&self, bytes_per_second: u64) {
         let mut link = lock(&self.link);
         // A measurement can only be too low (a busy machine); a link that became slower is QUIC's own business.
         let best = link.bytes_per_second.map_or(bytes_per_second, |before| before.max(bytes_per_second));
         link.bytes_per_second = Some(best);
-        // On one machine there is no link to share.
-        if !self.connection.remote_address().ip().to_canonical().is_loopback() {
-            self.throttle.set(Some(best / 10 * 7));
-        }
+        self.throttle.set(weights_rate(self.connection.remote_address().ip(), best));
     }
 
     pub(super) fn close(&self, reason: CloseCode, text: &str) {
@@ -228,6 +234,7 @@ impl Peer {
             addr: self.connection.remote_address(),
             rtt: self.connection.rtt(),
             bytes_per_second: lock(&self.link).bytes_per_second,
+            frames_silent_for: lock(&self.last_frame).map(|at| at.elapsed()),
             bytes_sent: stats.udp_tx.bytes,
             bytes_received: stats.udp_rx.bytes,
             packets_lost: stats.path.lost_packets,
@@ -304,6 +311,12 @@ impl Peer {
     }
 }
 
+/// Bytes a second that weights may take of a link that was measured.
+fn weights_rate(peer: IpAddr, bytes_per_second: u64) -> Option<u64> {
+    // On one machine there is no link to share.
+    (!peer.to_canonical().is_loopback()).then_some(bytes_per_second / 10 * 7)
+}
+
 fn raw_item(head: &FrameHead, payload: Bytes) -> Item {
     Item::Ready([Bytes::copy_from_slice(&frame::encode_header(head, Codec::Raw, &payload)), payload])
 }
@@ -321,6 +334,8 @@ pub struct PeerStats {
     pub rtt: Duration,
     /// Throughput, once measured.
     pub bytes_per_second: Option<u64>,
+    /// Time since the last frame went either way; `None` if none ever did.
+    pub frames_silent_for: Option<Duration>,
     /// On the wire, headers and all.
     pub bytes_sent: u64,
     /// On the wire, headers and all.
@@ -389,5 +404,18 @@ impl Pipe for QuicPipe {
 
     fn reset(&mut self) {
         let _ = self.0.reset(VarInt::from_u32(0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_get_seven_tenths_of_a_real_link() {
+        let rate = |ip: &str| weights_rate(ip.parse().unwrap(), 125_000_000);
+        assert_eq!(rate("10.0.0.7"), Some(87_500_000));
+        assert_eq!(rate("fd00::7"), Some(87_500_000));
+        assert_eq!([rate("127.0.0.1"), rate("::1"), rate("::ffff:127.0.0.1")], [None; 3]);
     }
 }

@@ -113,6 +113,7 @@ async fn one_frame(
     expected: &Expectation,
 ) -> Result<(), Failure> {
     let incoming = raw.check(expected).map_err(Failure::Frame)?;
+    peer.frame_passed();
     let credit = credit(&peer.frames_arrived, incoming.raw_length).await.ok_or(Failure::Gone)?;
     let mut payload = vec![0; incoming.wire_length];
     recv.read_exact(&mut payload).await.map_err(|_| Failure::Gone)?;

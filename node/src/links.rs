@@ -1,0 +1,165 @@
+//! Measures the links to connected peers, one at a time and only while they are idle, and tells the core: plans count
+//! with what was found, weights keep to their share of it.
+use crate::driver::DriverHandle;
+use node_core::id::NodeId;
+use node_core::input::Input;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use transport::{Endpoint, PeerStats};
+
+/// How often it is looked whether a measurement is due.
+const GLANCE: Duration = Duration::from_secs(1);
+/// A link is measured again after this long: half a second of a slow link in ten minutes is not noticed.
+const AGAIN: Duration = Duration::from_secs(600);
+/// A measurement that failed is tried again after this long.
+const RETRY: Duration = Duration::from_secs(30);
+/// No frame for this long: no job is generating over the link, or so slowly that a burst of half a second is no matter.
+const FRAMES_SILENT: Duration = Duration::from_secs(10);
+/// More bytes than this in a second are a transfer of weights or a prompt: they would spoil the measurement, and it them.
+const IDLE_BYTES: u64 = 64 << 10;
+
+/// The task that measures; it ends with this.
+pub struct Links(tokio::task::JoinHandle<()>);
+
+impl Links {
+    /// Begins to watch the connections of `endpoint`.
+    pub fn watch(endpoint: Arc<Endpoint>, driver: DriverHandle) -> Self {
+        Self(tokio::spawn(async move {
+            let mut schedule = Schedule::default();
+            loop {
+                tokio::time::sleep(GLANCE).await;
+                let Some(peer) = schedule.next(Instant::now(), &endpoint.peers()) else { continue };
+                match endpoint.measure(peer).await {
+                    Ok(link) => {
+                        tracing::debug!(
+                            "{}: {:?} there and back, {} B/s",
+                            NodeId(peer),
+                            link.rtt,
+                            link.bytes_per_second
+                        );
+                        driver.input(Input::LinkMeasured {
+                            node: NodeId(peer),
+                            rtt_ns: u64::try_from(link.rtt.as_nanos()).unwrap_or(u64::MAX),
+                            bytes_per_second: link.bytes_per_second,
+                        });
+                    }
+                    Err(e) => {
+                        tracing::debug!("the link to {} could not be measured: {e}", NodeId(peer));
+                        schedule.failed(Instant::now(), peer);
+                    }
+                }
+            }
+        }))
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// When which link is measured.
+#[derive(Default)]
+struct Schedule(BTreeMap<transport::NodeId, Entry>);
+
+struct Entry {
+    /// When the connection was made, by its age: another connection is another link.
+    since: Instant,
+    due: Instant,
+    /// Bytes both ways at the last look.
+    bytes: u64,
+}
+
+/// Two looks at one connection's age differ by less than this.
+const SAME: Duration = Duration::from_millis(500);
+
+impl Schedule {
+    /// The link to measure now, if any: the one that has been due for longest among those that are idle.
+    fn next(&mut self, now: Instant, peers: &[PeerStats]) -> Option<transport::NodeId> {
+        self.0.retain(|node, _| peers.iter().any(|p| p.node == *node));
+        let mut idle = Vec::new();
+        for peer in peers {
+            let since = now.checked_sub(peer.connected_for).unwrap_or(now);
+            let bytes = peer.bytes_sent + peer.bytes_received;
+            let entry = self.0.entry(peer.node).or_insert(Entry { since, due: now, bytes });
+            if since.saturating_duration_since(entry.since) > SAME {
+                *entry = Entry { since, due: now, bytes };
+            }
+            let quiet = peer.frames_silent_for.is_none_or(|silent| silent >= FRAMES_SILENT);
+            if quiet && bytes.saturating_sub(entry.bytes) <= IDLE_BYTES && entry.due <= now {
+                idle.push((entry.due, peer.node));
+            }
+            entry.bytes = bytes;
+        }
+        let (_, node) = idle.into_iter().min()?;
+        if let Some(entry) = self.0.get_mut(&node) {
+            entry.due = now + AGAIN;
+        }
+        Some(node)
+    }
+
+    /// Nothing was learned: sooner than usual once more.
+    fn failed(&mut self, now: Instant, node: transport::NodeId) {
+        if let Some(entry) = self.0.get_mut(&node) {
+            entry.due = now + RETRY;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use transport::Identity;
+
+    fn peer(n: u8, connected_for: Duration) -> PeerStats {
+        PeerStats {
+            node: [n; 16],
+            peer_id: Identity::generate().peer_id(),
+            addr: ([10, 0, 0, n], 1).into(),
+            rtt: Duration::ZERO,
+            bytes_per_second: None,
+            frames_silent_for: None,
+            bytes_sent: 0,
+            bytes_received: 0,
+            packets_lost: 0,
+            mtu: 1200,
+            queued_bytes: 0,
+            connected_for,
+            dialed_here: true,
+        }
+    }
+
+    #[test]
+    fn each_link_is_measured_once_and_again_after_a_while() {
+        let (mut schedule, start) = (Schedule::default(), Instant::now() + 2 * AGAIN);
+        let at = |seconds: u64| (start + Duration::from_secs(seconds), Duration::from_secs(1 + seconds));
+        let mut measured = Vec::new();
+        for second in 0..=AGAIN.as_secs() {
+            let (now, age) = at(second);
+            measured.extend(schedule.next(now, &[peer(1, age), peer(2, age)]).map(|node| (second, node[0])));
+        }
+        assert_eq!(measured, [(0, 1), (1, 2), (AGAIN.as_secs(), 1)]);
+        let (now, _) = at(AGAIN.as_secs() + 1);
+        let anew = schedule.next(now, &[peer(1, Duration::ZERO)]);
+        assert_eq!(anew, Some([1; 16]), "another connection is another link");
+        schedule.failed(now, [1; 16]);
+        assert_eq!(schedule.next(now + RETRY, &[peer(1, RETRY)]), Some([1; 16]));
+    }
+
+    #[test]
+    fn a_link_in_use_is_left_alone() {
+        let (mut schedule, start) = (Schedule::default(), Instant::now());
+        let look = |schedule: &mut Schedule, second: u64, frames: Option<u64>, bytes: u64| {
+            let age = Duration::from_secs(second);
+            let frames_silent_for = frames.map(Duration::from_secs);
+            let peer = PeerStats { frames_silent_for, bytes_received: bytes, ..peer(1, age) };
+            schedule.next(start + age, &[peer]).is_some()
+        };
+        assert!(!look(&mut schedule, 0, Some(0), 0), "a job generates");
+        assert!(!look(&mut schedule, 1, None, 10 << 20), "weights arrive");
+        assert!(!look(&mut schedule, 2, Some(9), 10 << 20), "a slow job");
+        assert!(look(&mut schedule, 3, Some(10), 10 << 20));
+    }
+}
