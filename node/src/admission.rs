@@ -7,21 +7,23 @@ use node_core::id::NodeId;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 use transport::certificate::{Chain, Roles};
 use transport::join::{JoinRefusal, JoinRequest};
 use transport::{Identity, MeshCredentials, MeshId, PeerId, Ticket};
 
-/// How long a membership lasts: a year, so that a mesh among friends needs no ceremony; a ban ends it sooner.
-const MEMBERSHIP: Duration = Duration::from_secs(365 * 24 * 3600);
+/// How long a membership lasts, though never longer than its issuer's: nobody owns the mesh, so it should not end because
+/// its founder's machine is gone. `renewal.rs` extends it.
+pub const MEMBERSHIP: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// Addresses in a ticket: the first that answers is used.
 const TICKET_ADDRS_MAX: usize = 4;
 
 /// The guest list and the keys of the house.
 pub struct Admission {
     identity: Identity,
-    credentials: MeshCredentials,
+    /// Replaced as a whole when they are renewed.
+    credentials: RwLock<Arc<MeshCredentials>>,
     book: Mutex<InviteBook>,
     /// Secrets by the id that a joiner names.
     secrets: Mutex<BTreeMap<[u8; 16], [u8; 16]>>,
@@ -65,7 +67,7 @@ impl Admission {
             store.invites().into_iter().map(|(secret, _)| (transport::ticket::ticket_id(&secret), secret)).collect();
         Self {
             identity,
-            credentials,
+            credentials: RwLock::new(Arc::new(credentials)),
             book: Mutex::new(book),
             secrets: Mutex::new(secrets),
             strangers: Mutex::new(BTreeMap::new()),
@@ -74,9 +76,24 @@ impl Admission {
         }
     }
 
+    /// What makes this node a member, as it stands.
+    pub fn credentials(&self) -> Arc<MeshCredentials> {
+        self.credentials.read().expect("no panics under this lock").clone()
+    }
+
+    /// From now on these.
+    pub fn set_credentials(&self, credentials: MeshCredentials) {
+        *self.credentials.write().expect("no panics under this lock") = Arc::new(credentials);
+    }
+
+    /// This node's key.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
     /// First eight digits of the mesh id, for people.
     pub fn mesh_name(&self) -> String {
-        self.credentials.mesh.0[..4].iter().map(|b| format!("{b:02x}")).collect()
+        self.credentials().mesh.0[..4].iter().map(|b| format!("{b:02x}")).collect()
     }
 
     /// A ticket good for `uses` admissions within `ttl`.
@@ -84,7 +101,8 @@ impl Admission {
     /// # Errors
     /// This node may not invite, or the store cannot be written.
     pub fn invite(&self, ttl: Duration, uses: u32) -> Result<String, AdmissionError> {
-        if !self.credentials.chain.own().is_some_and(|own| own.roles.may_invite()) {
+        let credentials = self.credentials();
+        if !credentials.chain.own().is_some_and(|own| own.roles.may_invite()) {
             return Err(AdmissionError::Refused("this node was admitted without the right to invite others".into()));
         }
         let mut secret = [0; 16];
@@ -98,7 +116,7 @@ impl Admission {
         self.store.put_invites(&invites)?;
         self.secrets.lock().expect("no panics under this lock").insert(transport::ticket::ticket_id(&secret), secret);
         let ticket = Ticket {
-            mesh: self.credentials.mesh,
+            mesh: credentials.mesh,
             inviter: self.identity.peer_id(),
             addrs: self.addrs.iter().copied().take(TICKET_ADDRS_MAX).collect(),
             secret,
@@ -157,7 +175,7 @@ impl Admission {
                 tracing::info!("{} ({}) joins through this node", request.peer_id, request.name);
                 request.admit(transport::join::Admission {
                     chain,
-                    mesh_key: self.credentials.mesh_key,
+                    mesh_key: self.credentials().mesh_key,
                     members: members.into(),
                 });
             }
@@ -192,7 +210,7 @@ impl Admission {
             JoinRefusal::Busy
         })?;
         let expiry = crate::handle::unix_seconds() + MEMBERSHIP.as_secs();
-        self.credentials.issue(&self.identity, peer, Roles::INVITER, expiry).map_err(|e| {
+        self.credentials().issue(&self.identity, peer, Roles::INVITER, expiry).map_err(|e| {
             tracing::error!("nobody can be admitted: {e}");
             JoinRefusal::Busy
         })
@@ -253,7 +271,7 @@ pub fn save(data_dir: &Path, credentials: &MeshCredentials) -> Result<(), Admiss
 
 /// Begins a mesh: this node is its first member.
 pub fn found(identity: &Identity) -> MeshCredentials {
-    MeshCredentials::found(identity, crate::handle::unix_seconds() + 10 * MEMBERSHIP.as_secs())
+    MeshCredentials::found(identity, crate::handle::unix_seconds() + MEMBERSHIP.as_secs())
 }
 
 /// Two meshes do not mix by accident.

@@ -72,6 +72,7 @@ pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
     findings.push(memory(options.memory));
     findings.extend(network::examine(options, api));
     findings.push(disk("data directory", &options.data_dir));
+    findings.extend(membership(&options.data_dir));
     findings.push(disk("model cache", &options.models_dir));
     findings.push(cached_models(&options.models_dir));
     findings.push(fetching());
@@ -169,6 +170,22 @@ fn disk(subject: &str, dir: &Path) -> Finding {
         DISK_FAIL_BYTES..DISK_WARN_BYTES => Finding::warn(subject, seen, "large models will not fit"),
         DISK_WARN_BYTES.. => Finding::ok(subject, seen),
     }
+}
+
+/// How long this machine belongs to its mesh, if it does.
+fn membership(data_dir: &Path) -> Option<Finding> {
+    let held = match crate::admission::load(data_dir) {
+        Ok(held) => held?,
+        Err(error) => return Some(Finding::fail("membership", error.to_string(), "")),
+    };
+    let left = crate::renewal::seconds_left(&held);
+    let seen = format!("of mesh {}, {} days left", held.mesh, left / 86_400);
+    Some(match crate::renewal::advice(held.chain.expiry()) {
+        _ if held.root_secret.is_some() => Finding::ok("membership", format!("founder of mesh {}", held.mesh)),
+        Some(advice) if left == 0 => Finding::fail("membership", seen, advice),
+        Some(advice) => Finding::warn("membership", seen, advice),
+        None => Finding::ok("membership", seen),
+    })
 }
 
 fn cached_models(models_dir: &Path) -> Finding {

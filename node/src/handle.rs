@@ -275,6 +275,7 @@ impl NodeHandle {
             name: self.inner.name.clone(),
             peer_id: self.inner.peer_id.clone(),
             mesh: self.inner.admission.mesh_name(),
+            membership_ends: self.inner.admission.credentials().chain.expiry(),
             peers,
             jobs,
             waiting: self.inner.admission.waiting(),

@@ -5,6 +5,9 @@ use crate::device::Compute;
 use crate::driver::{self, DriverHandle};
 use crate::handle::{Inner, NodeError, NodeHandle, Serving};
 use crate::hub::Hub;
+use crate::links::Links;
+use crate::renewal::{self, Renewal};
+use crate::residency::Residency;
 use crate::shell::Shell;
 use crate::store::{Store, StoreError};
 use crate::tensors::{Tensor, Tensors};
@@ -38,6 +41,8 @@ pub struct Running {
     endpoint: Arc<Endpoint>,
     driver: DriverHandle,
     _discovery: Option<Discovery>,
+    _links: Links,
+    _renewal: Renewal,
 }
 
 impl Running {
@@ -119,6 +124,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     driver.input(Input::Holdings(library.contents()));
     introduce(&driver, store.peers(), inviter);
     let discovery = if options.solo { None } else { Some(discover(&options, port, &identity, &driver).await?) };
+    let renewal = Renewal::watch(endpoint.clone(), guests.clone(), options.data_dir.clone());
+    let links = Links::watch(endpoint.clone(), driver.clone());
     let ticket = guests.invite(FIRST_TICKET_TTL, FIRST_TICKET_USES)?;
     let serving = Serving::new(driver.clone(), hub.clone());
     let handle = NodeHandle {
@@ -135,7 +142,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             deploying: tokio::sync::Mutex::new(()),
         }),
     };
-    Ok((handle, Running { ticket, stopped, endpoint, driver, _discovery: discovery }))
+    Ok((handle, Running { ticket, stopped, endpoint, driver, _discovery: discovery, _links: links, _renewal: renewal }))
 }
 
 /// A peer to get to know first.
@@ -150,7 +157,12 @@ async fn membership(
     identity: &Identity,
     endpoint: &Endpoint,
 ) -> Result<(MeshCredentials, Option<Inviter>), NodeError> {
-    let held = admission::load(&options.data_dir)?;
+    let mut held = admission::load(&options.data_dir)?;
+    if let Some(renewed) = held.as_ref().and_then(|held| renewal::renew_founder(held, identity)) {
+        admission::save(&options.data_dir, &renewed)?;
+        held = Some(renewed);
+    }
+    let over = held.as_ref().is_some_and(|held| renewal::seconds_left(held) == 0);
     let mut last = None;
     for way in &options.join {
         let way = Way::parse(way)?;
@@ -173,6 +185,7 @@ async fn membership(
         return Err(error);
     }
     let credentials = match held {
+        Some(_) if over => return Err(NodeError::Unauthorised(renewal::over(&options.data_dir))),
         Some(held) => held,
         None => {
             let founded = admission::found(identity);
@@ -268,13 +281,18 @@ fn bind(
     admission: &Arc<OnceLock<Arc<Admission>>>,
     library: &Arc<Library>,
 ) -> Result<Arc<Endpoint>, NodeError> {
-    let (driver, tensors, admission, library) = (driver.clone(), tensors.clone(), admission.clone(), library.clone());
+    let (driver, tensors, library) = (driver.clone(), tensors.clone(), library.clone());
+    let (admission, guests) = (admission.clone(), admission.clone());
     let sink = move |event: Event| arrive(event, &driver, &tensors, &admission);
-    let serve = move |_from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
-        let library = library.clone();
+    let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
+        let (library, guests) = (library.clone(), guests.get().cloned());
         // Reading a chunk may wait for the disk.
         tokio::task::spawn_blocking(move || {
-            if reply.blocking_send(library.answer(&request).into()) {
+            let answer = match guests {
+                Some(guests) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
+                Some(_) | None => library.answer(&request),
+            };
+            if reply.blocking_send(answer.into()) {
                 reply.finish();
             }
         });

@@ -250,10 +250,7 @@ impl MeshCredentials {
         expiry_unix: u64,
     ) -> Result<Chain, CertificateError> {
         let expiry = expiry_unix.min(self.chain.expiry());
-        if let Some(mut secret) = self.root_secret
-            && let Ok(secret) = ed25519::SecretKey::try_from_bytes(&mut secret)
-        {
-            let root = ed25519::Keypair::from(secret);
+        if let Some(root) = self.root() {
             return Ok(Chain(vec![Certificate::issued_by_root(&root, subject, roles, expiry)]));
         }
         let depth = self.chain.0.len();
@@ -266,6 +263,17 @@ impl MeshCredentials {
         let mut chain = self.chain.clone();
         chain.0.push(Certificate::issued_by(issuer, self.mesh, subject, roles, expiry));
         Ok(chain)
+    }
+
+    /// The founder's own certificate anew, until `expiry_unix`; `None` for everybody else.
+    pub fn renew_founder(&self, founder: &Identity, expiry_unix: u64) -> Option<Self> {
+        let own = Certificate::issued_by_root(&self.root()?, founder.peer_id(), Roles::INVITER, expiry_unix);
+        Some(Self { chain: Chain(vec![own]), ..self.clone() })
+    }
+
+    fn root(&self) -> Option<ed25519::Keypair> {
+        let mut secret = self.root_secret?;
+        ed25519::SecretKey::try_from_bytes(&mut secret).ok().map(ed25519::Keypair::from)
     }
 
     /// Bytes for a private file.
@@ -401,6 +409,19 @@ mod tests {
         assert_eq!(chain.0.len(), 1);
         assert_eq!(chain.expiry(), LATER, "never longer than the issuer's own");
         assert_eq!(chain.verify(mesh.mesh, a.peer_id(), NOW), Ok(Roles::MEMBER));
+    }
+
+    #[test]
+    fn only_the_founder_lives_on_by_itself() {
+        let (founder, a) = (Identity::generate(), Identity::generate());
+        let mesh = MeshCredentials::found(&founder, NOW);
+        assert!(mesh.chain.verify(mesh.mesh, founder.peer_id(), NOW).is_err(), "over");
+        let renewed = mesh.renew_founder(&founder, LATER).unwrap();
+        assert_eq!(renewed.chain.verify(mesh.mesh, founder.peer_id(), NOW), Ok(Roles::INVITER));
+        assert_eq!((renewed.chain.expiry(), renewed.mesh_key), (LATER, mesh.mesh_key));
+        let chain = renewed.issue(&founder, a.peer_id(), Roles::INVITER, LATER).unwrap();
+        let member = MeshCredentials { chain, root_secret: None, ..mesh };
+        assert!(member.renew_founder(&a, LATER + 1).is_none());
     }
 
     #[test]

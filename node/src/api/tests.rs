@@ -133,6 +133,7 @@ impl Engine for Pretended {
             name: "pretended".into(),
             peer_id: "12D3".into(),
             mesh: "m".into(),
+            membership_ends: 0,
             peers: vec![],
             jobs: self.jobs.lock().unwrap().clone(),
             waiting: vec![],

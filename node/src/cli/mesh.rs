@@ -104,6 +104,9 @@ fn status_text(state: &Value) -> String {
     if list(&state["jobs"]).next().is_some() {
         let _ = write!(text, "\n{}", jobs_text(&state["jobs"]));
     }
+    if let Some(advice) = state["membership_ends"].as_u64().and_then(crate::renewal::advice) {
+        let _ = writeln!(text, "\n{advice}");
+    }
     for peer in list(&state["waiting"]) {
         let _ = writeln!(text, "\nwaits to be let in: meshnode approve {}", string(peer));
     }
