@@ -114,7 +114,11 @@ impl Admission {
             book.invites()
         };
         self.store.put_invites(&invites)?;
-        self.secrets.lock().expect("no panics under this lock").insert(transport::ticket::ticket_id(&secret), secret);
+        {
+            let mut secrets = self.secrets.lock().expect("no panics under this lock");
+            secrets.retain(|_, kept| invites.iter().any(|(issued, _)| issued == kept));
+            secrets.insert(transport::ticket::ticket_id(&secret), secret);
+        }
         let ticket = Ticket {
             mesh: credentials.mesh,
             inviter: self.identity.peer_id(),
@@ -200,7 +204,7 @@ impl Admission {
             Refusal::Expired => JoinRefusal::Expired,
             Refusal::UsedUp => JoinRefusal::UsedUp,
             Refusal::NotApproved => {
-                self.strangers.lock().expect("no panics under this lock").insert(node, peer);
+                self.remember_stranger(node, peer);
                 JoinRefusal::NotApproved
             }
         })?;
@@ -214,6 +218,14 @@ impl Admission {
             tracing::error!("nobody can be admitted: {e}");
             JoinRefusal::Busy
         })
+    }
+
+    /// Only of those who wait: anybody may ask, so the list of them is bounded, and this with it.
+    fn remember_stranger(&self, node: NodeId, peer: PeerId) {
+        let waiting: Vec<NodeId> = self.book().waiting().collect();
+        let mut strangers = self.strangers.lock().expect("no panics under this lock");
+        strangers.insert(node, peer);
+        strangers.retain(|stranger, _| waiting.contains(stranger));
     }
 
     fn book(&self) -> std::sync::MutexGuard<'_, InviteBook> {

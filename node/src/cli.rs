@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 mod bench;
+mod interrupt;
 mod mesh;
 mod model;
 mod plan;

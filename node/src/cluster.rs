@@ -1,13 +1,31 @@
 //! Several node processes on this machine: what the demo shows and the system tests torture.
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest wait for a node's first line: a first start measures its device.
 const START_MAX: Duration = Duration::from_secs(60);
+
+/// Processes started and not yet ended.
+static CHILDREN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// Kills every node process of this one, for a process that is about to end; returns how many there were.
+pub fn kill_all() -> usize {
+    let children = std::mem::take(&mut *children());
+    for pid in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(pid.cast_signed())) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+    children.len()
+}
+
+fn children() -> MutexGuard<'static, BTreeSet<u32>> {
+    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A node process with its own data directory and ports. Killed when dropped.
 pub struct LocalNode {
@@ -69,8 +87,11 @@ impl LocalNode {
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(&log_path)?);
         let mut child = command.spawn()?;
+        children().insert(child.id());
         let ticket = first_line(&mut child).ok_or_else(|| {
             let _ = child.kill();
+            let _ = child.wait();
+            children().remove(&child.id());
             let log = std::fs::read_to_string(&log_path).unwrap_or_default();
             std::io::Error::other(format!("node `{}` did not start:\n{log}", options.name))
         })?;
@@ -84,6 +105,8 @@ impl LocalNode {
 
     /// SIGKILL: it gets no chance to say goodbye.
     pub fn kill(&mut self) {
+        // In this order: a process id that was waited for may be somebody else's.
+        children().remove(&self.child.id());
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -100,6 +123,7 @@ impl LocalNode {
         let end = Instant::now() + limit;
         while Instant::now() < end {
             if let Ok(Some(status)) = self.child.try_wait() {
+                children().remove(&self.child.id());
                 return Some(status);
             }
             std::thread::sleep(Duration::from_millis(20));

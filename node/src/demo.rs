@@ -226,18 +226,21 @@ fn mib(bytes: u64) -> String {
     format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
+/// Writes a line, or some text, to whoever watches; one that went away has seen enough.
+macro_rules! line { ($($part:tt)*) => {{ let _ = writeln!(std::io::stdout(), $($part)*); }} }
+macro_rules! text { ($($part:tt)*) => {{ let _ = write!(std::io::stdout(), $($part)*); }} }
+
 /// Stdout, for people or for programs.
 struct Screen {
     json: bool,
 }
 
-#[expect(clippy::print_stdout, reason = "the demo's output is its purpose")]
 impl Screen {
     fn say(&self, mark: &str, text: &str) {
         if self.json {
-            println!("{}", json!({"event": "step", "step": mark, "text": text}));
+            line!("{}", json!({"event": "step", "step": mark, "text": text}));
         } else {
-            println!("\n{} {}", style("▶").cyan().bold(), style(text).bold());
+            line!("\n{} {}", style("▶").cyan().bold(), style(text).bold());
         }
     }
 
@@ -247,24 +250,19 @@ impl Screen {
             if let (Some(line), Some(fields)) = (line.as_object_mut(), fields.as_object()) {
                 line.extend(fields.clone());
             }
-            println!("{line}");
+            line!("{line}");
             return;
         }
         match name {
-            "solo" => println!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
-            "stall" => println!(
+            "solo" => line!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
+            "stall" => line!(
                 "  {} {:.0} ms without a token, then it went on",
                 style("✔").green(),
                 fields["stall_ms"].as_f64().unwrap_or_default()
             ),
             "mesh" => {
                 for node in fields["nodes"].as_array().into_iter().flatten() {
-                    println!(
-                        "  {} {} pid {}",
-                        style("●").green(),
-                        node["name"].as_str().unwrap_or_default(),
-                        node["pid"]
-                    );
+                    line!("  {} {} pid {}", style("●").green(), node["name"].as_str().unwrap_or_default(), node["pid"]);
                 }
             }
             _ => {}
@@ -273,14 +271,14 @@ impl Screen {
 
     fn plan(&self, plan: &Value) {
         if self.json {
-            println!("{}", json!({"event": "plan", "plan": plan}));
+            line!("{}", json!({"event": "plan", "plan": plan}));
             return;
         }
-        println!("  plan: {:.1} ms a token", plan["token_ms"].as_f64().unwrap_or_default());
+        line!("  plan: {:.1} ms a token", plan["token_ms"].as_f64().unwrap_or_default());
         for stage in plan["stages"].as_array().into_iter().flatten() {
             let (first, end) = (stage["first_layer"].as_u64().unwrap_or(0), stage["end_layer"].as_u64().unwrap_or(0));
             let bar = "█".repeat((end - first) as usize);
-            println!(
+            line!(
                 "  {:>5} layers {first:>2}–{:<2} {} {}",
                 stage["name"].as_str().unwrap_or_default(),
                 end.saturating_sub(1),
@@ -288,28 +286,28 @@ impl Screen {
                 mib(stage["bytes"].as_u64().unwrap_or(0))
             );
         }
-        println!();
+        line!();
     }
 
     fn killed(&self, name: &str, pid: u32) {
         if self.json {
-            println!("{}", json!({"event": "kill", "name": name, "pid": pid, "signal": "SIGKILL"}));
+            line!("{}", json!({"event": "kill", "name": name, "pid": pid, "signal": "SIGKILL"}));
         } else {
-            print!(" {} ", style(format!("✂ kill -9 {name}")).red().bold());
+            text!(" {} ", style(format!("✂ kill -9 {name}")).red().bold());
             let _ = std::io::stdout().flush();
         }
     }
 
     fn text(&self, text: &str) {
         if !self.json {
-            print!("{text}");
+            text!("{text}");
             let _ = std::io::stdout().flush();
         }
     }
 
     fn summary(&self, summary: &DemoSummary) {
         if self.json {
-            println!("{}", serde_json::to_string(summary).unwrap_or_default());
+            line!("{}", serde_json::to_string(summary).unwrap_or_default());
             return;
         }
         let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
@@ -317,10 +315,12 @@ impl Screen {
         } else {
             style("NOT the tokens of one node").red().bold()
         };
-        println!("\n{verdict}");
-        println!(
+        line!("\n{verdict}");
+        line!(
             "{:.1} tokens/s on the mesh, {:.1} on one node with the same threads; {:.0} ms stall",
-            summary.tokens_per_s, summary.solo_tokens_per_s, summary.stall_ms
+            summary.tokens_per_s,
+            summary.solo_tokens_per_s,
+            summary.stall_ms
         );
     }
 }

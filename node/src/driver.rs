@@ -19,6 +19,8 @@ pub struct DriverHandle {
 
 enum Event {
     Input(Input),
+    /// From the network: its sender may send more once this is handled.
+    Arrived(Input, transport::Credit),
     Views(oneshot::Sender<(Vec<PeerView>, Vec<JobView>)>),
     StopAfter(Duration),
 }
@@ -38,6 +40,11 @@ impl DriverHandle {
     /// Something happened. Dropped if the node has stopped.
     pub fn input(&self, input: Input) {
         let _ = self.queue.send(Event::Input(input));
+    }
+
+    /// Something arrived from the network; `credit` is given back when it has been handled.
+    pub fn arrived(&self, input: Input, credit: transport::Credit) {
+        let _ = self.queue.send(Event::Arrived(input, credit));
     }
 
     /// Peers and jobs as the core sees them now; empty if the node has stopped.
@@ -87,6 +94,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
         for event in first.into_iter().chain(queue.events.try_iter().take(TOGETHER_MAX)) {
             match event {
                 Event::Input(input) => node.handle(self::now(), input),
+                Event::Arrived(input, _credit) => node.handle(self::now(), input),
                 Event::Views(answer) => {
                     let _ = answer.send((peer_views(&node), job_views(&node)));
                 }

@@ -87,11 +87,13 @@ impl Executor {
                 Command::Release { job, request } => {
                     // A stage that is broken says so at its next batch.
                     if let Some((_, stage)) = self.stages.get_mut(&job) {
-                        stage.release(request.0);
+                        let _ = catch_unwind(AssertUnwindSafe(|| stage.release(request.0)));
                     }
                 }
                 Command::Compute { work, job, epoch, items } => {
-                    let results = self.compute(job, epoch, &items);
+                    // What panics must not take the node with it: the stage is reported failed and loaded anew.
+                    let computed = catch_unwind(AssertUnwindSafe(|| self.compute(job, epoch, &items)));
+                    let results = computed.unwrap_or_else(|panic| Err(panic_text(panic.as_ref())));
                     self.driver.input(Input::Computed { work, results });
                 }
             }
@@ -114,10 +116,7 @@ impl Executor {
             return Err(format!("the stage was loaded for epoch {}, not {}", held.counter, epoch.counter));
         }
         let batch = items.iter().zip(&inputs).map(|(item, input)| rows(item, input)).collect::<Result<Vec<_>, _>>()?;
-        // A kernel that panics must not take the node with it: the stage is reported failed and loaded anew.
-        let outputs = catch_unwind(AssertUnwindSafe(|| stage.forward(&batch)))
-            .map_err(|panic| panic_text(panic.as_ref()))?
-            .map_err(|e| e.to_string())?;
+        let outputs = stage.forward(&batch).map_err(|e| e.to_string())?;
         items.iter().zip(outputs).map(|(item, output)| self.result(item, output)).collect()
     }
 

@@ -13,7 +13,8 @@ use node_core::output::{DoneReason, Event};
 use partitioner::PlanError;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
@@ -24,6 +25,9 @@ mod serving;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
 const PLAN_MAX: Duration = Duration::from_secs(20);
+
+/// Longest wait for running requests when the node leaves.
+const FINISH_MAX: Duration = Duration::from_secs(8);
 
 /// A running node, cheap to clone.
 #[derive(Clone)]
@@ -183,8 +187,16 @@ impl NodeHandle {
     /// # Errors
     /// Unknown or damaged model, a mesh too small (with the missing bytes), a stage that could not load.
     pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
-        let _one_at_a_time = self.inner.deploying.lock().await;
-        let opened = self.open(&model, &options).await?;
+        let node = self.clone();
+        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, options).await });
+        deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
+    }
+
+    async fn deploy_in_turn(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
+        self.takes_work()?;
+        let serving = &self.inner.serving;
+        let _turn = serving.turn().await;
+        let opened = self.open(&model).await?;
         self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
         let before = serving.find(&opened.name, &opened.spec(&options));
         let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
@@ -245,6 +257,7 @@ impl NodeHandle {
     /// # Errors
     /// The node has stopped. Refusals (queue full, prompt too long) come as [`TokenEvent::Done`].
     pub async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
+        self.takes_work()?;
         let room = (request.max_tokens.min(model.context) as usize) + 2;
         let (call, events) = self.inner.hub.open_tokens(room);
         let request = Request {
@@ -287,7 +300,9 @@ impl NodeHandle {
     /// # Errors
     /// The store cannot be written.
     pub async fn invite(&self, ttl: Duration, uses: u32) -> Result<String, NodeError> {
-        Ok(self.inner.admission.invite(ttl, uses)?)
+        let admission = self.inner.admission.clone();
+        let invited = tokio::task::spawn_blocking(move || admission.invite(ttl, uses)); // it waits for the disk
+        Ok(invited.await.map_err(|e| NodeError::Failed(format!("inviting was interrupted: {e}")))??)
     }
 
     /// Lets a peer in that asked to join without a ticket (a PeerId, or a prefix of it that is unique among those who wait).
@@ -300,13 +315,35 @@ impl NodeHandle {
 
     /// Leaves the mesh: takes no new work, lets running requests end for a while, says goodbye; then the process ends.
     pub async fn leave(&self) {
-        self.inner.driver.input(Input::Leave);
-        self.inner.driver.stop_after(Duration::from_millis(300));
+        if self.inner.leaving.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        self.drain(true);
+        let node = self.clone();
+        tokio::spawn(async move {
+            let end = tokio::time::Instant::now() + FINISH_MAX;
+            while tokio::time::Instant::now() < end && node.has_requests().await {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            node.inner.driver.input(Input::Leave);
+            node.inner.driver.stop_after(Duration::from_millis(300));
+        });
+    }
+
+    async fn has_requests(&self) -> bool {
+        self.inner.driver.views().await.1.iter().any(|job| job.head && job.running + job.queued > 0)
     }
 
     /// Takes no new work (`true`), or takes it again.
     pub fn drain(&self, draining: bool) {
         self.inner.driver.input(Input::Drain(draining));
+    }
+
+    fn takes_work(&self) -> Result<(), NodeError> {
+        match self.inner.leaving.load(Ordering::Relaxed) {
+            true => Err(NodeError::Failed("this node is leaving the mesh: send the request to another".into())),
+            false => Ok(()),
+        }
     }
 
     async fn names(&self) -> BTreeMap<String, String> {

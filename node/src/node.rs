@@ -19,7 +19,8 @@ use node_core::message::FrameHeader;
 use node_core::node::Node;
 use node_core::output::Record;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
 use transport::frame::{self, Dtype, FrameHead};
@@ -36,7 +37,7 @@ const ASK_AGAIN: Duration = Duration::from_secs(3);
 pub struct Running {
     /// A ticket for others, good for a few uses within an hour.
     pub ticket: String,
-    /// Completes when the node has left.
+    /// Completes when the node has left; with an error if it failed.
     pub stopped: tokio::sync::oneshot::Receiver<()>,
     endpoint: Arc<Endpoint>,
     driver: DriverHandle,
@@ -138,8 +139,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             library,
             admission: guests,
             models_dir: options.models_dir,
-            served: Mutex::new(BTreeMap::new()),
-            deploying: tokio::sync::Mutex::new(()),
+            serving,
+            leaving: AtomicBool::new(false),
         }),
     };
     Ok((handle, Running { ticket, stopped, endpoint, driver, _discovery: discovery, _links: links, _renewal: renewal }))
@@ -254,7 +255,7 @@ fn introduce(driver: &DriverHandle, remembered: Option<Record>, inviter: Option<
         }
     }
     if let Some(Inviter { peer_id, data }) = inviter {
-        let gossip = data.iter().map(|a| SocketAddr::new(a.ip(), a.port() - 1)).collect();
+        let gossip = data.iter().map(|a| SocketAddr::new(a.ip(), a.port().saturating_sub(1))).collect();
         let node = NodeId(transport::node_id(&peer_id));
         driver.input(Input::PeerFound { node, peer_id: peer_id.to_bytes(), gossip, data });
     }
@@ -317,14 +318,18 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, admission: &On
             tracing::debug!("{} is disconnected: {reason}", NodeId(node));
             driver.input(Input::Disconnected { node: NodeId(node) });
         }
-        Event::Message { from, bytes } => driver.input(Input::Message { from: NodeId(from), bytes: bytes.into_vec() }),
+        Event::Message { from, bytes } => {
+            let (bytes, credit) = bytes.split();
+            driver.arrived(Input::Message { from: NodeId(from), bytes: bytes.into() }, credit);
+        }
         Event::Frame { from, head, payload } => {
             let header = header(&head);
+            let (payload, credit) = payload.split();
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
                 _ => Tensor::Hidden(frame::to_f32(&payload)),
             };
-            driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor) });
+            driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }
         Event::LaneRefused { node, route } => {
             tracing::debug!(
@@ -389,6 +394,11 @@ async fn discover(
 
 /// The port the user asked for, or a free one (with its neighbour) where any will do.
 fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
+    if options.port == u16::MAX {
+        return Err(NodeError::Invalid(
+            "--port 65535 leaves no port for the data plane above it: choose another".into(),
+        ));
+    }
     if options.port != 0 {
         return Ok(options.port);
     }

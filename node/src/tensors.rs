@@ -17,7 +17,7 @@ pub enum Tensor {
 /// transport's credits bound what arrives.
 #[derive(Default)]
 pub struct Tensors {
-    held: Mutex<HashMap<TensorId, Tensor>>,
+    held: Mutex<HashMap<TensorId, (Tensor, Option<transport::Credit>)>>,
     arrivals: AtomicU64,
 }
 
@@ -25,21 +25,21 @@ pub struct Tensors {
 const ARRIVAL: u64 = 1 << 63;
 
 impl Tensors {
-    /// Keeps an arrival and names it.
-    pub fn arrive(&self, tensor: Tensor) -> TensorId {
+    /// Keeps an arrival and names it. Its sender gets the credit back when the payload is taken.
+    pub fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
         let id = TensorId(ARRIVAL | self.arrivals.fetch_add(1, Ordering::Relaxed));
-        self.put(id, tensor);
+        self.lock().insert(id, (tensor, Some(credit)));
         id
     }
 
     /// Keeps a payload under a name of the core's.
     pub fn put(&self, id: TensorId, tensor: Tensor) {
-        self.lock().insert(id, tensor);
+        self.lock().insert(id, (tensor, None));
     }
 
     /// Gives a payload up.
     pub fn take(&self, id: TensorId) -> Option<Tensor> {
-        self.lock().remove(&id)
+        self.lock().remove(&id).map(|(tensor, _credit)| tensor)
     }
 
     /// Payloads held now.
@@ -52,7 +52,7 @@ impl Tensors {
         self.len() == 0
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<TensorId, Tensor>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<TensorId, (Tensor, Option<transport::Credit>)>> {
         self.held.lock().expect("no panics under this lock")
     }
 }

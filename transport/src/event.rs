@@ -94,10 +94,21 @@ impl Received {
         self.bytes
     }
 
+    /// The bytes, and the credit to be kept until they have been used.
+    pub fn split(self) -> (Bytes, Credit) {
+        (self.bytes, Credit { _permit: self.credit })
+    }
+
     /// The bytes alone, without a copy where nobody else holds them; gives the credit back now.
     pub fn into_vec(self) -> Vec<u8> {
         self.into_bytes().into()
     }
+}
+
+/// The room that arrived bytes take among what their sender may have under way; dropping it gives the room back.
+#[derive(Debug)]
+pub struct Credit {
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Deref for Received {

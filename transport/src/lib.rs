@@ -24,7 +24,7 @@ mod wire;
 
 pub use bulk::{Reply, RequestError, Response, Serve};
 pub use certificate::{CertificateError, Chain, MeshCredentials, MeshId, Roles};
-pub use event::{Event, Received, Sink};
+pub use event::{Credit, Event, Received, Sink};
 pub use frame::{Codec, Dtype, Epoch, Expectation, FrameError, FrameHead, Route};
 pub use gossip::{GossipError, GossipSocket, GossipStats};
 pub use identity::{Identity, IdentityError, NodeId, PeerId, node_id, verify};

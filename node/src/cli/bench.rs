@@ -1,4 +1,5 @@
 //! Commands that measure or prove something on this machine: `bench`, `selftest`, `demo`.
+use super::interrupt::Interrupts;
 use super::model::fetch;
 use super::progress::Spinner;
 use super::table::{render, row};
@@ -123,7 +124,8 @@ pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
     let program = std::env::current_exe().map_err(|e| Failure::failed(format!("where is this program? {e}")))?;
     let options =
         crate::demo::DemoOptions { json: global.json, tokens: args.tokens, threads: usize::from(args.threads) };
-    let summary = crate::demo::run(&program, &model, &options).map_err(Failure::failed)?;
+    let show = move || crate::demo::run(&program, &model, &options).map_err(Failure::failed);
+    let summary = Interrupts::listen()?.during(show)?;
     if summary.tokens_equal_solo && summary.requests_lost == 0 {
         return Ok(());
     }

@@ -1,4 +1,5 @@
 //! What `pull`, `plan`, `run` and `serve` share: naming a model, having it here, and a node to ask.
+use super::interrupt::{GLANCE, Interrupts, remove_at_end};
 use super::progress::{Bar, Spinner};
 use super::{Failure, Global, answer, remark};
 use crate::api::Api;
@@ -138,15 +139,41 @@ pub(super) struct Service {
 }
 
 struct OwnNode {
-    runtime: tokio::runtime::Runtime,
-    _running: crate::node::Running,
+    /// Taken when it ends.
+    runtime: Option<tokio::runtime::Runtime>,
+    running: crate::node::Running,
     _data_dir: tempfile::TempDir,
 }
 
+impl Drop for OwnNode {
+    fn drop(&mut self) {
+        // What still hashes or loads is not waited for.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 impl Service {
+    /// Finds a node, or starts one, and POSTs the model to `path`. A signal ends this at any moment.
+    pub(super) fn ask(
+        interrupts: &Interrupts,
+        global: &Global,
+        args: &ModelArgs,
+        own_address: Option<SocketAddr>,
+        path: &'static str,
+    ) -> Result<(Self, Value), Failure> {
+        let (global, args) = (global.clone(), args.clone());
+        interrupts.during(move || {
+            let service = Self::find(&global, &args, own_address)?;
+            let answer = args.post(&global, &service.client, path)?;
+            Ok((service, answer))
+        })
+    }
+
     /// The node that listens on `--api`, or, where none does on this machine, a solo node in this process whose API is
     /// at `own_address` (port 0: any).
-    pub(super) fn find(global: &Global, args: &ModelArgs, own_address: Option<SocketAddr>) -> Result<Self, Failure> {
+    fn find(global: &Global, args: &ModelArgs, own_address: Option<SocketAddr>) -> Result<Self, Failure> {
         let client = global.client();
         if client.listens() {
             return Ok(Self { address: client.base().to_owned(), client, own: None });
@@ -163,6 +190,19 @@ impl Service {
         self.own.is_some()
     }
 
+    /// Waits for Ctrl-C or SIGTERM, or the end of a node that was started here.
+    pub(super) fn wait_for_end(mut self, interrupts: &Interrupts) -> Result<(), Failure> {
+        use tokio::sync::oneshot::error::TryRecvError;
+        while let Some(own) = self.own.as_mut().filter(|_| !interrupts.came()) {
+            match own.running.stopped.try_recv() {
+                Ok(()) => return Ok(()), // `meshnode leave`
+                Err(TryRecvError::Closed) => return Err(Failure::failed(super::up::BROKEN)),
+                Err(TryRecvError::Empty) => std::thread::sleep(GLANCE),
+            }
+        }
+        Ok(())
+    }
+
     fn start(global: &Global, args: &ModelArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
         fetch(global, &args.model)?; // a mistyped name should not start a node first
         remark(format!("no node listens on {}: starting one in this process, alone", global.client().base()));
@@ -171,6 +211,7 @@ impl Service {
             .prefix("meshnode-solo-")
             .tempdir()
             .map_err(|e| Failure::failed(format!("cannot make a temporary directory: {e}")))?;
+        remove_at_end(data_dir.path());
         let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir(&file));
         options.device = args.compute.device.clone().or(file.device).unwrap_or(options.device);
         options.memory = args.compute.memory.or(file.memory).map(|s| s.0);
@@ -185,7 +226,7 @@ impl Service {
         runtime.spawn(api.serve(handle, Metrics::default(), std::future::pending()));
         let client = Client::new(Some(&address.to_string()), key);
         let address = client.base().to_owned();
-        Ok(Self { client, address, own: Some(OwnNode { runtime, _running: running, _data_dir: data_dir }) })
+        Ok(Self { client, address, own: Some(OwnNode { runtime: Some(runtime), running, _data_dir: data_dir }) })
     }
 }
 

@@ -1,4 +1,5 @@
 //! `meshnode plan`: who would hold which layers, what it costs, and why.
+use super::interrupt::Interrupts;
 use super::model::{ModelArgs, Service, display_name};
 use super::table::{render, row};
 use super::{Failure, Global, answer};
@@ -17,8 +18,7 @@ pub(super) struct PlanArgs {
 }
 
 pub(super) fn plan(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
-    let service = Service::find(global, &args.model, None)?;
-    let report = args.model.post(global, &service.client, "/api/v1/plan")?;
+    let (_service, report) = Service::ask(&Interrupts::listen()?, global, &args.model, None, "/api/v1/plan")?;
     answer(global, &report, |report| text(&display_name(&args.model.model), report));
     Ok(())
 }

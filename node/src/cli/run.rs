@@ -1,16 +1,14 @@
 //! `meshnode run`: a prompt in, text out as it comes.
+use super::interrupt::{GLANCE, Interrupts};
 use super::model::{ModelArgs, Service};
 use super::progress::Spinner;
 use super::{Failure, Global, remark, say};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Read, Write};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
 
 /// Largest prompt read from stdin: what the API takes.
 const PROMPT_BYTES_MAX: u64 = 4 << 20;
-/// How soon Ctrl-C is noticed while no token comes.
-const GLANCE: Duration = Duration::from_millis(50);
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -70,9 +68,8 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
         Some(prompt) => prompt.clone(),
         None => read_prompt()?,
     };
-    let interrupted = super::up::interrupts()?;
-    let service = Service::find(global, &args.model, None)?;
-    let served = args.model.post(global, &service.client, "/api/v1/deploy")?;
+    let interrupts = Interrupts::listen()?;
+    let (service, served) = Service::ask(&interrupts, global, &args.model, None, "/api/v1/deploy")?;
     let request = args.request(&served["model"], prompt);
 
     let waiting = Spinner::new("reading the prompt");
@@ -99,7 +96,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
                 return Err(Failure::failed("the node closed the stream before the answer was complete"));
             }
         }
-        if interrupted.try_recv().is_ok() {
+        if interrupts.came() {
             output.end = json!({"done": "interrupted"});
             output.close();
             return Err(Failure::quiet(Failure::INTERRUPTED));

@@ -1,4 +1,5 @@
 //! `meshnode serve`: a model under OpenAI's API, on the node that listens or on one of its own.
+use super::interrupt::Interrupts;
 use super::model::{ModelArgs, Service, listen_address};
 use super::{Failure, Global, answer, remark};
 use serde_json::json;
@@ -28,16 +29,15 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
         return stop(global, &args.model.model);
     }
     let address = listen_address(global.api.as_deref(), global.config()?.api)?;
-    let service = Service::find(global, &args.model, Some(address))?;
-    let served = args.model.post(global, &service.client, "/api/v1/deploy")?;
+    let interrupts = Interrupts::listen()?;
+    let (service, served) = Service::ask(&interrupts, global, &args.model, Some(address), "/api/v1/deploy")?;
     let name = served["model"].as_str().unwrap_or(&args.model.model);
     let base = format!("{}/v1", service.address);
     let value = json!({"model": name, "base_url": base, "context": served["context"], "own_node": service.is_own()});
-    let interrupted = super::up::interrupts()?;
     answer(global, &value, |_| format!("{name} is served under {base}"));
     if service.is_own() {
         remark("Ctrl-C ends it");
-        let _ = interrupted.recv();
+        return service.wait_for_end(&interrupts);
     }
     Ok(())
 }

