@@ -66,6 +66,10 @@ pub struct ModelOptions {
 }
 
 impl ModelOptions {
+    fn is_int8(&self) -> bool {
+        self.int8.unwrap_or(true)
+    }
+
     /// What is not said here is taken from how a model is served.
     fn or_as(&self, served: &ModelSpec) -> Self {
         Self {
@@ -381,7 +385,7 @@ impl Opened {
             name: self.name.clone(),
             work: work(&self.held.file, options),
             width: self.held.file.config().width as u32,
-            int8: options.int8.unwrap_or(true),
+            int8: options.is_int8(),
             eos: self.tokenizer.eos().to_vec(),
         }
     }
@@ -402,7 +406,7 @@ const CONTEXT_DEFAULT: u32 = 2048;
 const SEQUENCES_DEFAULT: u32 = 4;
 
 fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
-    let activations = if options.int8 { Activations::Int8 } else { Activations::F32 };
+    let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
     // Any node may compute on a GPU.
     let costs = file.costs(activations, true);
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
