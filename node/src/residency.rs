@@ -59,11 +59,12 @@ impl Residency {
         }
     }
 
-    /// A stage could not be loaded.
-    pub fn fail(&self, job: JobId, epoch: Epoch) {
+    /// A stage could not be loaded, nor is what was held before of any use: `drop_it` tells the executor.
+    pub fn fail(&self, job: JobId, epoch: Epoch, drop_it: impl FnOnce()) {
         let mut state = self.lock();
         if state.wanted.get(&job).is_some_and(|w| w.epoch == epoch) {
             state.wanted.remove(&job);
+            drop_it();
         }
     }
 
@@ -124,7 +125,7 @@ mod tests {
         node.begin(JobId(1), epoch(2), 50).expect("a stage takes the place of the same job's");
         assert_eq!(node.resident(JobId(1), None).memory_free, 100);
         node.end(JobId(1), || {});
-        node.fail(JobId(2), epoch(1));
+        node.fail(JobId(2), epoch(1), || {});
         node.begin(JobId(3), epoch(1), 100).expect("everything is free again");
     }
 

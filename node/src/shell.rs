@@ -139,6 +139,8 @@ impl Shell {
         };
         self.endpoint.expect(route(job, epoch, spec.stage), rows_in);
         if let Err(reason) = self.residency.begin(job, epoch, spec.bytes_max) {
+            // The head takes it that a node that failed holds nothing of the job.
+            self.residency.end(job, || self.execute(Command::Unload { job }));
             return self.driver.input(Input::Loaded { job, epoch, result: Err(reason) });
         }
         let (residency, bytes_max) = (self.residency.clone(), spec.bytes_max);
@@ -157,7 +159,9 @@ impl Shell {
                     let _ = executor.send(Command::Install { job, epoch, stage, bytes_max });
                 }),
                 Err(reason) => {
-                    residency.fail(job, epoch);
+                    residency.fail(job, epoch, || {
+                        let _ = executor.send(Command::Unload { job });
+                    });
                     driver.input(Input::Loaded { job, epoch, result: Err(reason) });
                 }
             }

@@ -167,7 +167,7 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
             ended = &mut serving => remark(format!("the API does not listen any more ({ended:?})")),
             () = signals.next() => {}
         }
-        remark("leaving: no new work; once more ends at once");
+        remark("leaving: no new work, running requests may end; once more ends at once");
         let leaving = async {
             handle.leave().await;
             let _ = (&mut running.stopped).await;
