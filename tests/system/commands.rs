@@ -155,6 +155,26 @@ fn commands_use_the_node_that_runs() {
     assert!(mesh.nodes[0].wait(Duration::from_secs(15)).is_some_and(|s| s.success()), "{}", mesh.nodes[0].log());
 }
 
+/// Three processes share the model, one is killed while they speak: the same text, and nothing lost.
+#[test]
+fn the_demo_shows_what_it_promises() {
+    if require(model()).is_none() {
+        return;
+    }
+    let output = run(&["demo", "--json"]);
+    let text = stdout(&output);
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect();
+    let killed = lines.iter().position(|line| line["event"] == "kill").expect("a stage was killed");
+    let told = lines.iter().position(|line| line["text"].as_str().is_some_and(|text| text.contains("sky")));
+    assert!(told.is_some_and(|told| told > killed), "the text goes on after the kill: {text}");
+    let summary = lines.last().expect("a summary");
+    assert_eq!((&summary["nodes"], &summary["requests_lost"]), (&Value::from(3), &Value::from(0)), "{summary}");
+    assert_eq!(summary["tokens_equal_solo"], true, "{summary}");
+    for figure in ["stall_ms", "tokens_per_s", "solo_tokens_per_s"] {
+        assert!(summary[figure].as_f64().is_some_and(|value| value > 0.0), "{figure}: {summary}");
+    }
+}
+
 /// `serve` without a node is one, until it is told to end.
 #[test]
 fn serve_alone_serves_until_a_signal() {
