@@ -29,10 +29,13 @@ const LATE: Duration = Duration::from_micros(200);
 const REST: u32 = 8;
 /// But not longer than this.
 const REST_MAX: Duration = Duration::from_millis(200);
-/// How often the system is asked whether the caller had a core when he wanted one.
-const WATCH: Duration = Duration::from_millis(10);
+/// How often the system is asked whether the caller had a core when he wanted one: often enough to matter, and long enough
+/// for threads that were woken on one core to be spread over all.
+const WATCH: Duration = Duration::from_millis(50);
 /// He had not if he waited for more than this fraction of the time.
-const DENIED: u32 = 8;
+const DENIED: u32 = 4;
+/// How long one helper less is tried then: doubled, up to the longer, each time that trying with all ends like this.
+const FEWER: [Duration; 2] = [Duration::from_millis(200), Duration::from_millis(3200)];
 
 /// Threads that run closures together.
 pub(crate) struct Pool {
@@ -42,6 +45,8 @@ pub(crate) struct Pool {
     rest_ends: Option<Instant>,
     /// When the system was last asked, and what it said (see [`denied`]).
     watched: (Instant, Duration),
+    /// How long one helper less is tried next time.
+    fewer: Duration,
 }
 
 struct Shared {
@@ -74,10 +79,12 @@ struct Worker {
 /// A closure on all workers; the pointer is valid while its round is open.
 #[derive(Clone, Copy)]
 struct Task {
-    run: *const (dyn Fn(usize, Range<usize>) + Sync),
+    run: Run<'static>,
     units: usize,
     grain: usize,
 }
+
+type Run<'a> = *const (dyn Fn(usize, Range<usize>) + Sync + 'a);
 
 /// On its own pair of cache lines, so that a write to one does not disturb readers of the next.
 #[repr(align(128))]
@@ -111,6 +118,7 @@ impl Pool {
             threads: Vec::with_capacity(workers - 1),
             rest_ends: None,
             watched: (Instant::now(), denied()),
+            fewer: FEWER[0],
         };
         for worker in 1..workers {
             let shared = Arc::clone(&pool.shared);
@@ -165,8 +173,7 @@ impl Pool {
         // SAFETY: no round is open, so nobody reads this; the lifetime is erased only until the end of this function, which
         // does not return or unwind before all that was taken is done.
         unsafe {
-            let run: *const (dyn Fn(usize, Range<usize>) + Sync + '_) = task;
-            let run = std::mem::transmute::<_, *const (dyn Fn(usize, Range<usize>) + Sync)>(run);
+            let run = std::mem::transmute::<Run<'_>, Run<'static>>(task);
             *self.shared.task.get() = Some(Task { run, units, grain });
         }
         let grains = units.div_ceil(grain);
@@ -210,11 +217,14 @@ impl Pool {
             return;
         }
         self.watched = (now, denied());
-        if self.watched.1.saturating_sub(denied_before) > (now - before) / DENIED
-            && let Some((_, last)) = self.helpers().last()
-        {
+        if self.watched.1.saturating_sub(denied_before) <= (now - before) / DENIED {
+            if self.rest_ends.is_none() {
+                self.fewer = FEWER[0];
+            }
+        } else if let Some((_, last)) = self.helpers().last() {
             last.resting.store(true, Ordering::Relaxed);
-            self.rest_ends = Some(now + REST_MAX);
+            self.rest_ends = Some(now + self.fewer);
+            self.fewer = (2 * self.fewer).min(FEWER[1]);
         }
     }
 
@@ -290,9 +300,9 @@ impl Shared {
 
     /// The next part for a worker: of its own share, else of the nearest that has something left.
     fn take(&self, number: usize) -> Option<Range<u32>> {
-        let others = (number + 1..number + self.workers.len()).map(|other| other % self.workers.len());
+        let mut others = (number + 1..number + self.workers.len()).map(|other| other % self.workers.len());
         let own = self.workers[number].0.share.take(End::Front);
-        own.or_else(|| others.into_iter().find_map(|other| self.workers[other].0.share.take(End::Back)))
+        own.or_else(|| others.find_map(|other| self.workers[other].0.share.take(End::Back)))
     }
 }
 
