@@ -1,4 +1,6 @@
 //! Whole small models of every architecture and format against a forward pass written as plainly as possible in f64.
+#![expect(clippy::needless_range_loop, reason = "loops over indices, as the formulas are written")]
+#![expect(clippy::print_stdout, reason = "figures for people")]
 use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};

@@ -1,4 +1,5 @@
 //! The real model against four independent engines: prompt ids, greedy tokens teacher-forced, and how far int8 strays.
+#![expect(clippy::print_stdout, reason = "figures for people")]
 use std::sync::Arc;
 
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageOptions};
@@ -51,7 +52,7 @@ fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
         let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), logits: true };
         match stage.forward(&[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            other => panic!("expected logits, found {other:?}"),
+            other @ (RowsOut::Hidden(_) | RowsOut::Nothing) => panic!("expected logits, found {other:?}"),
         }
     };
     let mut all = vec![next(0, &prompt.ids)];

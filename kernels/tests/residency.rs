@@ -1,4 +1,5 @@
 //! A stage's resident weights are its share of the file plus at most a tenth.
+#![expect(clippy::print_stdout, reason = "figures for people")]
 #![cfg(target_os = "linux")]
 use kernels::stage::{Activations, Rows, RowsIn, StageOptions};
 use kernels::weights::ModelFile;

@@ -140,12 +140,8 @@ impl Client {
     }
 
     fn unreachable(&self, error: &ureq::Error) -> ClientError {
-        let refused = match error {
-            ureq::Error::ConnectionFailed | ureq::Error::HostNotFound => true,
-            ureq::Error::Io(io) => io.kind() == std::io::ErrorKind::ConnectionRefused,
-            #[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
-            _ => false,
-        };
+        let refused = matches!(error, ureq::Error::ConnectionFailed | ureq::Error::HostNotFound)
+            || matches!(error, ureq::Error::Io(io) if io.kind() == std::io::ErrorKind::ConnectionRefused);
         match refused {
             true => ClientError::Nobody { base: self.base.clone() },
             false => ClientError::Broken { base: self.base.clone(), what: error.to_string() },

@@ -55,7 +55,7 @@ impl Compute {
     pub fn load(&self, file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
         match self.device.id {
             DeviceId::Cpu => kernels::load_cpu_stage(file, options),
-            id => kernels_burn::load_gpu_stage(file, options, id),
+            id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_burn::load_gpu_stage(file, options, id),
         }
     }
 }

@@ -40,13 +40,13 @@ pub fn require(free: Option<u64>, need: u64, what: &str, path: &Path, advice: &'
 }
 
 /// The system's words, and what to do about them.
+#[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is open; all else explains itself")]
 pub fn explain(error: &io::Error, advice: &str) -> String {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => format!("{error}; {advice}"),
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             format!("{error}; make it writable for this user, or choose another place")
         }
-        #[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is open; all else explains itself")]
         _ => error.to_string(),
     }
 }

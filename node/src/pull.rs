@@ -313,13 +313,10 @@ pub enum PullError {
 impl PullError {
     /// An error of the file system; a full disk is told apart.
     fn storage(path: &Path, source: std::io::Error) -> Self {
-        match source.kind() {
-            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
-                Self::DiskFull { dir: path.parent().unwrap_or(path).to_owned(), need: None, free: None }
-            }
-            #[expect(clippy::wildcard_enum_match_arm, reason = "ErrorKind is open; all else is an ordinary failure")]
-            _ => Self::Storage { path: path.to_owned(), source },
+        if matches!(source.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
+            return Self::DiskFull { dir: path.parent().unwrap_or(path).to_owned(), need: None, free: None };
         }
+        Self::Storage { path: path.to_owned(), source }
     }
 }
 

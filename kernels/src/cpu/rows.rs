@@ -10,7 +10,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
         let x = S::min(S::max(x, S::splat(-87.0)), S::splat(88.0));
         let t = S::fma(x, S::splat(std::f32::consts::LOG2_E), S::splat(ROUND));
         let n = S::sub(t, S::splat(ROUND));
-        let r = S::fma(n, S::splat(-0.693_359_375), x); // ln 2, its first bits
+        let r = S::fma(n, S::splat(-0.693_359_4), x); // ln 2, its first bits: 0.693359375
         let r = S::fma(n, S::splat(2.121_944_4e-4), r); // and the rest
         let mut p = S::splat(1.987_569_2e-4);
         for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5, 1.0, 1.0] {

@@ -182,7 +182,7 @@ fn add_unit(
     #[unroll]
     for t in 0..tile {
         let base = ((input + t) * units + unit) * 8;
-        let mut sum = sums[comptime!(at + t as usize)];
+        let mut sum = sums[comptime!(at + t)];
         #[unroll]
         for k in 0..8usize {
             let four = x[base + k];
@@ -191,7 +191,7 @@ fn add_unit(
                 sum = fma(weights[k * 4 + j], four[j], sum);
             }
         }
-        sums[comptime!(at + t as usize)] = sum;
+        sums[comptime!(at + t)] = sum;
     }
 }
 
@@ -313,7 +313,7 @@ fn super_block(quants: &Array<Vector<u32, Const<4>>>, g: usize, weights: &mut Ar
     let scale = select(later, (both & 15u32) | (((low >> 6u32) & 3u32) << 4u32), low & 63u32);
     let minimum = select(later, ((both >> 4u32) & 15u32) | (((high >> 6u32) & 3u32) << 4u32), high & 63u32);
     let scale = half(header[0] & 0xffffu32) * small(scale);
-    let minimum = half(header[0] >> 16u32) * small(minimum) * -1.0f32;
+    let minimum = -(half(header[0] >> 16u32) * small(minimum));
     let nibbles = base + comptime!(if fifth { 3usize } else { 1usize }) + (g % 8) / 2 * 2;
     let shift = 4u32 * (group % 2u32);
     #[unroll]

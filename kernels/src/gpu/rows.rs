@@ -209,7 +209,7 @@ fn rotate_kernel(
             let (first, second) =
                 if comptime!(interleaved) { (base + 2 * i, base + 2 * i + 1) } else { (base + i, base + i + dims / 2) };
             let (a, b) = (x[first], x[second]);
-            y[first] = fma(a, cosine, b * sine * -1.0f32);
+            y[first] = fma(a, cosine, -(b * sine));
             y[second] = fma(b, cosine, a * sine);
         } else {
             // Elements beyond `dims` do not turn; pairs i and up are elements 2 i and up, dims being even.
@@ -225,7 +225,7 @@ fn swiglu_kernel(gate: &Array<f32>, up: &Array<f32>, y: &mut Array<f32>, width: 
     if i < width {
         let at = CUBE_POS_Y as usize * width as usize + i as usize;
         let g = gate[at];
-        y[at] = up[at] * (g / (1.0f32 + f32::exp(g * -1.0f32)));
+        y[at] = up[at] * (g / (1.0f32 + f32::exp(-g)));
     }
 }
 

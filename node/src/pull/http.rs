@@ -278,12 +278,12 @@ fn certificates(pem: &[u8]) -> Vec<ureq::tls::Certificate<'static>> {
 
 const NO_NAME: &str = "the host's name does not resolve (no network, or it is blocked)";
 
+#[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
 fn explain(error: &ureq::Error) -> String {
     match error {
         ureq::Error::HostNotFound => NO_NAME.into(),
         ureq::Error::Io(error) if error.to_string().contains("failed to lookup address") => NO_NAME.into(),
         ureq::Error::ConnectionFailed => "no connection".into(),
-        #[expect(clippy::wildcard_enum_match_arm, reason = "ureq's errors are open and explain themselves")]
         other => other.to_string(),
     }
 }
