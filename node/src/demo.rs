@@ -64,8 +64,8 @@ pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummar
     };
     let solo = demo.solo()?;
     let mut nodes = demo.mesh(solo.bytes)?;
-    let plan = demo.place(&nodes)?;
-    let split = demo.interrupted(&mut nodes, &plan)?;
+    demo.place(&nodes)?;
+    let split = demo.interrupted(&mut nodes)?;
     let summary = DemoSummary {
         nodes: nodes.len(),
         tokens_equal_solo: split.tokens == solo.run.tokens,
@@ -138,22 +138,24 @@ impl Demo {
         Ok(nodes)
     }
 
-    fn place(&self, nodes: &[LocalNode]) -> Result<Value> {
+    fn place(&self, nodes: &[LocalNode]) -> Result<()> {
         let plan = nodes[0].post("/api/v1/plan", &self.model_request())?;
         self.screen.plan(&plan);
         nodes[0].post("/api/v1/deploy", &self.model_request())?;
-        Ok(plan)
+        Ok(())
     }
 
     /// Generates on the first node and kills a stage that is not the head a third of the way.
-    fn interrupted(&self, nodes: &mut [LocalNode], plan: &Value) -> Result<Run> {
+    fn interrupted(&self, nodes: &mut [LocalNode]) -> Result<Run> {
         let (head, others) = nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
-        let stages = plan["stages"].as_array().cloned().unwrap_or_default();
+        // Not the stages of the plan shown: figures measured meanwhile may have led to another.
+        let jobs = head.get("/api/v1/jobs")?;
+        let stages = jobs[0]["stages"].as_array().cloned().unwrap_or_default();
         let holds = |name: &str| stages.iter().any(|s| s["name"] == name);
         let victim = others
             .iter_mut()
             .find(|n| holds(&n.name))
-            .ok_or_else(|| Error::other(format!("the plan uses no node but the head: {plan}")))?;
+            .ok_or_else(|| Error::other(format!("the job uses no node but the head: {jobs}")))?;
         let moment = self.options.tokens as usize / 3;
         let screen = &self.screen;
         let run = self.generate(head, &mut |so_far, _| {

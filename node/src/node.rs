@@ -413,8 +413,8 @@ fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
     Err(NodeError::Failed("no two free ports side by side: choose one with --port".into()))
 }
 
-/// Addresses that peers are told. A node that listens everywhere asks the system which address it would be seen under;
-/// no packet is sent for that.
+/// Addresses that peers are told: where a node listens everywhere, those of the machine's networks, the one with the
+/// default route first (no packet is sent to learn it), its own loopback last.
 fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     if !listen.is_unspecified() {
         return vec![listen];
@@ -426,9 +426,17 @@ fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     };
     // Documentation addresses (RFC 5737, RFC 3849): far away by definition.
     let v4 = towards(Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::new(192, 0, 2, 1).into());
-    let v6 = towards(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into())
-        .filter(|_| listen.is_ipv6());
-    let mut all: Vec<IpAddr> = [v4, v6].into_iter().flatten().filter(|ip| !ip.is_unspecified()).collect();
+    let v6 = towards(Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1).into());
+    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
+    let others = interfaces.iter().filter(|i| !i.is_link_local()).map(if_addrs::Interface::ip);
+    let mut all: Vec<IpAddr> = Vec::new();
+    for ip in [v4, v6].into_iter().flatten().chain(others) {
+        let usable = !ip.is_unspecified() && !ip.is_loopback() && (ip.is_ipv4() || listen.is_ipv6());
+        if usable && !all.contains(&ip) {
+            all.push(ip);
+        }
+    }
+    all.truncate(node_core::limits::ADVERT_ADDRS_MAX - 1);
     all.push(Ipv4Addr::LOCALHOST.into());
     all
 }
