@@ -18,10 +18,13 @@ mod layers;
 
 mod repair;
 
+mod standby;
+
 pub mod explain;
 
 pub use fleet::{Device, DeviceId, Fleet, Link};
 pub use layers::plan;
 pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
 pub use repair::{moved_bytes, repair};
+pub use standby::{Standby, Tier, standbys};
 pub use work::{Layer, Work};

@@ -148,6 +148,25 @@ impl Plan {
         &self.losses
     }
 
+    /// This plan with another device holding one stage: the same layers, so the rules hold but for devices used twice.
+    ///
+    /// # Errors
+    /// [`InvalidPlan::DeviceTwice`] when the device holds a stage already; [`InvalidPlan::Layers`] when the layers differ
+    /// or the plan has no such stage.
+    pub fn with_stage(&self, index: usize, stage: Stage) -> Result<Self, InvalidPlan> {
+        let mut next = Self { losses: Vec::new(), ..self.clone() };
+        let old = next
+            .stages
+            .get_mut(index)
+            .filter(|old| old.layers == stage.layers)
+            .ok_or_else(|| InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end })?;
+        // Links aside: they are measured anew with the next plan.
+        next.token_ns = (self.token_ns - old.step_ns).saturating_add(stage.step_ns);
+        *old = stage;
+        check_stages(&next.stages)?;
+        Ok(next)
+    }
+
     /// Notes how the plan was found and why each device is or is not used.
     pub(crate) fn explained(mut self, exact: bool, reasons: Vec<(DeviceId, String)>) -> Self {
         self.exact = exact;

@@ -79,7 +79,7 @@ impl Executor {
         *self = Executor::new(spec);
     }
 
-    /// `Output::Load`: layers that stay keep their caches. A stage beyond the memory left is refused.
+    /// `Output::Load`: with empty caches. A stage beyond the memory left is refused.
     pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, spec: StageSpec) -> (Instant, Input) {
         let bytes = spec.bytes_max;
         let old = self.stages.remove(&job);
@@ -89,12 +89,24 @@ impl Executor {
             return (now + Duration::from_millis(1), Input::Loaded { job, epoch, result: Err(reason) });
         }
         let same = old.as_ref().is_some_and(|old| old.spec.layers == spec.layers && old.spec.content == spec.content);
-        let caches = old.filter(|_| same).map(|old| old.caches).unwrap_or_default();
-        self.stages.insert(job, Stage { epoch, spec, caches });
+        self.stages.insert(job, Stage { epoch, spec, caches: BTreeMap::new() });
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         self.busy_until = self.busy_until.max(now) + took;
         (self.busy_until, Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) })
+    }
+
+    /// `Output::Keep`: the stage stays, with its caches, under another epoch.
+    pub fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch) -> (Instant, Input) {
+        let result = match self.stages.get_mut(&job) {
+            Some(stage) => {
+                stage.epoch = epoch;
+                Ok(LoadedStage { bytes: stage.spec.bytes_max })
+            }
+            None => Err("there is no stage of this job to keep".into()),
+        };
+        self.busy_until = self.busy_until.max(now) + Duration::from_micros(100);
+        (self.busy_until, Input::Loaded { job, epoch, result })
     }
 
     /// Bytes that stages do not take.
@@ -154,11 +166,12 @@ impl Executor {
         self.tensors.remove(&tensor);
     }
 
-    /// A payload leaves the host; nothing if the core named a tensor that is not there.
+    /// A copy of a payload leaves the host; nothing if the core named a tensor that is not there.
     pub fn give(&mut self, payload: Payload) -> Option<Cargo> {
         match payload {
             Payload::Tokens(tokens) => Some(Cargo::Tokens(tokens)),
-            Payload::Tensor(tensor) => self.tensors.remove(&tensor),
+            Payload::Tensor(tensor) => self.tensors.get(&tensor).cloned(),
+            Payload::Tensors(_) => None, // only an item has more than one
         }
     }
 
@@ -179,10 +192,26 @@ impl Executor {
         self.stages.values().map(|stage| stage.caches.len()).sum()
     }
 
+    /// Rows that arrived apart.
+    fn join(&mut self, ids: &[TensorId]) -> Result<Cargo, String> {
+        let (mut all, mut bytes) = (Vec::new(), 0);
+        for id in ids {
+            match self.tensors.remove(id) {
+                Some(Cargo::Rows(rows, row_bytes)) => {
+                    all.extend(rows);
+                    bytes = row_bytes;
+                }
+                Some(Cargo::Tokens(_)) | None => return Err(format!("no rows {id:?} here")),
+            }
+        }
+        Ok(Cargo::Rows(all, bytes))
+    }
+
     fn compute_item(&mut self, job: JobId, epoch: Epoch, item: Item) -> Result<ItemResult, String> {
         let input = match item.input {
             Payload::Tokens(tokens) => Cargo::Tokens(tokens),
             Payload::Tensor(id) => self.tensors.remove(&id).ok_or_else(|| format!("no tensor {id:?} here"))?,
+            Payload::Tensors(ids) => self.join(&ids)?,
         };
         let stage = self.stages.get_mut(&job).ok_or_else(|| format!("no stage of {job:?} here"))?;
         if stage.epoch != epoch {

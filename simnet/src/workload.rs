@@ -165,6 +165,8 @@ impl Workload {
                 | Event::JobDegraded { .. }
                 | Event::JobEnded { .. }
                 | Event::Lost { .. }
+                | Event::Standby { .. }
+                | Event::Promoted { .. }
                 | Event::Refused { .. } => self.notes.push(told),
             }
         }

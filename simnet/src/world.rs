@@ -405,6 +405,10 @@ impl World {
                 self.answer_at(id, answer);
                 self.measure_memory(id);
             }
+            Output::Keep { job, epoch, .. } => {
+                let answer = host.executor.keep(now, job, epoch);
+                self.answer_at(id, answer);
+            }
             Output::Unload { job } => {
                 host.executor.unload(job);
                 self.measure_memory(id);

@@ -3,7 +3,7 @@
 //! Evidence comes from several places (the head's own leases, neighbours' reports, SWIM, the executor); this machine
 //! weighs it for the jobs of which this node is the head. Replay itself is `job`'s: it holds the token log.
 //! Next: `job.rs`.
-use crate::id::{JobId, NodeId};
+use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::{EXCLUDED, LINK_CUT};
 use crate::output::DownReason;
 use crate::time::{Duration, Instant};
@@ -18,6 +18,8 @@ pub enum FailoverOutput {
     Lost { job: JobId, node: NodeId, silent_ms: u64 },
     /// Place the job anew without the excluded nodes.
     Replan { job: JobId },
+    /// A standby is lost: the job goes on.
+    StandbyLost { job: JobId, node: NodeId },
     /// An executor failed under the job's requests.
     Strike { job: JobId, reason: String },
     /// For the log.
@@ -33,7 +35,10 @@ pub struct Failover {
 
 #[derive(Debug, Default)]
 struct Guard {
+    /// Under which placement.
+    epoch: Option<Epoch>,
     participants: BTreeSet<NodeId>,
+    standbys: BTreeSet<NodeId>,
     excluded: BTreeMap<NodeId, Instant>,
     /// Nodes that this head hears but a neighbour does not: which neighbour, and since when.
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
@@ -43,10 +48,24 @@ struct Guard {
     failed: BTreeMap<NodeId, Instant>,
 }
 
+impl Guard {
+    fn has(&self, node: NodeId) -> bool {
+        self.participants.contains(&node) || self.standbys.contains(&node)
+    }
+}
+
 impl Failover {
-    /// A job has these participants from now on.
-    pub fn handle_placed(&mut self, job: JobId, participants: impl IntoIterator<Item = NodeId>) {
+    /// A job has these standbys from now on.
+    pub fn handle_standbys(&mut self, job: JobId, standbys: impl IntoIterator<Item = NodeId>) {
+        self.jobs.entry(job).or_default().standbys = standbys.into_iter().collect();
+    }
+
+    /// A job has these participants from now on; the same again (with other standbys) is no new placement.
+    pub fn handle_placed(&mut self, job: JobId, epoch: Epoch, participants: impl IntoIterator<Item = NodeId>) {
         let guard = self.jobs.entry(job).or_default();
+        if core::mem::replace(&mut guard.epoch, Some(epoch)) == Some(epoch) {
+            return;
+        }
         guard.participants = participants.into_iter().collect();
         guard.reported.clear();
         guard.failed_now.clear();
@@ -107,7 +126,7 @@ impl Failover {
         if reason == DownReason::Failed && heard {
             return;
         }
-        let takes_part = self.jobs.iter().filter(|(_, guard)| guard.participants.contains(&node));
+        let takes_part = self.jobs.iter().filter(|(_, guard)| guard.has(node));
         let lost: Vec<JobId> = takes_part.map(|(&job, _)| job).collect();
         for job in lost {
             self.lose(now, job, node, Duration::ZERO);
@@ -146,15 +165,22 @@ impl Failover {
 
     /// A participant could not hold its stage.
     pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
-        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
         guard.excluded.insert(node, now + EXCLUDED);
+        let owns = !guard.standbys.remove(&node);
         let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
-        self.out.push_back(FailoverOutput::Replan { job });
+        if owns {
+            self.out.push_back(FailoverOutput::Replan { job });
+        }
     }
 
     fn lose(&mut self, now: Instant, job: JobId, node: NodeId, silent: Duration) {
         let Some(guard) = self.jobs.get_mut(&job) else { return };
+        if guard.standbys.remove(&node) {
+            guard.excluded.insert(node, now + EXCLUDED);
+            return self.out.push_back(FailoverOutput::StandbyLost { job, node });
+        }
         if !guard.participants.remove(&node) {
             guard.reported.remove(&node);
             return;
@@ -194,8 +220,22 @@ mod tests {
 
     fn guarded() -> Failover {
         let mut failover = Failover::default();
-        failover.handle_placed(JOB, [A, B]);
+        failover.handle_placed(JOB, epoch(1), [A, B]);
         failover
+    }
+
+    fn epoch(counter: u32) -> Epoch {
+        Epoch { counter, minter: A }
+    }
+
+    #[test]
+    fn a_lost_standby_disturbs_nobody() {
+        let mut failover = guarded();
+        let c = NodeId([3; 16]);
+        failover.handle_standbys(JOB, [c]);
+        failover.handle_silent(at(0), JOB, c, LEASE);
+        assert_eq!(outputs(&mut failover), vec![FailoverOutput::StandbyLost { job: JOB, node: c }]);
+        assert_eq!(failover.excluded(at(1), JOB).collect::<Vec<_>>(), vec![c]);
     }
 
     fn outputs(failover: &mut Failover) -> Vec<FailoverOutput> {
@@ -247,7 +287,7 @@ mod tests {
         assert_eq!(failover.excluded(at(1), JOB).count(), 0);
         failover.handle_stage_failed(at(1), JOB, A, "out of memory".into());
         assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, told twice");
-        failover.handle_placed(JOB, [A, B]);
+        failover.handle_placed(JOB, epoch(2), [A, B]);
         failover.handle_stage_failed(at(500), JOB, A, "out of memory".into());
         assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);
     }

@@ -5,20 +5,22 @@
 //! `job/requests.rs`.
 mod model_job;
 mod requests;
+mod standbys;
 mod stream;
 
 use crate::id::{CallId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
-use crate::message::{FrameHeader, Message};
+use crate::message::{FrameHeader, Message, Position};
 use crate::output::{DoneReason, Event, Record};
 use crate::time::Instant;
 use alloc::boxed::Box;
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 use model_job::ModelJob;
 pub use model_job::{JobState, JobView};
 use partitioner::{Plan, PlanError, Work};
+pub use standbys::StandbyView;
 
 /// Top byte of this machine's `Plan` tokens and `Persist` sequence numbers, so that the router knows whose answer comes.
 pub const JOB_TAG: u64 = 2 << 56;
@@ -39,7 +41,9 @@ pub enum JobOutput {
     /// Tokens into the first stage.
     Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32> },
     /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
-    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId> },
+    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
+    /// Choose standbys for the stages of this plan, besides those that there are.
+    Standbys { job: JobId, plan: Box<Plan>, work: Box<Work>, kept: Vec<(u16, partitioner::DeviceId)> },
     /// The job is over.
     Unwatch { job: JobId },
     /// For callers and logs.
@@ -111,7 +115,7 @@ impl Jobs {
             return self.out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job: id, reason }));
         }
         let mut job = ModelJob::new(id, self.me, call, model);
-        job.replan(now, &mut self.ids, &mut self.out);
+        job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
         self.jobs.insert(id, job);
     }
 
@@ -148,10 +152,51 @@ impl Jobs {
         }
     }
 
-    /// A participant holds its stage.
-    pub fn handle_prepared(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, bytes: u64) {
+    /// A participant holds its stage, and in its caches so many positions.
+    pub fn handle_prepared(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        epoch: Epoch,
+        bytes: u64,
+        held: Vec<Position>,
+    ) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_prepared(now, from, epoch, bytes, &mut self.out);
+            job.handle_prepared(now, from, epoch, bytes, held, &mut self.out);
+        }
+    }
+
+    /// The planner chose standbys.
+    pub fn handle_standbys(&mut self, now: Instant, job: JobId, chosen: Vec<partitioner::Standby>) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.handle_standbys(now, chosen, &mut self.out);
+        }
+    }
+
+    /// A standby is lost.
+    pub fn handle_standby_lost(&mut self, now: Instant, job: JobId, node: NodeId) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.handle_standby_lost(now, node, &mut self.out);
+        }
+    }
+
+    /// Whether this head itself feeds a standby: that of the first stage.
+    pub fn feeds(&self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
+        self.jobs.get(&job).is_some_and(|job| job.requests.feeds(from, epoch))
+    }
+
+    /// The standby of the first stage misses positions.
+    pub fn handle_resume(&mut self, from: NodeId, job: JobId, request: RequestId, have: u32) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.requests.handle_resume(from, request, have, &mut self.out);
+        }
+    }
+
+    /// A standby says what it holds.
+    pub fn handle_held(&mut self, from: NodeId, job: JobId, epoch: Epoch, held: &[(RequestId, u32)]) {
+        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.epoch() == epoch) {
+            job.handle_held(from, held, &mut self.out);
         }
     }
 
@@ -205,7 +250,7 @@ impl Jobs {
         };
         if let Some(job) = self.jobs.get_mut(&job).filter(forgotten) {
             job.skip_epochs(theirs);
-            job.replan(now, &mut self.ids, &mut self.out);
+            job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
         }
     }
 
@@ -224,9 +269,9 @@ impl Jobs {
     }
 
     /// Something of the present placement is lost: place the job anew.
-    pub fn handle_replan(&mut self, now: Instant, job: JobId) {
+    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.replan(now, &mut self.ids, &mut self.out);
+            job.replan(now, lost, &mut self.ids, &mut self.out);
         }
     }
 
@@ -244,16 +289,21 @@ impl Jobs {
     }
 
     /// A participant could not hold its stage: it holds nothing else of the job either (it may have started anew).
-    pub fn handle_unprepared(&mut self, job: JobId, node: NodeId) {
+    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId) {
         if let Some(job) = self.jobs.get_mut(&job) {
             job.forget_resident(node);
+            job.handle_standby_lost(now, node, &mut self.out);
         }
     }
 
     /// A member joined, or memory became free: degraded jobs look for a plan again.
     pub fn handle_fleet_changed(&mut self, now: Instant) {
-        for job in self.jobs.values_mut().filter(|job| job.is_degraded()) {
-            job.replan(now, &mut self.ids, &mut self.out);
+        for job in self.jobs.values_mut() {
+            if job.is_degraded() {
+                job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
+            } else {
+                job.handle_fleet_changed(now);
+            }
         }
     }
 

@@ -35,6 +35,19 @@ pub const PARKED_FRAMES_MAX: usize = 64;
 pub const STAGE_QUEUE_MAX: usize = SEQUENCES_MAX as usize * (CHUNKS_IN_FLIGHT_MAX as usize + 1);
 /// Ended requests a stage remembers, so that their late frames open no cache: far more than can be on the way at once.
 pub const CLOSED_REQUESTS_MAX: usize = 512;
+/// Bytes of hidden rows a stage keeps so that they can be sent again: a few thousand tokens of a wide model. What a stage's
+/// successors both hold goes first.
+pub const RING_BYTES_MAX: u64 = 64 << 20;
+/// Frames it keeps, whatever their size: bounds the bookkeeping.
+pub const RING_FRAMES_MAX: usize = 16_384;
+/// How often a stage tells those before it what it holds.
+pub const HELD_EVERY: Duration = Duration::from_millis(100);
+/// How long a standby waits for what it asked for before it asks again.
+pub const RESUME_QUIET: Duration = Duration::from_millis(500);
+/// Positions by which a standby may be behind its stage and count as current: what is in flight between two reports.
+pub const STANDBY_LAG_MAX: u32 = 48;
+/// How often a job without all its standbys looks for them.
+pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
 /// How often peers that share a job tell each other that they live.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
 /// Silence after which a neighbour counts as crashed: six heartbeats.

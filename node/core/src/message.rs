@@ -31,10 +31,17 @@ pub enum Message {
     PushPull { members: Vec<u8>, adverts: Vec<SignedAdvert>, reply: bool },
     /// Head to participant: hold this stage under this epoch.
     Prepare { job: JobId, epoch: Epoch, prepare: Prepare },
-    /// Participant to head.
-    Prepared { job: JobId, epoch: Epoch, result: Result<u64, String> },
-    /// Head to all participants: every stage is ready, frames of this epoch may flow.
-    Go { job: JobId, epoch: Epoch },
+    /// Participant to head: the bytes resident and, where caches outlived the epoch before, what they hold.
+    Prepared { job: JobId, epoch: Epoch, result: Result<u64, String>, held: Vec<Position> },
+    /// Head to all participants: every stage is ready, frames of this epoch may flow. For each request named, the stage
+    /// after the receiver holds so many positions: send it what follows them, from the ring and from now on.
+    Go { job: JobId, epoch: Epoch, resume: Vec<(RequestId, u32)> },
+    /// Head to the owners beside a stage: this node is its standby and gets a copy of its frames, or there is none.
+    Standby { job: JobId, epoch: Epoch, stage: u16, node: Option<NodeId> },
+    /// A standby to whoever feeds its stage: it holds `have` positions of the request; send a copy of what follows them.
+    Resume { job: JobId, epoch: Epoch, request: RequestId, have: u32 },
+    /// A stage or standby to the stage before it, to that one's standby, and (a standby) to the head: positions held.
+    Held { job: JobId, epoch: Epoch, held: Vec<(RequestId, u32)> },
     /// Head to all participants: the job is over.
     End { job: JobId, epoch: Epoch },
     /// Head to the last stage: settings of a request, and its tokens so far where choosing looks back at them.
@@ -55,6 +62,17 @@ pub enum Message {
     StageFailed { job: JobId, epoch: Epoch, reason: String },
     /// Graceful goodbye.
     Leaving,
+}
+
+/// What a stage holds of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// Which request.
+    pub request: RequestId,
+    /// Positions `0..have` are in its cache.
+    pub have: u32,
+    /// Its ring holds the hidden rows of positions `kept_from..have`; `have` where it holds none.
+    pub kept_from: u32,
 }
 
 /// A stage as the head asks for it.
@@ -78,6 +96,15 @@ pub struct Prepare {
     pub int8: bool,
     /// Bytes the plan allows this stage.
     pub bytes_max: u64,
+    /// The receiver is not the stage's owner of the route but its standby: it computes in the shadow.
+    pub standby: bool,
+}
+
+impl Prepare {
+    /// What the receiver is to do with the stage, in a word.
+    pub fn task(&self) -> &'static str {
+        if self.standby { "stand by for" } else { "own" }
+    }
 }
 
 /// Sampler settings. Fixed-point so that equality and encoding are exact: value × 1,000,000.

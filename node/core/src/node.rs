@@ -92,6 +92,7 @@ impl Node {
             self.membership.next_wakeup(),
             self.liveness.next_wakeup(),
             self.placement.next_wakeup(),
+            self.pipeline.next_wakeup(),
             self.failover.next_wakeup(),
             self.jobs.next_wakeup(),
         ];
@@ -129,6 +130,7 @@ impl Node {
                 self.membership.handle_wakeup(now);
                 self.liveness.handle_wakeup(now);
                 self.placement.handle_wakeup(now);
+                self.pipeline.handle_wakeup(now);
                 self.failover.handle_wakeup(now);
                 self.jobs.handle_wakeup(now);
             }
@@ -221,7 +223,7 @@ impl Node {
                 let wedged = self.pipeline.wedged(now);
                 self.placement.handle_prepare(now, from, job, epoch, prepare, wedged);
             }
-            Message::Go { job, epoch } => self.placement.handle_go(now, from, job, epoch),
+            Message::Go { job, epoch, resume } => self.placement.handle_go(now, from, job, epoch, resume),
             Message::End { job, epoch } => self.placement.handle_end(from, job, epoch),
             Message::Open { job, epoch, request, sampling, tokens } => {
                 if self.is_admitted(from, job, epoch) && from == epoch.minter {
@@ -237,10 +239,29 @@ impl Node {
                 self.placement.handle_stale(from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
             }
-            Message::Prepared { job, epoch, result } => match result {
-                Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes),
+            Message::Standby { job, epoch, stage, node } => {
+                if self.is_admitted(from, job, epoch) && from == epoch.minter {
+                    self.pipeline.handle_standby(job, stage, node);
+                }
+            }
+            Message::Resume { job, epoch, request, have } => {
+                if self.jobs.feeds(from, job, epoch) {
+                    self.jobs.handle_resume(from, job, request, have);
+                } else if self.is_admitted(from, job, epoch) {
+                    self.pipeline.handle_resume(from, job, request, have);
+                }
+            }
+            Message::Held { job, epoch, held } => {
+                self.jobs.handle_held(from, job, epoch, &held);
+                // It comes often and asks for nothing: what is out of date is not worth an answer.
+                if self.placement.admit(job, epoch) == Admission::Current {
+                    self.pipeline.handle_held(from, job, held);
+                }
+            }
+            Message::Prepared { job, epoch, result, held } => match result {
+                Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes, held),
                 Err(reason) if self.jobs.epoch_of(job) == Some(epoch) => {
-                    self.jobs.handle_unprepared(job, from);
+                    self.jobs.handle_unprepared(now, job, from);
                     self.failover.handle_unprepared(now, job, from, &reason);
                 }
                 Err(_) => {}
@@ -269,7 +290,7 @@ impl Node {
 
     fn route_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
         if self.is_admitted(from, header.job, header.epoch) {
-            self.pipeline.handle_frame(from, header, payload);
+            self.pipeline.handle_frame(self.now, from, header, payload);
         } else if let Payload::Tensor(tensor) = payload {
             self.discard(tensor);
         }
@@ -399,7 +420,11 @@ impl Node {
     fn route_failover(&mut self, output: FailoverOutput) {
         match output {
             FailoverOutput::Lost { job, node, silent_ms } => self.notify(Event::Lost { job, node, silent_ms }),
-            FailoverOutput::Replan { job } => self.jobs.handle_replan(self.now, job),
+            FailoverOutput::Replan { job } => {
+                let lost = self.failover.excluded(self.now, job).collect();
+                self.jobs.handle_replan(self.now, job, &lost);
+            }
+            FailoverOutput::StandbyLost { job, node } => self.jobs.handle_standby_lost(self.now, job, node),
             FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
             FailoverOutput::Refused { from, what } => self.refused(Some(from), what),
         }
@@ -419,10 +444,16 @@ impl Node {
             JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
             JobOutput::Frame { to, header, tokens } => self.send_frame(to, header, Payload::Tokens(tokens)),
-            JobOutput::Watch { job, epoch, nodes } => {
-                self.failover.handle_placed(job, nodes.iter().copied());
-                let others: Vec<NodeId> = nodes.into_iter().filter(|&node| node != self.me).collect();
+            JobOutput::Watch { job, epoch, nodes, standbys } => {
+                self.failover.handle_placed(job, epoch, nodes.iter().copied());
+                self.failover.handle_standbys(job, standbys.iter().copied());
+                let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
                 self.liveness.handle_watch(self.now, job, epoch, &others);
+            }
+            JobOutput::Standbys { job, plan, work, kept } => {
+                let (fleet, options) = (self.fleet_for(job, &[]), self.plan_options(false));
+                let chosen = partitioner::standbys(&plan, &work, &fleet, &options, &kept);
+                self.jobs.handle_standbys(self.now, job, chosen);
             }
             JobOutput::Unwatch { job } => {
                 self.failover.handle_ended(job);
@@ -453,6 +484,7 @@ impl Node {
     fn route_placement(&mut self, output: PlacementOutput) {
         match output {
             PlacementOutput::Load { job, epoch, stage } => self.out.push_back(Output::Load { job, epoch, stage }),
+            PlacementOutput::Keep { job, epoch, stage } => self.out.push_back(Output::Keep { job, epoch, stage }),
             PlacementOutput::Unload { job } => self.out.push_back(Output::Unload { job }),
             PlacementOutput::Fence { job } => {
                 self.pipeline.fence(job);
@@ -460,7 +492,14 @@ impl Node {
                     self.route_pipeline(output);
                 }
             }
+            PlacementOutput::Quiesce { job } => self.pipeline.quiesce(job),
             PlacementOutput::Install { job, route } => self.pipeline.install(job, route),
+            PlacementOutput::Reroute { job, route } => self.pipeline.reroute(job, route),
+            PlacementOutput::Go { job, resume } => self.pipeline.go(self.now, job, &resume),
+            PlacementOutput::Ready { job, epoch, bytes } => {
+                let held = self.pipeline.positions(job);
+                self.send(epoch.minter, Message::Prepared { job, epoch, result: Ok(bytes), held });
+            }
             PlacementOutput::Watch { job, epoch, nodes } => self.liveness.handle_watch(self.now, job, epoch, &nodes),
             PlacementOutput::Unwatch { job } => self.liveness.handle_unwatch(job),
             PlacementOutput::Message { to, message } => self.send(to, message),

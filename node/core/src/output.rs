@@ -17,7 +17,8 @@ pub enum Output {
     /// Send a control message in order on the peer's control stream; connect first if need be. If it cannot be delivered
     /// the shell says `Disconnected`.
     SendMessage { to: NodeId, bytes: Vec<u8> },
-    /// Send a frame on the long-lived stream of (job, edge, epoch). `Payload::Tensor` is given up by the core.
+    /// Send a frame on the long-lived stream of (job, edge, epoch). The payload stays with the shell until `Discard`: the
+    /// same rows may go to a standby, and be sent again.
     SendFrame { to: NodeId, header: FrameHeader, payload: Payload },
     /// Open a data-plane connection and keep it (answer: `Connected`, or `Disconnected`).
     Connect { node: NodeId, peer_id: Vec<u8>, addrs: Vec<SocketAddr> },
@@ -36,6 +37,9 @@ pub enum Output {
     /// dummy step before the answer (`Loaded`). Layers already resident for the job stay; a former stage of the same
     /// job outside the new range is dropped.
     Load { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    /// The job's stage is asked for anew as it is: weights and caches stay, under this epoch from now on (answer: `Loaded`,
+    /// after the batch that runs).
+    Keep { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
     /// Drop a job's stage, cache and tensors.
     Unload { job: JobId },
     /// Run items through the job's stage, in order, as one batch (answer: `Computed`). Inputs are consumed.
@@ -57,6 +61,8 @@ pub enum Output {
 pub enum Payload {
     /// Hidden rows kept by the shell.
     Tensor(TensorId),
+    /// Hidden rows of consecutive positions, kept apart; only as the input of an item.
+    Tensors(Vec<TensorId>),
     /// Token ids for the first stage.
     Tokens(Vec<u32>),
 }
@@ -148,6 +154,10 @@ pub enum Event {
     Done { call: CallId, reason: DoneReason },
     /// A participant of a job was found dead: when the lease ran out, how long it had been silent.
     Lost { job: JobId, node: NodeId, silent_ms: u64 },
+    /// A stage has a standby that is asked to load (not `current`), or that holds what the stage holds.
+    Standby { job: JobId, stage: u16, node: NodeId, current: bool },
+    /// The standby of a stage takes its place.
+    Promoted { job: JobId, epoch: Epoch, stage: u16, node: NodeId },
     /// Something was refused or dropped, for the log.
     Refused { from: Option<NodeId>, what: String },
 }

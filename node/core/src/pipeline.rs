@@ -3,12 +3,14 @@
 //! One rule serves replay, cancellation and resending: a frame names its positions; a stage that holds more truncates
 //! to them, one that holds less answers `Gap { have }`. Positions are counted when work is queued, because the
 //! executor runs in order. Epochs have been checked by `placement` before anything reaches this file.
-//! Next: `pipeline/stage.rs`.
+//! A standby runs the same stage in the shadow: it is fed a copy of the frames, and tells nobody what comes out.
+//! Next: `pipeline/stage.rs`, then `pipeline/ring.rs`.
+mod ring;
 mod stage;
 
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
 use crate::input::ItemResult;
-use crate::message::{FrameHeader, Message, Sampling};
+use crate::message::{FrameHeader, Message, Position, Sampling};
 use crate::output::{Item, Payload};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, VecDeque};
@@ -32,6 +34,10 @@ pub struct Route {
     pub sequences: u32,
     /// Positions per sequence.
     pub context: u32,
+    /// Hidden rows kept to be sent again.
+    pub ring_rows: u64,
+    /// This is the stage's standby.
+    pub shadow: bool,
 }
 
 /// What the pipeline wants done.
@@ -84,10 +90,70 @@ impl Pipeline {
         }
     }
 
+    /// The job is being placed anew and this stage stays as it is: what waits is discarded, what was computed is kept, and
+    /// nothing leaves until `reroute` and `go`.
+    pub fn quiesce(&mut self, job: JobId) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.quiesce(&mut self.out);
+        }
+    }
+
+    /// The stage stays, with its caches and its ring, under another route.
+    pub fn reroute(&mut self, job: JobId, route: Route) {
+        match self.stages.get_mut(&job) {
+            Some(stage) => stage.reroute(route, &mut self.out),
+            None => self.install(job, route),
+        }
+    }
+
+    /// Every stage of the route is ready. The stage after this one holds so many positions of these requests.
+    pub fn go(&mut self, now: Instant, job: JobId, resume: &[(RequestId, u32)]) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.go(now, resume, &mut self.out);
+        }
+    }
+
+    /// What a job's stage holds of each request.
+    pub fn positions(&self, job: JobId) -> Vec<Position> {
+        self.stages.get(&job).map(StageRun::positions).unwrap_or_default()
+    }
+
+    /// The head named the standby of a stage beside this one, or says that it has none.
+    pub fn handle_standby(&mut self, job: JobId, stage: u16, node: Option<NodeId>) {
+        if let Some(run) = self.stages.get_mut(&job) {
+            run.handle_standby(stage, node);
+        }
+    }
+
+    /// A standby of the next stage wants what follows the positions it has.
+    pub fn handle_resume(&mut self, from: NodeId, job: JobId, request: RequestId, have: u32) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.handle_resume(from, request, have, &mut self.out);
+        }
+    }
+
+    /// Somebody after this stage said what it holds.
+    pub fn handle_held(&mut self, from: NodeId, job: JobId, held: Vec<(RequestId, u32)>) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.handle_held(from, held);
+        }
+    }
+
+    /// Time to tell those before what is held.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        self.stages.values_mut().for_each(|stage| stage.report(now, &mut self.out));
+    }
+
+    /// When the next report is due.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let due = self.stages.values().filter_map(StageRun::report_at).min();
+        due.map(|at| (at, "pipeline: tell what is held"))
+    }
+
     /// A frame of the current epoch arrived.
-    pub fn handle_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
+    pub fn handle_frame(&mut self, now: Instant, from: NodeId, header: FrameHeader, payload: Payload) {
         match self.stages.get_mut(&header.job) {
-            Some(stage) => stage.handle_frame(from, header, payload, &mut self.out),
+            Some(stage) => stage.handle_frame(now, from, header, payload, &mut self.out),
             None => discard(payload, &mut self.out),
         }
     }
@@ -158,8 +224,12 @@ const BATCH_MIN: Duration = Duration::from_secs(1);
 
 /// Gives up a payload that will not be used.
 fn discard(payload: Payload, out: &mut VecDeque<PipelineOutput>) {
-    if let Payload::Tensor(tensor) = payload {
-        out.push_back(PipelineOutput::Discard { tensor });
+    match payload {
+        Payload::Tensor(tensor) => out.push_back(PipelineOutput::Discard { tensor }),
+        Payload::Tensors(tensors) => {
+            out.extend(tensors.into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
+        }
+        Payload::Tokens(_) => {}
     }
 }
 

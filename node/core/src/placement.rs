@@ -3,9 +3,9 @@
 //! A higher epoch is adopted, and everything under the lower one stops before its stage is loaded; a lower one is
 //! refused with `Stale { mine }`. Only the head of a job mints its epochs, so `epoch.minter` is the head.
 //! Next: `pipeline.rs`.
-use crate::id::{Epoch, JobId, NodeId};
+use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::input::LoadedStage;
-use crate::limits::{CONTEXT_MAX, JOBS_MAX, ORPHAN_MAX, SEQUENCES_MAX};
+use crate::limits::{CONTEXT_MAX, JOBS_MAX, ORPHAN_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
 use crate::message::{Message, Prepare};
 use crate::output::StageSpec;
 use crate::pipeline::Route;
@@ -20,12 +20,22 @@ use alloc::{format, string::String, vec::Vec};
 pub enum PlacementOutput {
     /// Put this stage in memory.
     Load { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    /// The stage stays as it is under this epoch: weights, caches.
+    Keep { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
     /// Drop the job's stage.
     Unload { job: JobId },
     /// Stop the job's pipeline before anything else happens under its old epoch.
     Fence { job: JobId },
+    /// Stop the job's pipeline, but keep what it computed.
+    Quiesce { job: JobId },
     /// The stage is resident: its pipeline may run.
     Install { job: JobId, route: Route },
+    /// The stage that was quiesced is resident still, under another route.
+    Reroute { job: JobId, route: Route },
+    /// Every stage is ready: the pipeline runs.
+    Go { job: JobId, resume: Vec<(RequestId, u32)> },
+    /// Tell the head that the stage is resident, and what its caches hold.
+    Ready { job: JobId, epoch: Epoch, bytes: u64 },
     /// Exchange heartbeats about the job with these nodes, and no others.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId> },
     /// No heartbeats about the job any more.
@@ -60,6 +70,8 @@ pub struct HeldStage {
     pub name: String,
     /// Layers `start..end`.
     pub layers: core::ops::Range<u32>,
+    /// Held as a standby.
+    pub standby: bool,
     /// Bytes resident; none while it loads or after it failed.
     pub bytes: Option<u64>,
 }
@@ -89,15 +101,36 @@ struct Held {
 
 #[derive(Debug)]
 enum State {
-    Loading,
-    Resident { bytes: u64 },
-    Failed { reason: String },
+    /// `kept`: resident under a former epoch, and to stay.
+    Loading {
+        kept: bool,
+    },
+    Resident {
+        bytes: u64,
+    },
+    Failed {
+        reason: String,
+    },
 }
 
 impl Held {
     /// The job's head: only it mints epochs for a model job.
     fn head(&self) -> NodeId {
         self.epoch.minter
+    }
+
+    fn layers(&self) -> core::ops::Range<u32> {
+        self.prepare.route[usize::from(self.prepare.stage)].1.clone()
+    }
+
+    /// Whether what is resident is what is asked for now: the same layers with the same room, whatever the neighbours.
+    fn may_stay(&self, next: &Prepare) -> bool {
+        let resident = matches!(self.state, State::Resident { .. } | State::Loading { kept: true });
+        let old = &self.prepare;
+        let same_room = (old.sequences, old.context, old.width, old.int8, old.content)
+            == (next.sequences, next.context, next.width, next.int8, next.content);
+        let same_model = old.route.last().map(|(_, layers)| layers.end) == next.route.last().map(|(_, l)| l.end);
+        resident && same_room && same_model && self.layers() == next.route[usize::from(next.stage)].1
     }
 }
 
@@ -114,7 +147,7 @@ impl Placement {
             Some(held) if epoch < held.epoch => Admission::Stale(held.epoch),
             Some(held) if epoch > held.epoch => Admission::NotReady,
             Some(Held { state: State::Resident { .. } | State::Failed { .. }, .. }) => Admission::Current,
-            Some(Held { state: State::Loading, .. }) => Admission::NotReady,
+            Some(Held { state: State::Loading { .. }, .. }) => Admission::NotReady,
         }
     }
 
@@ -141,7 +174,7 @@ impl Placement {
                 held.head_heard = now;
                 return self.repeat_answer(job);
             }
-            Some(held) => Some(matches!(held.state, State::Failed { .. })),
+            Some(held) => Some((matches!(held.state, State::Failed { .. }), held.may_stay(&prepare))),
             None => None,
         };
         if self.draining && !self.held.contains_key(&job) {
@@ -150,18 +183,24 @@ impl Placement {
         if let Some(reason) = wedged {
             return self.answer(from, job, epoch, Err(reason));
         }
-        if let Some(failed) = resident_before {
-            self.out.push_back(PlacementOutput::Fence { job });
+        let kept = resident_before.is_some_and(|(_, stays)| stays);
+        if let Some((failed, stays)) = resident_before {
+            self.out.push_back(if stays { PlacementOutput::Quiesce { job } } else { PlacementOutput::Fence { job } });
             if failed {
                 // A device that failed keeps nothing worth reusing.
                 self.out.push_back(PlacementOutput::Unload { job });
             }
         }
         let stage = Box::new(spec(self.me, epoch.minter, &prepare));
-        let held = Held { epoch, prepare, state: State::Loading, gone: false, head_heard: now };
+        let held = Held { epoch, prepare, state: State::Loading { kept }, gone: false, head_heard: now };
         self.held.insert(job, held);
         self.watch(job);
-        self.out.push_back(PlacementOutput::Load { job, epoch, stage });
+        let output = if kept {
+            PlacementOutput::Keep { job, epoch, stage }
+        } else {
+            PlacementOutput::Load { job, epoch, stage }
+        };
+        self.out.push_back(output);
     }
 
     /// Why a `Prepare` cannot be meant, if it cannot.
@@ -177,8 +216,8 @@ impl Placement {
             Some(format!("{} is the head of this job, not {from}", held.head()))
         } else if layers_end.is_none() || prepare.route.is_empty() {
             Some(String::from("a route whose stages do not cover the layers once, in order"))
-        } else if mine.is_none_or(|(node, _)| *node != self.me) {
-            Some(format!("stage {} of the route is not this node's", prepare.stage))
+        } else if mine.is_none_or(|(node, _)| (*node == self.me) == prepare.standby) {
+            Some(format!("stage {} of the route is not this node's to {}", prepare.stage, prepare.task()))
         } else if prepare.sequences == 0 || prepare.sequences > SEQUENCES_MAX {
             Some(format!("{} sequences, expected 1 to {SEQUENCES_MAX}", prepare.sequences))
         } else if prepare.context == 0 || prepare.context > CONTEXT_MAX {
@@ -191,7 +230,8 @@ impl Placement {
     }
 
     fn answer(&mut self, to: NodeId, job: JobId, epoch: Epoch, result: Result<u64, String>) {
-        self.out.push_back(PlacementOutput::Message { to, message: Message::Prepared { job, epoch, result } });
+        let message = Message::Prepared { job, epoch, result, held: Vec::new() };
+        self.out.push_back(PlacementOutput::Message { to, message });
     }
 
     /// The same `Prepare` again: the answer was lost with a connection, unless there is none yet.
@@ -199,10 +239,10 @@ impl Placement {
         let Some(held) = self.held.get(&job) else { return };
         let (to, epoch) = (held.head(), held.epoch);
         match &held.state {
-            State::Loading => {}
+            State::Loading { .. } => {}
             State::Resident { bytes } => {
                 let bytes = *bytes;
-                self.answer(to, job, epoch, Ok(bytes));
+                self.out.push_back(PlacementOutput::Ready { job, epoch, bytes });
             }
             State::Failed { reason } => {
                 let reason = reason.clone();
@@ -216,9 +256,13 @@ impl Placement {
         let Some(held) = self.held.get_mut(&job).filter(|held| held.epoch == epoch) else { return };
         match result {
             Ok(LoadedStage { bytes }) => {
+                let stays = matches!(held.state, State::Loading { kept: true });
                 held.state = State::Resident { bytes };
                 let route = route(self.me, epoch, &held.prepare);
-                self.out.push_back(PlacementOutput::Install { job, route });
+                self.out.push_back(match stays {
+                    true => PlacementOutput::Reroute { job, route },
+                    false => PlacementOutput::Install { job, route },
+                });
             }
             Err(reason) => held.state = State::Failed { reason },
         }
@@ -233,13 +277,14 @@ impl Placement {
     }
 
     /// Every stage of the route is ready.
-    pub fn handle_go(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
+    pub fn handle_go(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, resume: Vec<(RequestId, u32)>) {
         let Some(held) = self.held.get_mut(&job).filter(|held| held.epoch == epoch && held.head() == from) else {
             return;
         };
         held.head_heard = now;
         held.gone = true;
         self.watch(job);
+        self.out.push_back(PlacementOutput::Go { job, resume });
     }
 
     /// The head ended the job.
@@ -310,10 +355,11 @@ impl Placement {
             job,
             epoch: held.epoch,
             name: held.prepare.name.clone(),
-            layers: held.prepare.route[usize::from(held.prepare.stage)].1.clone(),
+            layers: held.layers(),
+            standby: held.prepare.standby,
             bytes: match held.state {
                 State::Resident { bytes } => Some(bytes),
-                State::Loading | State::Failed { .. } => None,
+                State::Loading { .. } | State::Failed { .. } => None,
             },
         })
     }
@@ -333,7 +379,8 @@ impl Placement {
         let Some(held) = self.held.get(&job).filter(|held| held.head() != self.me) else { return };
         let at = usize::from(held.prepare.stage);
         let beside = [at.checked_sub(1), Some(at + 1)].into_iter().flatten();
-        let beside = beside.filter_map(|i| held.prepare.route.get(i)).map(|&(node, _)| node).filter(|_| held.gone);
+        let watches = held.gone && !held.prepare.standby;
+        let beside = beside.filter_map(|i| held.prepare.route.get(i)).map(|&(node, _)| node).filter(|_| watches);
         let mut nodes: Vec<NodeId> = core::iter::once(held.head()).chain(beside).collect();
         nodes.sort_unstable();
         nodes.dedup();
@@ -360,7 +407,7 @@ fn spec(me: NodeId, head: NodeId, prepare: &Prepare) -> StageSpec {
 
 fn route(me: NodeId, epoch: Epoch, prepare: &Prepare) -> Route {
     let at = usize::from(prepare.stage);
-    debug_assert!(prepare.route[at].0 == me, "checked when it was prepared");
+    debug_assert!((prepare.route[at].0 == me) != prepare.standby, "checked when it was prepared");
     Route {
         epoch,
         head: epoch.minter,
@@ -369,5 +416,7 @@ fn route(me: NodeId, epoch: Epoch, prepare: &Prepare) -> Route {
         next: prepare.route.get(at + 1).map(|&(node, _)| node),
         sequences: prepare.sequences,
         context: prepare.context,
+        ring_rows: RING_BYTES_MAX / (4 * u64::from(prepare.width.max(1))),
+        shadow: prepare.standby,
     }
 }

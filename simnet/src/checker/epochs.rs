@@ -65,7 +65,7 @@ impl Observer for Epochs {
                 seen.writing.insert((host, *seq), (*job, *epoch));
                 None
             }
-            Output::Load { job, epoch, .. } => {
+            Output::Load { job, epoch, .. } | Output::Keep { job, epoch, .. } => {
                 let before = seen.stages.insert((host, *job), (*epoch, false));
                 before.filter(|(held, _)| held >= epoch).map(|(held, _)| format!("loads {epoch:?} after {held:?}"))
             }
@@ -84,7 +84,7 @@ impl Observer for Epochs {
                 _ => None,
             },
             Output::SendMessage { bytes, .. } => match codec::decode_message(bytes) {
-                Ok(Message::Prepare { job, epoch, .. } | Message::Go { job, epoch })
+                Ok(Message::Prepare { job, epoch, .. } | Message::Go { job, epoch, .. })
                     if !seen.safe.contains(&(host, job, epoch)) =>
                 {
                     Some(format!("tells {epoch:?} before it is on disk"))

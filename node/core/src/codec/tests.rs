@@ -2,7 +2,7 @@
 use super::*;
 use crate::config::Capacity;
 use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
-use crate::message::{Prepare, Sampling};
+use crate::message::{Position, Prepare, Sampling};
 use alloc::string::String;
 use alloc::vec;
 use core::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -36,11 +36,15 @@ fn messages() -> Vec<Message> {
                 width: 576,
                 int8: true,
                 bytes_max: 1 << 30,
+                standby: true,
             },
         },
-        Message::Prepared { job, epoch, result: Ok(1 << 29) },
-        Message::Prepared { job, epoch, result: Err(String::from("no memory")) },
-        Message::Go { job, epoch },
+        Message::Prepared { job, epoch, result: Ok(1 << 29), held: vec![Position { request, have: 7, kept_from: 3 }] },
+        Message::Prepared { job, epoch, result: Err(String::from("no memory")), held: vec![] },
+        Message::Go { job, epoch, resume: vec![(request, 12)] },
+        Message::Standby { job, epoch, stage: 2, node: Some(NodeId([6; 16])) },
+        Message::Resume { job, epoch, request, have: 9 },
+        Message::Held { job, epoch, held: vec![(request, 9)] },
         Message::End { job, epoch },
         Message::Open { job, epoch, request, sampling, tokens: vec![1, 250, 251, 65_536, u32::MAX] },
         Message::Close { job, epoch, request },
@@ -106,7 +110,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_1() {
+fn golden_bytes_of_protocol_2() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -119,12 +123,12 @@ fn golden_bytes_of_protocol_1() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0107fd08070605040302010709090909090909090909090909090909fb2c0129fbffbf",
-            "010d",
-            "0103fd08070605040302010709090909090909090909090909090909fbe803fbd007fc70110100",
-            "010105fb2c01",
-            "0101010101010101010101010101010101fc00d2496b03260808080808080808",
-            "5a716a80edf004fb",
+            "020afd08070605040302010709090909090909090909090909090909fb2c0129fbffbf",
+            "0210",
+            "0203fd08070605040302010709090909090909090909090909090909fbe803fbd007fc70110100",
+            "020105fb2c01",
+            "0201010101010101010101010101010101fc00d2496b03260808080808080808",
+            "44df0ba8b82217ca",
         ]
     );
 }
@@ -134,8 +138,8 @@ fn each_refusal_says_why() {
     assert_eq!(decode_message(&[]), Err(CodecError::Empty));
     assert_eq!(decode_datagram(&[PROTOCOL]), Err(CodecError::Empty));
     let mut other = encode_message(&Message::Leaving).unwrap();
-    other[0] = 2;
-    assert_eq!(decode_message(&other), Err(CodecError::Version(2)));
+    other[0] = PROTOCOL + 1;
+    assert_eq!(decode_message(&other), Err(CodecError::Version(PROTOCOL + 1)));
     let mut longer = encode_message(&Message::Leaving).unwrap();
     longer.push(0);
     assert_eq!(decode_message(&longer), Err(CodecError::Trailing { what: "message", used: 1, extra: 1 }));

@@ -1,10 +1,13 @@
 //! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
 use super::requests::{Requests, Track};
+use super::standbys::{StandbyView, Standbys};
 use super::{Ids, JobOutput, reason_of};
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::input::ModelSpec;
-use crate::limits::{CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX};
-use crate::message::{Message, Prepare};
+use crate::limits::{
+    CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX, STANDBY_RETRY,
+};
+use crate::message::{Message, Position, Prepare};
 use crate::output::{DoneReason, Event, Record};
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -39,13 +42,16 @@ pub(super) struct ModelJob {
     attempts: u32,
     /// Since when there has been no plan; none once it is ready again.
     degraded: Option<Degraded>,
+    standbys: Standbys,
+    /// When to look for standbys that are missing; none while nothing is missing or nobody new could help.
+    standbys_due: Option<Instant>,
 }
 
 #[derive(Debug)]
 enum State {
     Planning { token: u64 },
     Minting { seq: u64, plan: Box<Plan> },
-    Preparing { plan: Box<Plan>, missing: BTreeSet<NodeId>, retry_at: Instant },
+    Preparing { plan: Box<Plan>, missing: BTreeSet<NodeId>, retry_at: Instant, held: BTreeMap<NodeId, Vec<Position>> },
     Ready { plan: Box<Plan> },
     Degraded { retry_at: Instant },
 }
@@ -86,6 +92,8 @@ pub struct JobView {
     pub reason: Option<String>,
     /// Nodes and layers, first to last; empty while there is no plan.
     pub stages: Vec<(NodeId, Range<u32>)>,
+    /// Who stands by for which stage.
+    pub standbys: Vec<StandbyView>,
     /// Predicted nanoseconds per token; 0 while there is no plan.
     pub token_ns: u64,
     /// Requests in slots.
@@ -110,6 +118,8 @@ impl ModelJob {
             asked: BTreeSet::new(),
             attempts: 0,
             degraded: None,
+            standbys: Standbys::default(),
+            standbys_due: None,
         }
     }
 
@@ -161,9 +171,12 @@ impl ModelJob {
         self.epoch.counter = self.epoch.counter.max(theirs.counter);
     }
 
-    /// Stops what runs and asks for a plan.
-    pub(super) fn replan(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
+    /// Stops what runs and asks for a plan; where every lost stage has a standby in memory, that is the plan.
+    pub(super) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut Out) {
         self.requests.stop();
+        if let Some(plan) = self.promote(lost, out) {
+            return self.mint(now, plan, ids, out);
+        }
         if !self.is_degraded() {
             self.attempts += 1;
             if self.attempts > PLACE_ATTEMPTS_MAX {
@@ -180,6 +193,22 @@ impl ModelJob {
         out.push_back(JobOutput::Plan { token, job: self.id, work, resident, repair });
     }
 
+    /// The present plan with standbys in the place of all its lost stages, if there are such.
+    fn promote(&mut self, lost: &BTreeSet<NodeId>, out: &mut Out) -> Option<Box<Plan>> {
+        let plan = self.plan().cloned()?;
+        let dead = plan.stages().iter().enumerate().filter(|(_, stage)| lost.contains(&stage.device.into()));
+        let dead: Vec<u16> = dead.filter_map(|(at, _)| u16::try_from(at).ok()).collect();
+        let mut next = plan.clone();
+        for &stage in &dead {
+            let place = self.standbys.take(stage, lost)?;
+            let (job, node) = (self.id, place.device.into());
+            next = next.with_stage(usize::from(stage), place).ok()?;
+            let epoch = Epoch { counter: self.epoch.counter + 1, ..self.epoch };
+            out.push_back(JobOutput::Notify(Event::Promoted { job, epoch, stage, node }));
+        }
+        (!dead.is_empty()).then(|| Box::new(next))
+    }
+
     pub(super) fn waits_for_plan(&self, token: u64) -> bool {
         matches!(self.state, State::Planning { token: waiting } if waiting == token)
     }
@@ -193,18 +222,20 @@ impl ModelJob {
     ) {
         match result {
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
-            Ok(plan) => {
-                let Some(next) = self.epoch.counter.checked_add(1) else {
-                    return self.degrade(now, "all epochs of this job are used up: deploy the model anew".into(), out);
-                };
-                self.epoch.counter = next;
-                let seq = ids.next();
-                self.state = State::Minting { seq, plan };
-                let record = Record::Epoch { job: self.id, epoch: self.epoch };
-                out.push_back(JobOutput::Persist { seq, record });
-            }
+            Ok(plan) => self.mint(now, plan, ids, out),
             Err(error) => self.degrade(now, reason_of(&error), out),
         }
+    }
+
+    fn mint(&mut self, now: Instant, plan: Box<Plan>, ids: &mut Ids, out: &mut Out) {
+        let Some(next) = self.epoch.counter.checked_add(1) else {
+            return self.degrade(now, "all epochs of this job are used up: deploy the model anew".into(), out);
+        };
+        self.epoch.counter = next;
+        let seq = ids.next();
+        self.state = State::Minting { seq, plan };
+        let record = Record::Epoch { job: self.id, epoch: self.epoch };
+        out.push_back(JobOutput::Persist { seq, record });
     }
 
     /// There is no plan: requests wait for a while, callers of `Deploy` are told why.
@@ -241,41 +272,59 @@ impl ModelJob {
         let (job, epoch) = (self.id, self.epoch);
         let nodes: BTreeSet<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
         out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, plan: plan.clone() }));
-        out.push_back(JobOutput::Watch { job, epoch, nodes: nodes.iter().copied().collect() });
         self.asked.extend(nodes.iter().copied());
-        self.state = State::Preparing { plan, missing: nodes, retry_at: now + PREPARE_RETRY };
+        self.standbys.refit(now, plan.stages());
+        self.watch(&nodes, out);
+        let retry_at = now + PREPARE_RETRY;
+        self.state = State::Preparing { plan, missing: nodes, retry_at, held: BTreeMap::new() };
         self.send_prepares(out);
+    }
+
+    /// Leases with everybody who takes part.
+    fn watch(&self, owners: &BTreeSet<NodeId>, out: &mut Out) {
+        let (job, epoch, standbys) = (self.id, self.epoch, self.standbys.nodes());
+        let nodes = owners.iter().copied().collect();
+        out.push_back(JobOutput::Watch { job, epoch, nodes, standbys: standbys.into_iter().collect() });
     }
 
     /// Asks every participant that has not answered.
     fn send_prepares(&self, out: &mut Out) {
         let State::Preparing { plan, missing, .. } = &self.state else { return };
-        let route: Vec<(NodeId, Range<u32>)> = route_of(plan);
         for (at, stage) in plan.stages().iter().enumerate() {
             let to = NodeId::from(stage.device);
-            if !missing.contains(&to) {
-                continue;
+            if missing.contains(&to) {
+                let at = u16::try_from(at).unwrap_or(u16::MAX);
+                out.push_back(self.prepare(plan, at, to, stage.bytes, false));
             }
-            let prepare = Prepare {
-                content: self.model.content,
-                name: self.model.name.clone(),
-                route: route.clone(),
-                stage: u16::try_from(at).unwrap_or(u16::MAX),
-                sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
-                context: self.model.work.context.clamp(1, CONTEXT_MAX),
-                width: self.model.width,
-                int8: self.model.int8,
-                bytes_max: stage.bytes,
-            };
-            out.push_back(JobOutput::Message {
-                to,
-                message: Message::Prepare { job: self.id, epoch: self.epoch, prepare },
-            });
         }
     }
 
+    fn prepare(&self, plan: &Plan, stage: u16, to: NodeId, bytes_max: u64, standby: bool) -> JobOutput {
+        let prepare = Prepare {
+            content: self.model.content,
+            name: self.model.name.clone(),
+            route: route_of(plan),
+            stage,
+            sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
+            context: self.model.work.context.clamp(1, CONTEXT_MAX),
+            width: self.model.width,
+            int8: self.model.int8,
+            bytes_max,
+            standby,
+        };
+        JobOutput::Message { to, message: Message::Prepare { job: self.id, epoch: self.epoch, prepare } }
+    }
+
     /// A participant holds its stage; when all do, the job is ready.
-    pub(super) fn handle_prepared(&mut self, now: Instant, from: NodeId, epoch: Epoch, bytes: u64, out: &mut Out) {
+    pub(super) fn handle_prepared(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        epoch: Epoch,
+        bytes: u64,
+        positions: Vec<Position>,
+        out: &mut Out,
+    ) {
         if !self.asked.contains(&from) {
             return;
         }
@@ -284,24 +333,33 @@ impl ModelJob {
         if epoch != self.epoch {
             return;
         }
-        let State::Preparing { missing, .. } = &mut self.state else { return };
+        if matches!(self.state, State::Ready { .. }) {
+            return self.standby_prepared(from, out);
+        }
+        let State::Preparing { missing, held, .. } = &mut self.state else { return };
         if !missing.remove(&from) {
             return;
         }
+        held.insert(from, positions);
         if missing.is_empty() {
             self.become_ready(now, out);
         }
     }
 
     fn become_ready(&mut self, now: Instant, out: &mut Out) {
-        let State::Preparing { plan, .. } = core::mem::replace(&mut self.state, State::Planning { token: 0 }) else {
+        let State::Preparing { plan, held, .. } = core::mem::replace(&mut self.state, State::Planning { token: 0 })
+        else {
             return;
         };
         let (job, epoch) = (self.id, self.epoch);
         let stages: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
         let send = |to: NodeId, message: Message| JobOutput::Message { to, message };
-        out.extend(stages.iter().map(|&to| send(to, Message::Go { job, epoch })));
-        for &node in self.asked.iter().filter(|node| !stages.contains(node)) {
+        let track = Track { epoch, stages: stages.clone(), token_ns: plan.token_ns(), shadows: Vec::new() };
+        let resume = self.requests.resume(now, track, &held);
+        let go = stages.iter().zip(resume).map(|(&to, resume)| send(to, Message::Go { job, epoch, resume }));
+        out.extend(go);
+        let standbys = self.standbys.nodes();
+        for &node in self.asked.iter().filter(|node| !stages.contains(node) && !standbys.contains(node)) {
             self.resident.remove(&node);
             out.push_back(send(node, Message::End { job, epoch }));
         }
@@ -310,16 +368,98 @@ impl ModelJob {
         }
         self.attempts = 0;
         self.degraded = None;
-        let track = Track { epoch, stages, token_ns: plan.token_ns() };
         self.last_ready = Some(plan.clone());
+        self.requests.start(now, &held, out);
+        for (stage, to) in self.standbys.refit(now, plan.stages()) {
+            out.push_back(self.prepare(&plan, stage, to, self.standbys.bytes(stage), true));
+        }
         self.state = State::Ready { plan };
-        self.requests.start(now, track, out);
+        self.standbys_due = Some(now);
+    }
+
+    // ---- standbys
+
+    /// Asks the planner for the standbys that are missing.
+    fn seek_standbys(&mut self, now: Instant, out: &mut Out) {
+        let State::Ready { plan } = &self.state else { return };
+        self.standbys_due = None;
+        let covered = self.standbys.kept();
+        let open = plan.stages().iter().filter(|stage| NodeId::from(stage.device) != self.epoch.minter).count();
+        if covered.len() < open {
+            self.standbys_due = Some(now + STANDBY_RETRY);
+            let (plan, work) = (plan.clone(), Box::new(self.model.work.clone()));
+            out.push_back(JobOutput::Standbys { job: self.id, plan, work, kept: covered });
+        }
+    }
+
+    /// The planner chose standbys.
+    pub(super) fn handle_standbys(&mut self, now: Instant, chosen: Vec<partitioner::Standby>, out: &mut Out) {
+        let State::Ready { plan } = &self.state else { return };
+        let plan = plan.clone();
+        let new = self.standbys.add(now, chosen);
+        if new.is_empty() {
+            return;
+        }
+        for (stage, node) in new {
+            self.asked.insert(node);
+            out.push_back(self.prepare(&plan, stage, node, self.standbys.bytes(stage), true));
+            let event = Event::Standby { job: self.id, stage, node, current: false };
+            out.push_back(JobOutput::Notify(event));
+        }
+        self.watch(&owners(&plan), out);
+    }
+
+    /// A standby has its stage in memory: whoever feeds it is told.
+    fn standby_prepared(&mut self, node: NodeId, out: &mut Out) {
+        let Some(stage) = self.standbys.handle_prepared(node) else { return };
+        let (job, epoch) = (self.id, self.epoch);
+        let message = Message::Go { job, epoch, resume: Vec::new() };
+        out.push_back(JobOutput::Message { to: node, message });
+        if self.standbys.fed().any(|(_, fed)| fed == node) {
+            self.announce(stage, Some(node), out);
+            // It should know those beside itself, too.
+            let fed: Vec<(u16, NodeId)> = self.standbys.fed().collect();
+            for (other, standby) in fed.into_iter().filter(|(other, _)| other.abs_diff(stage) == 1) {
+                let message = Message::Standby { job, epoch, stage: other, node: Some(standby) };
+                out.push_back(JobOutput::Message { to: node, message });
+            }
+        }
+    }
+
+    fn announce(&mut self, stage: u16, node: Option<NodeId>, out: &mut Out) {
+        let Some(plan) = self.plan() else { return };
+        let owners: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
+        self.standbys.announce(self.id, self.epoch, stage, node, &owners, out);
+        self.requests.set_shadows(self.standbys.fed().collect());
+    }
+
+    /// A standby is lost, or cannot hold its stage.
+    pub(super) fn handle_standby_lost(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        if let Some(stage) = self.standbys.remove(node) {
+            self.announce(stage, None, out);
+            self.standbys_due = Some(now + STANDBY_RETRY);
+        }
+    }
+
+    pub(super) fn handle_held(&mut self, from: NodeId, held: &[(crate::id::RequestId, u32)], out: &mut Out) {
+        self.standbys.handle_held(from, held);
+        if matches!(self.state, State::Ready { .. }) {
+            self.standbys.judge(self.id, &self.requests.acked(), out);
+        }
+    }
+
+    /// Somebody joined, or has memory free: perhaps a standby that is missing.
+    pub(super) fn handle_fleet_changed(&mut self, now: Instant) {
+        if matches!(self.state, State::Ready { .. }) && self.standbys_due.is_none() {
+            self.standbys_due = Some(now + STANDBY_RETRY);
+        }
     }
 
     /// A node is back: if it still holds what it held before it was lost, it may drop that now.
     pub(super) fn handle_back(&mut self, node: NodeId, out: &mut Out) {
         let State::Ready { plan } = &self.state else { return };
-        if plan.stage_of(node.into()).is_none() && self.asked.remove(&node) {
+        let takes_part = plan.stage_of(node.into()).is_some() || self.standbys.nodes().contains(&node);
+        if !takes_part && self.asked.remove(&node) {
             let message = Message::End { job: self.id, epoch: self.epoch };
             out.push_back(JobOutput::Message { to: node, message });
         }
@@ -328,7 +468,17 @@ impl ModelJob {
     pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
         match &self.state {
             State::Preparing { missing, .. } if missing.contains(&node) => self.send_prepares(out),
-            State::Ready { .. } => self.requests.handle_reconnected(now, node, out),
+            State::Ready { plan } => {
+                let owners = owners(plan);
+                if owners.contains(&node) {
+                    let message = Message::Go { job: self.id, epoch: self.epoch, resume: Vec::new() };
+                    out.push_back(JobOutput::Message { to: node, message });
+                }
+                self.requests.handle_reconnected(now, node, out);
+                // What it was told of standbys may be lost, too.
+                let fed: Vec<(u16, NodeId)> = self.standbys.fed().collect();
+                fed.into_iter().for_each(|(stage, standby)| self.announce(stage, Some(standby), out));
+            }
             State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
         }
     }
@@ -342,12 +492,21 @@ impl ModelJob {
             State::Ready { .. } => {
                 if let Some(reason) = self.requests.handle_wakeup(now, out) {
                     self.requests.strike(now, &reason, out);
-                    self.replan(now, ids, out);
+                    return self.replan(now, &BTreeSet::new(), ids, out);
+                }
+                if self.standbys_due.is_some_and(|due| due <= now) {
+                    self.seek_standbys(now, out);
+                }
+                if let State::Ready { plan } = &self.state {
+                    let plan = plan.clone();
+                    for (stage, to) in self.standbys.due(now) {
+                        out.push_back(self.prepare(&plan, stage, to, self.standbys.bytes(stage), true));
+                    }
                 }
             }
             State::Degraded { retry_at } if *retry_at <= now => {
                 self.give_up_waiting(now, out);
-                self.replan(now, ids, out);
+                self.replan(now, &BTreeSet::new(), ids, out);
             }
             State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
         }
@@ -369,12 +528,17 @@ impl ModelJob {
         out.extend(asked.into_iter().map(|to| JobOutput::Message { to, message: Message::End { job, epoch } }));
         self.resident.clear();
         self.last_ready = None;
+        self.standbys = Standbys::default();
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         match &self.state {
             State::Preparing { retry_at, .. } => Some((*retry_at, "job: a stage has not answered Prepare")),
-            State::Ready { .. } => self.requests.next_wakeup().map(|at| (at, "job: a request makes no progress")),
+            State::Ready { .. } => {
+                let requests = self.requests.next_wakeup().map(|at| (at, "job: a request makes no progress"));
+                let standbys = [self.standbys_due, self.standbys.next_wakeup()].into_iter().flatten().min();
+                requests.into_iter().chain(standbys.map(|at| (at, "job: a standby is missing"))).min()
+            }
             State::Degraded { retry_at } => Some((*retry_at, "job: there is no plan")),
             State::Planning { .. } | State::Minting { .. } => None,
         }
@@ -394,8 +558,8 @@ impl ModelJob {
 
     fn plan(&self) -> Option<&Plan> {
         match &self.state {
-            State::Preparing { plan, .. } | State::Ready { plan } => Some(plan),
-            State::Planning { .. } | State::Minting { .. } | State::Degraded { .. } => None,
+            State::Minting { plan, .. } | State::Preparing { plan, .. } | State::Ready { plan } => Some(plan),
+            State::Planning { .. } | State::Degraded { .. } => None,
         }
     }
 
@@ -414,11 +578,16 @@ impl ModelJob {
             },
             reason: self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone()),
             stages: self.plan().map(route_of).unwrap_or_default(),
+            standbys: self.standbys.views(),
             token_ns: self.plan().map_or(0, Plan::token_ns),
             running,
             waiting,
         }
     }
+}
+
+fn owners(plan: &Plan) -> BTreeSet<NodeId> {
+    plan.stages().iter().map(|stage| stage.device.into()).collect()
 }
 
 fn route_of(plan: &Plan) -> Vec<(NodeId, Range<u32>)> {

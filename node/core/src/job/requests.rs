@@ -4,7 +4,7 @@ use super::stream::{Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, RequestId};
 use crate::input::Request;
 use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
-use crate::message::Message;
+use crate::message::{Message, Position};
 use crate::output::{DoneReason, Event};
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, VecDeque};
@@ -20,11 +20,17 @@ pub(super) struct Track {
     pub(super) stages: Vec<NodeId>,
     /// Predicted nanoseconds per token, for the watchdog.
     pub(super) token_ns: u64,
+    /// Standbys that are fed, and for which stage.
+    pub(super) shadows: Vec<(u16, NodeId)>,
 }
 
 impl Track {
     fn first(&self) -> NodeId {
         self.stages[0]
+    }
+    /// The first stage's standby, which this head feeds.
+    fn first_shadow(&self) -> Option<NodeId> {
+        self.shadows.iter().find(|(stage, _)| *stage == 0).map(|&(_, node)| node)
     }
     fn last(&self) -> NodeId {
         self.stages[self.stages.len() - 1]
@@ -127,19 +133,69 @@ impl Requests {
         }
     }
 
-    /// The job is ready under a new epoch: every running request is replayed from its token log, as a prefill.
-    pub(super) fn start(&mut self, now: Instant, track: Track, out: &mut Out) {
+    /// The job is ready under a new epoch, and `held` is what the stages' caches hold still. Returns for each stage, and for
+    /// each request of which anything is held, how much of it the next stage holds.
+    pub(super) fn resume(
+        &mut self,
+        now: Instant,
+        track: Track,
+        held: &BTreeMap<NodeId, Vec<Position>>,
+    ) -> Vec<Vec<(RequestId, u32)>> {
+        let mut resume = Vec::from_iter(track.stages.iter().map(|_| Vec::new()));
+        for (&id, stream) in &mut self.running {
+            let position = |node: &NodeId| held.get(node)?.iter().find(|position| position.request == id);
+            let stages = track.stages.iter().map(|node| position(node).map_or((0, 0), |p| (p.have, p.kept_from)));
+            let stages: Vec<(u32, u32)> = stages.collect();
+            for (stage, next_holds) in stream.resume(now, &stages).into_iter().enumerate() {
+                if next_holds > 0 || stages[stage].0 > 0 {
+                    resume[stage].push((id, next_holds));
+                }
+            }
+        }
         self.track = Some(track);
         self.closed.clear();
+        resume
+    }
+
+    /// Every running request goes on from its token log, and what stages hold of requests that are over is freed.
+    pub(super) fn start(&mut self, now: Instant, held: &BTreeMap<NodeId, Vec<Position>>, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let (job, epoch) = (self.job, track.epoch);
+        for (&to, positions) in held {
+            let over = positions.iter().map(|p| p.request).filter(|request| !self.running.contains_key(request));
+            let close = |request| JobOutput::Message { to, message: Message::Close { job, epoch, request } };
+            out.extend(over.map(close));
+        }
         let ids: Vec<RequestId> = self.running.keys().copied().collect();
         for id in ids {
-            if let Some(stream) = self.running.get_mut(&id) {
-                stream.restart(now);
-            }
             self.open(id, out);
             self.pump(id, out);
         }
         self.fill_slots(now, out);
+    }
+
+    /// These standbys are fed from now on.
+    pub(super) fn set_shadows(&mut self, shadows: Vec<(u16, NodeId)>) {
+        if let Some(track) = &mut self.track {
+            track.shadows = shadows;
+        }
+    }
+
+    /// Whether a node is the standby of the first stage.
+    pub(super) fn feeds(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.first_shadow() == Some(from))
+    }
+
+    /// The first stage's standby holds `have` positions: it is sent what follows, up to what the first stage was sent.
+    pub(super) fn handle_resume(&mut self, to: NodeId, id: RequestId, have: u32, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
+        let frames = stream.sent_since(have, self.job, track.epoch);
+        out.extend(frames.into_iter().map(|(header, tokens)| JobOutput::Frame { to, header, tokens }));
+    }
+
+    /// Up to which position every stage is known to be, of each running request.
+    pub(super) fn acked(&self) -> BTreeMap<RequestId, u32> {
+        self.running.iter().map(|(&id, stream)| (id, stream.acked())).collect()
     }
 
     /// The job is being placed anew: nothing is sent until `start`.
@@ -174,11 +230,13 @@ impl Requests {
         }
     }
 
-    /// Frees a request's caches on every stage. Without a track there is nothing to free: a new epoch begins empty.
+    /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
     fn close(&mut self, request: RequestId, out: &mut Out) {
         let Some(track) = &self.track else { return };
         let close = Message::Close { job: self.job, epoch: track.epoch, request };
-        out.extend(track.stages.iter().map(|&to| JobOutput::Message { to, message: close.clone() }));
+        let shadows = track.shadows.iter().map(|(_, node)| node);
+        let all = track.stages.iter().chain(shadows);
+        out.extend(all.map(|&to| JobOutput::Message { to, message: close.clone() }));
         self.closed.push_back(request);
         if self.closed.len() > SEQUENCES_MAX as usize {
             self.closed.pop_front();
@@ -201,6 +259,9 @@ impl Requests {
     fn pump(&mut self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
         while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch) {
+            if let Some(shadow) = track.first_shadow() {
+                out.push_back(JobOutput::Frame { to: shadow, header, tokens: tokens.clone() });
+            }
             out.push_back(JobOutput::Frame { to: track.first(), header, tokens });
         }
     }
@@ -255,10 +316,17 @@ impl Requests {
 
     /// A connection to a stage broke and stands again: what was on it may be lost either way.
     pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
-        let Some(track) = self.track.as_ref().filter(|track| track.stages.contains(&node)) else { return };
+        let Some(track) = &self.track else { return };
+        let (owns, follows) = (track.stages.contains(&node), track.shadows.iter().any(|(_, shadow)| *shadow == node));
+        if !owns && !follows {
+            return;
+        }
         let (job, epoch) = (self.job, track.epoch);
         let closes = self.closed.iter().map(|&request| Message::Close { job, epoch, request });
         out.extend(closes.map(|message| JobOutput::Message { to: node, message }));
+        if !owns {
+            return;
+        }
         let ids: Vec<(RequestId, u32)> = self.running.values().map(|stream| (stream.id, stream.acked())).collect();
         for (id, acked) in ids {
             self.resend(now, id, acked, out);

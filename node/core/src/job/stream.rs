@@ -86,10 +86,45 @@ impl Stream {
         self.progress_at = now;
     }
 
-    /// A new placement: nothing is in any cache.
-    pub(super) fn restart(&mut self, now: Instant) {
-        self.rewind(now, 0);
+    /// A new placement, whose stages hold so many positions each and can send their rows again from another on (first to
+    /// last: held, kept from). Returns for each stage but the last how much the next one holds.
+    ///
+    /// From the last stage backwards: a stage whose ring reaches back sends again what the next one misses and needs nothing
+    /// itself that it holds; one whose ring does not reach back has to compute it again. Whatever the first stage needs
+    /// comes from the log.
+    pub(super) fn resume(&mut self, now: Instant, stages: &[(u32, u32)]) -> Vec<u32> {
+        let len = self.len();
+        let Some(((last, _), before)) = stages.split_last() else { return Vec::new() };
+        // The token after the last position is awaited: that position is computed once more by the last stage at least.
+        let mut need = (*last).min(len.saturating_sub(1));
+        let mut least = need;
+        let mut next_holds = Vec::from_iter(before.iter().map(|_| 0));
+        for (told, &(have, kept_from)) in next_holds.iter_mut().zip(before).rev() {
+            let have = have.min(len);
+            *told = need;
+            need = if have > need && kept_from <= need { have } else { have.min(need) };
+            least = least.min(have);
+        }
+        self.rewind(now, need);
+        self.sent = need;
+        self.acked = least;
+        while self.chunks.front().is_some_and(|&end| end <= least) {
+            self.chunks.pop_front();
+        }
         self.resends = 0;
+        self.gap = None;
+        next_holds
+    }
+
+    /// What was sent from `position` on, once more, for a standby of the first stage.
+    pub(super) fn sent_since(&self, position: u32, job: JobId, epoch: Epoch) -> Vec<(FrameHeader, Vec<u32>)> {
+        let starts = (position..self.sent).step_by(CHUNK_POSITIONS_MAX as usize);
+        let frame = |position: u32| {
+            let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
+            let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample: false };
+            (header, self.tokens[position as usize..(position + count) as usize].to_vec())
+        };
+        starts.map(frame).collect()
     }
 
     /// Up to which position every stage is known to be.
@@ -231,13 +266,36 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_sends_prompt_and_answer_as_one_prefill() {
+    fn stages_that_hold_nothing_are_sent_prompt_and_answer_as_one_prefill() {
         let mut stream = stream(3, 9);
         frames(&mut stream);
         stream.handle_token(Instant(1), 3, 9, &[], 100);
         frames(&mut stream);
-        stream.restart(Instant(2));
+        assert_eq!(stream.resume(Instant(2), &[(0, 0), (0, 0)]), vec![0]);
         assert_eq!(frames(&mut stream), vec![(0, 4, true)]);
+    }
+
+    #[test]
+    fn what_stages_hold_is_not_computed_again() {
+        let resumed = |stages: &[(u32, u32)]| {
+            let mut stream = stream(100, 9);
+            frames(&mut stream);
+            stream.handle_token(Instant(1), 100, 9, &[], 500);
+            frames(&mut stream);
+            (stream.resume(Instant(2), stages), frames(&mut stream))
+        };
+        // 101 positions. All hold all of them, and the token was lost with the last stage: the ring before it serves.
+        assert_eq!(resumed(&[(101, 0), (101, 0), (101, 0)]), (vec![101, 100], vec![]));
+        // A standby that is two behind: the ring of the stage before it serves.
+        assert_eq!(resumed(&[(101, 0), (99, 0), (100, 0)]), (vec![99, 100], vec![]));
+        // A new stage in the middle of a full ring: nothing of the first stage is computed again.
+        assert_eq!(resumed(&[(101, 0), (0, 0), (100, 0)]), (vec![0, 100], vec![]));
+        // The ring does not reach back: from the log.
+        assert_eq!(resumed(&[(101, 50), (0, 0), (100, 0)]), (vec![0, 100], vec![(0, 101, true)]));
+        // The first stage is new: it computes everything, the others what they miss.
+        assert_eq!(resumed(&[(0, 0), (101, 0), (100, 0)]), (vec![101, 100], vec![(0, 101, true)]));
+        // The last one is new, and the log is the only one to know the whole.
+        assert_eq!(resumed(&[(100, 90), (100, 90), (0, 0)]), (vec![0, 0], vec![(0, 101, true)]));
     }
 
     #[test]

@@ -220,7 +220,8 @@ impl Mesh {
             Output::SendFrame { to, header, payload } => {
                 let host = self.nodes.get_mut(&me).unwrap();
                 let rows = match payload {
-                    Payload::Tensor(tensor) => host.tensors.remove(&tensor).expect("a tensor that is there"),
+                    Payload::Tensor(tensor) => host.tensors.get(&tensor).expect("a tensor that is there").clone(),
+                    Payload::Tensors(_) => panic!("only an item has more than one"),
                     Payload::Tokens(tokens) => tokens.into_iter().map(u64::from).collect(),
                 };
                 let tensor = TensorId(self.tensors_next);
@@ -248,6 +249,12 @@ impl Mesh {
                 load(host, job, &stage);
                 self.post(Duration::from_millis(20), me, Input::Loaded { job, epoch, result });
                 self.tell_capacity(me);
+            }
+            Output::Keep { job, epoch, .. } => {
+                let host = &self.nodes[&me];
+                let layers = host.stage[&job].layers.len() as u64;
+                let result = Ok(LoadedStage { bytes: layers * LAYER_BYTES });
+                self.post(Duration::from_millis(3), me, Input::Loaded { job, epoch, result });
             }
             Output::Unload { job } => {
                 self.nodes.get_mut(&me).unwrap().stage.remove(&job);
@@ -361,6 +368,9 @@ fn compute(host: &mut Host, job: JobId, items: Vec<Item>) -> Vec<ItemResult> {
     let run = |item: Item| {
         let rows = match &item.input {
             Payload::Tensor(tensor) => tensors.remove(tensor).expect("an input that is there"),
+            Payload::Tensors(all) => {
+                all.iter().flat_map(|tensor| tensors.remove(tensor).expect("an input that is there")).collect()
+            }
             Payload::Tokens(tokens) => tokens.iter().copied().map(u64::from).collect(),
         };
         let (result, rows) = stage.run(&item, rows);
@@ -462,6 +472,7 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
         width: 1,
         int8: false,
         bytes_max: 1,
+        standby: false,
     };
     let last = Epoch { counter: u32::MAX, minter: id(1) };
     for (to, message) in [

@@ -1,9 +1,13 @@
 //! One stage of one job under one epoch: what each request holds here, what waits, what runs.
+use super::ring::Ring;
 use super::{PipelineOutput, Route, discard};
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
 use crate::input::ItemResult;
-use crate::limits::{CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, PARKED_FRAMES_MAX, STAGE_QUEUE_MAX};
-use crate::message::{FrameHeader, Message, Sampling};
+use crate::limits::{
+    CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, SEQUENCES_MAX,
+    STAGE_QUEUE_MAX,
+};
+use crate::message::{FrameHeader, Message, Position, Sampling};
 use crate::output::{Item, Payload, SampleSpec};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -34,6 +38,21 @@ pub(super) struct StageRun {
     failed: Option<String>,
     pace: Pace,
     touched: u64,
+    /// Rows sent, to be sent again.
+    ring: Ring,
+    /// The next stage's standby: gets a copy of every frame.
+    standby: Option<NodeId>,
+    /// The standby of the stage before: is told what is held here, as that stage is.
+    before: Option<NodeId>,
+    /// Every stage is ready: work may run.
+    started: bool,
+    /// Of these requests the next stage holds so many positions already: no need to send them.
+    send_from: BTreeMap<RequestId, u32>,
+    /// What a standby asked for: when, so that it does not ask again at once.
+    asked: BTreeMap<RequestId, Instant>,
+    /// What was reported last, and when.
+    reported: Vec<(RequestId, u32)>,
+    reported_at: Instant,
 }
 
 /// What is known of one request here.
@@ -41,6 +60,8 @@ pub(super) struct StageRun {
 struct Held {
     /// Positions `0..have` are in the cache or will be once what waits has run.
     have: u32,
+    /// Positions `0..computed` are in the cache.
+    computed: u32,
     /// Frames that wait for `Open`, in order.
     parked: VecDeque<Waiting>,
     /// When it was last used, on a counter: the one unused for longest goes first.
@@ -60,6 +81,51 @@ struct Waiting {
     payload: Payload,
 }
 
+/// Frames of one request that follow each other in the queue.
+#[derive(Default)]
+struct Run {
+    indices: Vec<usize>,
+    end: u32,
+    rows: u32,
+    broken: bool,
+}
+
+impl Run {
+    /// Adds a frame if it goes on where the last one ended and there is room in the chunk.
+    fn take(&mut self, index: usize, header: &FrameHeader) {
+        let first = self.indices.is_empty();
+        self.broken |= header.position != self.end || self.rows + header.count > CHUNK_POSITIONS_MAX;
+        if first || !self.broken {
+            self.indices.push(index);
+            self.end = header.position + header.count;
+            self.rows += header.count;
+        }
+    }
+}
+
+/// Two frames that follow each other as one. Tokens chosen for the first one are known, or there would be no second.
+fn join(first: Option<Waiting>, second: Waiting) -> Waiting {
+    let Some(Waiting { header, payload }) = first else { return second };
+    let header = FrameHeader { count: header.count + second.header.count, sample: second.header.sample, ..header };
+    let payload = match (payload, second.payload) {
+        (Payload::Tokens(mut tokens), Payload::Tokens(more)) => {
+            tokens.extend(more);
+            Payload::Tokens(tokens)
+        }
+        (first, second) => Payload::Tensors(tensors(first).chain(tensors(second)).collect()),
+    };
+    Waiting { header, payload }
+}
+
+fn tensors(payload: Payload) -> impl Iterator<Item = TensorId> {
+    let tensors = match payload {
+        Payload::Tensor(tensor) => Vec::from([tensor]),
+        Payload::Tensors(tensors) => tensors,
+        Payload::Tokens(_) => Vec::new(),
+    };
+    tensors.into_iter()
+}
+
 /// A batch at the executor.
 #[derive(Debug)]
 pub(super) struct Batch {
@@ -75,6 +141,14 @@ impl StageRun {
     pub(super) fn new(job: JobId, route: Route) -> Self {
         StageRun {
             job,
+            ring: Ring::new(route.ring_rows),
+            standby: None,
+            before: None,
+            started: false,
+            send_from: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            reported: Vec::new(),
+            reported_at: Instant::default(),
             route,
             requests: BTreeMap::new(),
             opened: BTreeMap::new(),
@@ -98,7 +172,14 @@ impl StageRun {
         out.push_back(PipelineOutput::Message { to: self.route.head, message });
     }
 
-    pub(super) fn handle_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload, out: &mut Out) {
+    pub(super) fn handle_frame(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        header: FrameHeader,
+        payload: Payload,
+        out: &mut Out,
+    ) {
         if let Some(reason) = &self.failed {
             out.push_back(self.failure(reason.clone()));
             return discard(payload, out);
@@ -113,7 +194,9 @@ impl StageRun {
         let have = self.have(header.request);
         let full = self.waiting.len() >= STAGE_QUEUE_MAX;
         if header.position > have || full {
-            if !full {
+            if !full && self.route.shadow {
+                self.ask(now, header.request, have, out);
+            } else if !full {
                 self.tell_gap(header.request, have, out);
             }
             return discard(payload, out);
@@ -155,13 +238,18 @@ impl StageRun {
         let header = waiting.header;
         let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
         self.touched += 1;
-        let unopened = self.route.next.is_none() && !self.opened.contains_key(&header.request);
+        // A shadow chooses no tokens, so it needs not know how.
+        let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request);
         let held = self.requests.entry(header.request).or_default();
         held.touched = self.touched;
         let waits_for_open = unopened && (header.sample || !held.parked.is_empty());
         if waits_for_open && parked >= PARKED_FRAMES_MAX {
             // The head's watchdog sends it again, with `Open` first.
             return discard(waiting.payload, out);
+        }
+        if header.position < held.have {
+            // It is computed again because somebody further on lost it.
+            self.send_from.remove(&header.request);
         }
         held.have = header.position + header.count;
         if waits_for_open {
@@ -228,6 +316,9 @@ impl StageRun {
 
     /// Forgets a request: its cache is freed, what waits for it is discarded.
     fn drop_request(&mut self, request: RequestId, out: &mut Out) {
+        out.extend(self.ring.forget(request).into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
+        self.send_from.remove(&request);
+        self.asked.remove(&request);
         let Some(held) = self.requests.remove(&request) else { return };
         self.drop_waiting(request, out);
         held.parked.into_iter().for_each(|waiting| discard(waiting.payload, out));
@@ -246,14 +337,15 @@ impl StageRun {
     pub(super) fn drop_everything(&mut self, out: &mut Out) {
         self.opened.clear();
         self.outside.drain(..).for_each(|waiting| discard(waiting.payload, out));
+        out.extend(self.ring.clear().into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
         while let Some((&request, _)) = self.requests.first_key_value() {
             self.drop_request(request, out);
         }
     }
 
     pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
-        if self.route.previous != node && self.route.head != node {
-            return;
+        if (self.route.previous != node && self.route.head != node) || self.route.shadow {
+            return; // what a shadow misses it notices at the next frame
         }
         let held: Vec<(RequestId, u32)> = self.requests.iter().map(|(&request, held)| (request, held.have)).collect();
         held.into_iter().for_each(|(request, have)| self.tell_gap(request, have, out));
@@ -272,7 +364,7 @@ impl StageRun {
         work: WorkId,
         tensor_next: &mut u64,
     ) -> Option<(Batch, Vec<Item>)> {
-        if self.running.is_some() || self.waiting.is_empty() {
+        if self.running.is_some() || self.waiting.is_empty() || !self.started {
             return None;
         }
         let chosen = self.choose();
@@ -296,32 +388,44 @@ impl StageRun {
         Some((batch, items))
     }
 
-    /// Removes from the queue what runs next: at most one frame per request, each request's first.
+    /// Removes from the queue what runs next: each request's first frame, joined with those that follow it up to one
+    /// chunk's rows (many wait only where something is sent again).
     fn choose(&mut self) -> Vec<Waiting> {
-        let mut seen = BTreeSet::new();
-        let firsts: Vec<(usize, u32)> = (self.waiting.iter().enumerate())
-            .filter(|(_, waiting)| seen.insert(waiting.header.request))
-            .map(|(index, waiting)| (index, waiting.header.count))
-            .collect();
-        let has_decode = firsts.iter().any(|&(_, count)| count == 1);
-        let has_prefill = firsts.iter().any(|&(_, count)| count > 1);
+        let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
+        let mut order = Vec::new();
+        for (index, waiting) in self.waiting.iter().enumerate() {
+            let run = runs.entry(waiting.header.request).or_insert_with(|| {
+                order.push(waiting.header.request);
+                Run { end: waiting.header.position, ..Run::default() }
+            });
+            run.take(index, &waiting.header);
+        }
+        let rows_of = |request: &RequestId| runs.get(request).map_or(0, |run| run.rows);
+        let has_decode = order.iter().any(|request| rows_of(request) == 1);
+        let has_prefill = order.iter().any(|request| rows_of(request) > 1);
         let prefill = has_prefill && (self.prefill_turn || !has_decode);
         let mut rows = 0;
-        let mut chosen = BTreeSet::new();
-        for (index, count) in firsts {
+        let mut chosen: BTreeMap<usize, usize> = BTreeMap::new(); // index in the queue → place in the batch
+        let mut batch = 0;
+        for request in &order {
+            let count = rows_of(request);
             let fits = rows + count <= CHUNK_POSITIONS_MAX || chosen.is_empty();
             if (count > 1) == prefill && fits {
                 rows += count;
-                chosen.insert(index);
+                chosen.extend(runs.get(request).into_iter().flat_map(|run| &run.indices).map(|&index| (index, batch)));
+                batch += 1;
             }
         }
-        let mut taken = Vec::with_capacity(chosen.len());
+        let mut taken: Vec<Option<Waiting>> = (0..batch).map(|_| None).collect();
         let mut kept = VecDeque::with_capacity(self.waiting.len() - chosen.len());
         for (index, waiting) in self.waiting.drain(..).enumerate() {
-            if chosen.contains(&index) { taken.push(waiting) } else { kept.push_back(waiting) }
+            match chosen.get(&index) {
+                None => kept.push_back(waiting),
+                Some(&place) => taken[place] = Some(join(taken[place].take(), waiting)),
+            }
         }
         self.waiting = kept;
-        taken
+        taken.into_iter().flatten().collect()
     }
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
@@ -354,6 +458,11 @@ impl StageRun {
             batch.discard_results(results, out);
             return self.fail(reason, out);
         }
+        for (header, _) in &batch.items {
+            if let Some(held) = self.requests.get_mut(&header.request) {
+                held.computed = header.position + header.count;
+            }
+        }
         self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
         for (&(header, output), result) in batch.items.iter().zip(results.unwrap_or_default()) {
             self.deliver(header, output, result, out);
@@ -371,26 +480,174 @@ impl StageRun {
         PipelineOutput::Failed { job: self.job, epoch: self.route.epoch, reason }
     }
 
-    /// Sends one item's result on its way.
+    /// Sends one item's result on its way: the one place where rows leave a stage, and where the standby's copy branches
+    /// off. The next stage is served first; nothing waits for either.
     fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
         let (job, epoch, request) = (self.job, self.route.epoch, header.request);
         let position = header.position + header.count;
         let open = self.requests.contains_key(&request);
+        let speaks = open && self.started && !self.route.shadow;
         match (result, self.route.next) {
-            (ItemResult::Hidden, Some(to)) if open => {
-                let header = FrameHeader { edge: self.route.stage + 1, ..header };
-                out.push_back(PipelineOutput::Frame { to, header, tensor: output });
+            (ItemResult::Hidden, Some(next)) if open => {
+                let header = FrameHeader { edge: self.route.stage + 1, epoch, ..header };
+                if speaks {
+                    let known = self.send_from.get(&request).is_some_and(|&from| position <= from);
+                    let to = core::iter::once(next).filter(|_| !known).chain(self.standby);
+                    out.extend(to.map(|to| PipelineOutput::Frame { to, header, tensor: output }));
+                }
+                let gone = self.ring.push(header, output, &self.followers());
+                out.extend(gone.into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
             }
             (ItemResult::Hidden, _) => out.push_back(PipelineOutput::Discard { tensor: output }),
-            (ItemResult::Token { token }, _) if open => {
+            (ItemResult::Token { token }, _) if speaks => {
                 self.remember(request, position, token);
                 self.tell_head(Message::Token { job, epoch, request, position, token }, out);
             }
-            (ItemResult::Nothing, None) if open => {
+            (ItemResult::Nothing, None) if speaks => {
                 self.tell_head(Message::Progress { job, epoch, request, position }, out);
             }
             (ItemResult::Token { .. } | ItemResult::Nothing, _) => {}
         }
+    }
+
+    /// Who may ask for rows again: the next stage and its standby.
+    fn followers(&self) -> Vec<NodeId> {
+        self.route.next.into_iter().chain(self.standby).collect()
+    }
+
+    // ---- another route, standbys, and what is sent again
+
+    /// Nothing more runs or leaves; what was computed stays.
+    pub(super) fn quiesce(&mut self, out: &mut Out) {
+        self.started = false;
+        self.opened.clear();
+        let waiting = self.waiting.drain(..).chain(self.outside.drain(..));
+        waiting.for_each(|waiting| discard(waiting.payload, out));
+        for held in self.requests.values_mut() {
+            held.parked.drain(..).for_each(|waiting| discard(waiting.payload, out));
+            held.have = held.computed;
+        }
+    }
+
+    /// The same stage under another epoch, perhaps with other neighbours, perhaps out of the shadow.
+    pub(super) fn reroute(&mut self, route: Route, out: &mut Out) {
+        self.quiesce(out);
+        if self.failed.take().is_some() {
+            self.drop_everything(out);
+        }
+        self.route = route;
+        (self.standby, self.before) = (None, None);
+        self.closed.clear();
+        self.send_from.clear();
+        self.asked.clear();
+        self.reported.clear();
+        let empty: Vec<RequestId> =
+            self.requests.iter().filter(|(_, held)| held.computed == 0).map(|(&request, _)| request).collect();
+        empty.into_iter().for_each(|request| self.drop_request(request, out));
+        // What the batch that ran last wrote.
+        self.requests.values_mut().for_each(|held| held.have = held.computed);
+    }
+
+    /// Every stage is ready: send the next one what follows the positions it holds.
+    pub(super) fn go(&mut self, now: Instant, resume: &[(RequestId, u32)], out: &mut Out) {
+        self.started = true;
+        self.reported_at = now;
+        let Some(next) = self.route.next.filter(|_| !self.route.shadow) else { return };
+        for &(request, have) in resume.iter().take(2 * SEQUENCES_MAX as usize) {
+            self.send_from.insert(request, have);
+            self.replay(next, request, have, out);
+        }
+    }
+
+    /// Sends the ring's rows from `have` on.
+    fn replay(&self, to: NodeId, request: RequestId, have: u32, out: &mut Out) {
+        let (epoch, edge) = (self.route.epoch, self.route.stage + 1);
+        let kept = self.ring.replay(request, have).into_iter();
+        out.extend(kept.map(|(header, tensor)| {
+            let header = FrameHeader { epoch, edge, ..header };
+            PipelineOutput::Frame { to, header, tensor }
+        }));
+    }
+
+    pub(super) fn positions(&self) -> Vec<Position> {
+        let kept_from = |request, have| self.ring.kept_from(request).map_or(have, |from| from.min(have));
+        let held = self.requests.iter();
+        held.map(|(&request, held)| Position {
+            request,
+            have: held.computed,
+            kept_from: kept_from(request, held.computed),
+        })
+        .collect()
+    }
+
+    pub(super) fn handle_standby(&mut self, stage: u16, node: Option<NodeId>) {
+        if stage == self.route.stage + 1 {
+            self.standby = node;
+            self.ring.retain_followers(&self.followers());
+        } else if Some(stage) == self.route.stage.checked_sub(1) {
+            self.before = node;
+        }
+    }
+
+    pub(super) fn handle_resume(&mut self, from: NodeId, request: RequestId, have: u32, out: &mut Out) {
+        if self.standby == Some(from) && self.started && !self.route.shadow {
+            self.replay(from, request, have, out);
+        }
+    }
+
+    pub(super) fn handle_held(&mut self, from: NodeId, held: Vec<(RequestId, u32)>) {
+        if self.followers().contains(&from) && held.len() <= 2 * SEQUENCES_MAX as usize {
+            self.ring.handle_held(from, held);
+        }
+    }
+
+    /// A shadow misses rows: whoever feeds it has them, perhaps.
+    fn ask(&mut self, now: Instant, request: RequestId, have: u32, out: &mut Out) {
+        if self.asked.get(&request).is_some_and(|&at| now.since(at) < RESUME_QUIET) {
+            return;
+        }
+        if self.asked.len() > 2 * SEQUENCES_MAX as usize {
+            self.asked.clear();
+        }
+        self.asked.insert(request, now);
+        let message = Message::Resume { job: self.job, epoch: self.route.epoch, request, have };
+        out.push_back(PipelineOutput::Message { to: self.route.previous, message });
+    }
+
+    /// Tells those before, and of a shadow the head, what is held, if that is news. A shadow tells the next stage too: so
+    /// their connection stands before it is needed.
+    pub(super) fn report(&mut self, now: Instant, out: &mut Out) {
+        if self.report_at().is_none_or(|at| at > now) {
+            return;
+        }
+        self.reported_at = now;
+        let held: Vec<(RequestId, u32)> =
+            self.requests.iter().map(|(&request, held)| (request, held.computed)).collect();
+        if held == self.reported {
+            return;
+        }
+        self.reported.clone_from(&held);
+        let (job, epoch) = (self.job, self.route.epoch);
+        let shadow = [Some(self.route.head), self.route.next].into_iter().flatten().filter(|_| self.route.shadow);
+        let mut to: Vec<NodeId> = self.hearers().chain(shadow).collect();
+        to.sort_unstable();
+        to.dedup();
+        out.extend(to.into_iter().map(|to| {
+            let held = held.clone();
+            PipelineOutput::Message { to, message: Message::Held { job, epoch, held } }
+        }));
+    }
+
+    /// Those before this stage who keep rows for it.
+    fn hearers(&self) -> impl Iterator<Item = NodeId> {
+        let previous = (self.route.stage > 0).then_some(self.route.previous);
+        previous.into_iter().chain(self.before)
+    }
+
+    /// When to report next, if anybody wants to hear it.
+    pub(super) fn report_at(&self) -> Option<Instant> {
+        let heard = self.started && (self.route.shadow || self.hearers().next().is_some());
+        heard.then(|| self.reported_at + HELD_EVERY)
     }
 
     /// Adds a chosen token to the history that the repetition penalty looks at.

@@ -1,0 +1,213 @@
+//! The standbys of one job at its head: who stands by for which stage, how far it is, and who has to know.
+use super::JobOutput;
+use crate::id::{Epoch, JobId, NodeId, RequestId};
+use crate::limits::{PREPARE_RETRY, SEQUENCES_MAX, STANDBY_LAG_MAX};
+use crate::message::Message;
+use crate::output::Event;
+use crate::time::Instant;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
+use partitioner::{Stage, Tier};
+
+type Out = VecDeque<JobOutput>;
+
+/// Standbys by stage.
+#[derive(Debug, Default)]
+pub(super) struct Standbys {
+    by_stage: BTreeMap<u16, Standby>,
+    /// What the planner said of each stage, also of those that nobody can cover.
+    tiers: BTreeMap<u16, (Tier, Option<u64>)>,
+}
+
+#[derive(Debug)]
+struct Standby {
+    /// The stage on its device.
+    place: Stage,
+    tier: Tier,
+    progress: Progress,
+    /// What it said it holds.
+    held: BTreeMap<RequestId, u32>,
+    /// It was current when last looked at.
+    current: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Loading { retry_at: Instant },
+    Following,
+}
+
+impl Standby {
+    fn node(&self) -> NodeId {
+        self.place.device.into()
+    }
+}
+
+/// A standby as status pages show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StandbyView {
+    /// Which stage.
+    pub stage: u16,
+    /// Who; none where nobody can.
+    pub node: Option<NodeId>,
+    /// How ready it is meant to be. Hot is said only of one that is.
+    pub tier: Tier,
+    /// Weights are in memory there.
+    pub resident: bool,
+    /// Its caches hold what the stage's hold.
+    pub current: bool,
+    /// Predicted nanoseconds from the loss being noticed to the next token, if predicted.
+    pub stall_ns: Option<u64>,
+}
+
+impl Standbys {
+    /// All nodes that stand by or are asked to.
+    pub(super) fn nodes(&self) -> BTreeSet<NodeId> {
+        self.by_stage.values().map(Standby::node).collect()
+    }
+
+    /// Who is fed: hot standbys that load no more.
+    pub(super) fn fed(&self) -> impl Iterator<Item = (u16, NodeId)> + '_ {
+        let fed = |standby: &Standby| standby.tier == Tier::Hot && standby.progress == Progress::Following;
+        self.by_stage.iter().filter(move |(_, standby)| fed(standby)).map(|(&stage, standby)| (stage, standby.node()))
+    }
+
+    /// Stage and device of each, for the planner.
+    pub(super) fn kept(&self) -> Vec<(u16, partitioner::DeviceId)> {
+        self.by_stage.iter().map(|(&stage, standby)| (stage, standby.place.device)).collect()
+    }
+
+    /// The planner chose. Returns the new ones.
+    pub(super) fn add(&mut self, now: Instant, chosen: Vec<partitioner::Standby>) -> Vec<(u16, NodeId)> {
+        let mut new = Vec::new();
+        for standby in chosen {
+            self.tiers.insert(standby.stage, (standby.tier, standby.stall_ns));
+            let Some(place) = standby.place.filter(|_| !self.by_stage.contains_key(&standby.stage)) else { continue };
+            new.push((standby.stage, place.device.into()));
+            let progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
+            let standby = Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), current: false };
+            self.by_stage.insert(new[new.len() - 1].0, standby);
+        }
+        new
+    }
+
+    /// Whoever stands by with the stage in memory, to be its owner. It is no standby any more.
+    pub(super) fn take(&mut self, stage: u16, lost: &BTreeSet<NodeId>) -> Option<Stage> {
+        let ready = |standby: &Standby| standby.progress == Progress::Following && !lost.contains(&standby.node());
+        self.by_stage.get(&stage).filter(|standby| ready(standby))?;
+        self.by_stage.remove(&stage).map(|standby| standby.place)
+    }
+
+    /// A new placement: those that fit it still are to be told of it, the others are let go.
+    pub(super) fn refit(&mut self, now: Instant, stages: &[Stage]) -> Vec<(u16, NodeId)> {
+        self.by_stage.retain(|&at, standby| {
+            let same = stages.get(usize::from(at)).is_some_and(|stage| stage.layers == standby.place.layers);
+            same && stages.iter().all(|stage| stage.device != standby.place.device)
+        });
+        self.tiers.retain(|&at, _| usize::from(at) < stages.len());
+        for standby in self.by_stage.values_mut() {
+            standby.progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
+            standby.current = false;
+        }
+        self.by_stage.iter().map(|(&stage, standby)| (stage, standby.node())).collect()
+    }
+
+    /// A node is gone, or refused. Returns its stage if it stood by.
+    pub(super) fn remove(&mut self, node: NodeId) -> Option<u16> {
+        let stage = self.by_stage.iter().find(|(_, standby)| standby.node() == node).map(|(&stage, _)| stage)?;
+        self.by_stage.remove(&stage);
+        Some(stage)
+    }
+
+    /// A standby has its stage in memory. Returns the stage.
+    pub(super) fn handle_prepared(&mut self, node: NodeId) -> Option<u16> {
+        let (&stage, standby) = self.by_stage.iter_mut().find(|(_, standby)| standby.node() == node)?;
+        standby.progress = Progress::Following;
+        Some(stage)
+    }
+
+    /// A standby told what it holds.
+    pub(super) fn handle_held(&mut self, node: NodeId, held: &[(RequestId, u32)]) {
+        if let Some(standby) = self.by_stage.values_mut().find(|standby| standby.node() == node) {
+            standby.held = held.iter().take(2 * SEQUENCES_MAX as usize).copied().collect();
+        }
+    }
+
+    /// Looks which of them are current: they hold, but for a little, what `acked` says of each request.
+    pub(super) fn judge(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
+        for (&stage, standby) in &mut self.by_stage {
+            let held = |request: &RequestId| standby.held.get(request).copied().unwrap_or(0);
+            let follows = standby.progress == Progress::Following && standby.tier == Tier::Hot;
+            let current = follows && acked.iter().all(|(id, &acked)| held(id) + STANDBY_LAG_MAX >= acked);
+            if current && !standby.current {
+                let event = Event::Standby { job, stage, node: standby.node(), current };
+                out.push_back(JobOutput::Notify(event));
+            }
+            standby.current = current;
+        }
+    }
+
+    /// Whom to ask again, and when the next of them is due.
+    pub(super) fn due(&mut self, now: Instant) -> Vec<(u16, NodeId)> {
+        let mut due = Vec::new();
+        for (&stage, standby) in &mut self.by_stage {
+            if let Progress::Loading { retry_at } = &mut standby.progress
+                && *retry_at <= now
+            {
+                *retry_at = now + PREPARE_RETRY;
+                due.push((stage, standby.place.device.into()));
+            }
+        }
+        due
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<Instant> {
+        let waiting = self.by_stage.values().filter_map(|standby| match standby.progress {
+            Progress::Loading { retry_at } => Some(retry_at),
+            Progress::Following => None,
+        });
+        waiting.min()
+    }
+
+    /// Bytes the plan allows the standby of a stage.
+    pub(super) fn bytes(&self, stage: u16) -> u64 {
+        self.by_stage.get(&stage).map_or(0, |standby| standby.place.bytes)
+    }
+
+    /// Tells everybody beside a stage who its standby is.
+    pub(super) fn announce(
+        &self,
+        job: JobId,
+        epoch: Epoch,
+        stage: u16,
+        node: Option<NodeId>,
+        owners: &[NodeId],
+        out: &mut Out,
+    ) {
+        let beside = [stage.checked_sub(1), stage.checked_add(1)].into_iter().flatten();
+        for at in beside {
+            let standby = self.fed().find(|(covered, _)| *covered == at).map(|(_, node)| node);
+            for to in owners.get(usize::from(at)).copied().into_iter().chain(standby) {
+                out.push_back(JobOutput::Message { to, message: Message::Standby { job, epoch, stage, node } });
+            }
+        }
+    }
+
+    pub(super) fn views(&self) -> Vec<StandbyView> {
+        let stages: BTreeSet<u16> = self.tiers.keys().chain(self.by_stage.keys()).copied().collect();
+        let view = |stage: u16| {
+            let (tier, stall_ns) = self.tiers.get(&stage).copied().unwrap_or((Tier::Cold, None));
+            let standby = self.by_stage.get(&stage);
+            let current = standby.is_some_and(|standby| standby.current);
+            let resident = standby.is_some_and(|standby| standby.progress == Progress::Following);
+            let tier = match (standby.map(|standby| standby.tier), tier) {
+                (Some(_), _) if current => Tier::Hot,
+                (Some(_), _) if resident => Tier::Warm,
+                (Some(_), _) | (None, Tier::Hot | Tier::Warm | Tier::Cold) => Tier::Cold,
+                (None, Tier::None) => Tier::None,
+            };
+            StandbyView { stage, node: standby.map(Standby::node), tier, resident, current, stall_ns }
+        };
+        stages.into_iter().map(view).collect()
+    }
+}

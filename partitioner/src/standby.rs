@@ -1,0 +1,257 @@
+//! Who steps in for whom: a standby for each stage that the head does not hold itself, on another machine where there is one.
+//!
+//! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
+//! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
+//! anywhere the stage is cold: a repair moves its weights first.
+//! Next: `explain.rs`.
+use crate::cost;
+use crate::fleet::{Device, DeviceId, Fleet};
+use crate::plan::{Options, Plan, Stage};
+use crate::work::Work;
+use alloc::{collections::BTreeSet, vec::Vec};
+use core::cmp::Reverse;
+use serde::{Deserialize, Serialize};
+
+/// How ready somebody is to step in for a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// Weights resident, cache current.
+    Hot,
+    /// Weights resident, cache built when it steps in.
+    Warm,
+    /// Weights are fetched when the stage is lost.
+    Cold,
+    /// Without this stage's node there is no plan.
+    None,
+}
+
+/// Who steps in for one stage.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standby {
+    /// Which stage of the plan.
+    pub stage: u16,
+    /// How ready.
+    pub tier: Tier,
+    /// The same layers on the standby's device; none if cold.
+    pub place: Option<Stage>,
+    /// In the same physical machine as the stage: does not outlive that machine.
+    pub same_machine: bool,
+    /// Predicted nanoseconds from the stage's loss being noticed to the next token; none where there is no plan, or where
+    /// plans for losses were not asked for.
+    pub stall_ns: Option<u64>,
+}
+
+/// Share of a link that the copy for a hot standby may take: one part in so many.
+const LINK_SHARE: u64 = 4;
+
+/// Writing the new epoch to disk.
+const MINT_NS: u64 = 5_000_000;
+
+/// Bytes a second at which weights get from disk into memory.
+const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
+
+/// Standbys for the stages of a plan on the devices it does not use. `kept` are those that stand by already (stage,
+/// device): they stay, and only the others are named, besides one entry for each stage that nobody can cover.
+///
+/// The stage that is hardest to bring back (the most weights) chooses first. A device stands by for one stage. Another machine
+/// comes before the same one, the same numerics before others, then the least time per token, then the lowest id.
+pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
+    let mut taken: BTreeSet<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
+    taken.extend(kept.iter().map(|&(_, device)| device));
+    let open = |(at, stage): &(usize, &Stage)| {
+        stage.device != options.head && kept.iter().all(|&(covered, _)| usize::from(covered) != *at)
+    };
+    let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
+    stages.sort_by_key(|(at, stage)| (Reverse(cost::weight_bytes(work, &stage.layers)), *at));
+    let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
+    for (at, stage) in stages {
+        let question = Question { plan, work, fleet, options, at, stage };
+        let candidates = fleet.devices.iter().filter(|device| !taken.contains(&device.id));
+        let standby = candidates.filter_map(|device| question.ask(device)).min_by_key(|(rank, _)| *rank);
+        let standby = standby.map_or_else(|| question.cold(), |(_, standby)| standby);
+        taken.extend(standby.place.iter().map(|place| place.device));
+        chosen.push(standby);
+    }
+    chosen.sort_by_key(|standby| standby.stage);
+    chosen
+}
+
+type Rank = (bool, bool, Tier, u64, DeviceId);
+
+/// One stage that wants a standby.
+struct Question<'a> {
+    plan: &'a Plan,
+    work: &'a Work,
+    fleet: &'a Fleet,
+    options: &'a Options,
+    at: usize,
+    stage: &'a Stage,
+}
+
+impl Question<'_> {
+    /// What this device would be as a standby, and how good; nothing if it cannot hold the stage.
+    fn ask(&self, device: &Device) -> Option<(Rank, Standby)> {
+        let (work, layers) = (self.work, &self.stage.layers);
+        let bytes = cost::stage_bytes(work, layers);
+        if device.excluded || bytes > cost::usable_bytes(device, self.options.headroom_percent) {
+            return None;
+        }
+        let step_ns = cost::stage_ns(work, device, layers, 1)?;
+        let owner = self.fleet.device(self.stage.device);
+        let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
+        let other_numerics = owner.is_some_and(|owner| owner.numerics != device.numerics);
+        let tier = if self.keeps_up(device, step_ns)? { Tier::Hot } else { Tier::Warm };
+        let place = Stage { device: device.id, layers: layers.clone(), bytes, step_ns };
+        let replay = match tier {
+            Tier::Hot => 0,
+            Tier::Warm | Tier::Cold | Tier::None => self.replay_ns(self.plan),
+        };
+        let stall_ns = self.switch_ns(device.id).saturating_add(replay).saturating_add(self.plan.token_ns());
+        let rank = (same_machine, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
+        let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
+        Some((rank, Standby { stage, tier, place: Some(place), same_machine, stall_ns: Some(stall_ns) }))
+    }
+
+    /// Whether the device can compute each token before the next one comes, and be sent a copy of its rows.
+    fn keeps_up(&self, device: &Device, step_ns: u64) -> Option<bool> {
+        let token_ns = self.plan.token_ns().max(1);
+        let (from, bytes) = match self.at.checked_sub(1) {
+            Some(before) => (self.plan.stages()[before].device, self.work.activation_bytes),
+            None => (self.options.head, cost::TOKEN_BYTES),
+        };
+        let copy_ns = cost::busy_ns(self.fleet, from, device.id, bytes)?;
+        Some(step_ns <= token_ns && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
+    }
+
+    /// The new epoch on disk, told to everybody, answered, begun.
+    fn switch_ns(&self, standby: DeviceId) -> u64 {
+        let others = self.plan.stages().iter().map(|stage| stage.device).filter(|&device| device != self.stage.device);
+        let told = others.chain([standby]).filter(|&device| device != self.options.head);
+        let slowest = told.map(|device| self.fleet.link(self.options.head, device).rtt_ns).max().unwrap_or(0);
+        MINT_NS.saturating_add(slowest.saturating_mul(2))
+    }
+
+    /// A whole context sent through these stages again, in chunks.
+    fn replay_ns(&self, plan: &Plan) -> u64 {
+        const CHUNK: u32 = 512;
+        let chunks = u64::from(self.work.context.div_ceil(CHUNK));
+        let pass = plan.stages().iter().filter_map(|stage| {
+            let device = self.fleet.device(stage.device)?;
+            cost::stage_ns(self.work, device, &stage.layers, self.work.context.min(CHUNK))
+        });
+        pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
+    }
+
+    /// Nobody has the memory: what the plan for the loss of this node would cost, if there is one.
+    fn cold(&self) -> Standby {
+        let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
+        let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine: false, stall_ns: None };
+        match self.plan.losses().iter().find(|loss| loss.lost == self.stage.device).map(|loss| &loss.plan) {
+            None => {}
+            Some(Err(_)) => standby.tier = Tier::None,
+            Some(Ok(next)) => {
+                let moved = crate::repair::moved_bytes(self.plan, next, self.work);
+                let slowest = next.stages().iter().map(|stage| self.fleet.link(self.options.head, stage.device));
+                let fetch = slowest.filter_map(|link| cost::wire_ns(link, moved)).max().unwrap_or(0);
+                let load = moved.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND;
+                let stall = [fetch, load, self.replay_ns(next), self.switch_ns(self.stage.device), next.token_ns()];
+                standby.stall_ns = Some(stall.into_iter().fold(0, u64::saturating_add));
+            }
+        }
+        standby
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::Link;
+    use crate::plan::Goal;
+    use crate::work::Layer;
+    use alloc::{collections::BTreeMap, string::String, vec};
+
+    const A: DeviceId = DeviceId([1; 16]);
+    const B: DeviceId = DeviceId([2; 16]);
+    const C: DeviceId = DeviceId([3; 16]);
+    const D: DeviceId = DeviceId([4; 16]);
+
+    fn work() -> Work {
+        Work {
+            layers: vec![Layer { flops_per_token: 200, weight_bytes: 1 << 20, kv_bytes_per_token: 1 << 10 }; 8],
+            embed_bytes: 1 << 20,
+            head_bytes: 1 << 20,
+            tied: false,
+            head_flops: 2_000,
+            activation_bytes: 2_304,
+            context: 1024,
+            sequences: 1,
+            scratch_bytes: 0,
+        }
+    }
+
+    fn fleet(devices: &[(DeviceId, u64, u64)]) -> Fleet {
+        let device = |&(id, machine, memory): &(DeviceId, u64, u64)| Device {
+            id,
+            name: String::new(),
+            machine,
+            memory,
+            bytes_per_second: 10_000_000_000,
+            flops_per_second: 0,
+            step_ns: 10_000,
+            numerics: 1,
+            excluded: false,
+        };
+        let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
+        Fleet { devices: devices.iter().map(device).collect(), links: BTreeMap::new(), default_link }
+    }
+
+    fn options() -> Options {
+        Options { goal: Goal::Latency, head: A, headroom_percent: 10, losses: false }
+    }
+
+    fn split(fleet: &Fleet) -> Plan {
+        Plan::new(&[(A, 0..4), (B, 4..8)], &work(), fleet, &options()).unwrap()
+    }
+
+    #[test]
+    fn another_machine_comes_first_and_the_heads_own_stage_needs_none() {
+        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
+        let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
+        assert_eq!(found.len(), 1);
+        let standby = &found[0];
+        assert_eq!((standby.stage, standby.tier, standby.same_machine), (1, Tier::Hot, false));
+        assert_eq!(standby.place.as_ref().unwrap().device, D);
+        assert_eq!(standbys(&split(&fleet), &work(), &fleet, &options(), &[(1, C)]), vec![], "it has one");
+        let mut fleet = fleet;
+        fleet.devices.pop();
+        let standby = &standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0];
+        assert_eq!((standby.place.as_ref().unwrap().device, standby.same_machine), (C, true), "better than nobody");
+    }
+
+    #[test]
+    fn a_link_that_cannot_carry_the_copy_makes_it_warm_and_no_memory_cold() {
+        let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
+        let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        fleet.links.insert((A, C), Link { rtt_ns: 200_000, bytes_per_second: 1_000_000 });
+        let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        assert_eq!((hot.tier, warm.tier), (Tier::Hot, Tier::Warm));
+        assert!(warm.stall_ns > hot.stall_ns, "{warm:?} {hot:?}");
+        fleet.devices[2].memory = 1 << 20;
+        let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        assert_eq!((cold.tier, cold.place), (Tier::Cold, None));
+        let with_losses = crate::plan(&work(), &fleet, &Options { losses: true, ..options() }).unwrap();
+        assert!(with_losses.stages().len() == 1, "one device holds all: nothing to stand by for");
+    }
+
+    #[test]
+    fn a_device_stands_by_for_one_stage() {
+        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
+        let plan = Plan::new(&[(A, 0..2), (B, 2..4), (C, 4..8)], &work(), &fleet, &options()).unwrap();
+        let found = standbys(&plan, &work(), &fleet, &options(), &[]);
+        assert_eq!(
+            found.iter().map(|standby| (standby.stage, standby.tier)).collect::<Vec<_>>(),
+            vec![(1, Tier::Cold), (2, Tier::Hot)]
+        );
+    }
+}
