@@ -334,7 +334,7 @@ impl ModelJob {
             return;
         }
         if matches!(self.state, State::Ready { .. }) {
-            return self.standby_prepared(from, out);
+            return self.standby_prepared(from, &positions, out);
         }
         let State::Preparing { missing, held, .. } = &mut self.state else { return };
         if !missing.remove(&from) {
@@ -410,9 +410,10 @@ impl ModelJob {
     }
 
     /// A standby has its stage in memory: whoever feeds it is told.
-    fn standby_prepared(&mut self, node: NodeId, out: &mut Out) {
+    fn standby_prepared(&mut self, node: NodeId, positions: &[Position], out: &mut Out) {
         let Some(stage) = self.standbys.handle_prepared(node) else { return };
         let (job, epoch) = (self.id, self.epoch);
+        self.requests.close_ended(node, positions, out);
         let message = Message::Go { job, epoch, resume: Vec::new() };
         out.push_back(JobOutput::Message { to: node, message });
         if self.standbys.fed().any(|(_, fed)| fed == node) {
@@ -438,6 +439,12 @@ impl ModelJob {
         if let Some(stage) = self.standbys.remove(node) {
             self.announce(stage, None, out);
             self.standbys_due = Some(now + STANDBY_RETRY);
+            // If it lives it is to let go; if that is lost too, it does so when it hears no more of the job.
+            let message = Message::End { job: self.id, epoch: self.epoch };
+            out.push_back(JobOutput::Message { to: node, message });
+            if let Some(owners) = self.plan().map(owners) {
+                self.watch(&owners, out);
+            }
         }
     }
 

@@ -159,19 +159,22 @@ impl Requests {
 
     /// Every running request goes on from its token log, and what stages hold of requests that are over is freed.
     pub(super) fn start(&mut self, now: Instant, held: &BTreeMap<NodeId, Vec<Position>>, out: &mut Out) {
-        let Some(track) = &self.track else { return };
-        let (job, epoch) = (self.job, track.epoch);
-        for (&to, positions) in held {
-            let over = positions.iter().map(|p| p.request).filter(|request| !self.running.contains_key(request));
-            let close = |request| JobOutput::Message { to, message: Message::Close { job, epoch, request } };
-            out.extend(over.map(close));
-        }
+        held.iter().for_each(|(&node, positions)| self.close_ended(node, positions, out));
         let ids: Vec<RequestId> = self.running.keys().copied().collect();
         for id in ids {
             self.open(id, out);
             self.pump(id, out);
         }
         self.fill_slots(now, out);
+    }
+
+    /// Frees what a node holds of requests that are over: their `Close` went to those who took part then.
+    pub(super) fn close_ended(&self, to: NodeId, positions: &[Position], out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let (job, epoch) = (self.job, track.epoch);
+        let over = positions.iter().map(|p| p.request).filter(|request| !self.running.contains_key(request));
+        let close = |request| JobOutput::Message { to, message: Message::Close { job, epoch, request } };
+        out.extend(over.map(close));
     }
 
     /// These standbys are fed from now on.

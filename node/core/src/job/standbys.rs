@@ -29,6 +29,8 @@ struct Standby {
     held: BTreeMap<RequestId, u32>,
     /// It was current when last looked at.
     current: bool,
+    /// That was told once under this placement.
+    told: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,7 +87,8 @@ impl Standbys {
             let Some(place) = standby.place.filter(|_| !self.by_stage.contains_key(&standby.stage)) else { continue };
             new.push((standby.stage, place.device.into()));
             let progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            let standby = Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), current: false };
+            let standby =
+                Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), current: false, told: false };
             self.by_stage.insert(new[new.len() - 1].0, standby);
         }
         new
@@ -107,7 +110,7 @@ impl Standbys {
         self.tiers.retain(|&at, _| usize::from(at) < stages.len());
         for standby in self.by_stage.values_mut() {
             standby.progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            standby.current = false;
+            (standby.current, standby.told) = (false, false);
         }
         self.by_stage.iter().map(|(&stage, standby)| (stage, standby.node())).collect()
     }
@@ -139,7 +142,8 @@ impl Standbys {
             let held = |request: &RequestId| standby.held.get(request).copied().unwrap_or(0);
             let follows = standby.progress == Progress::Following && standby.tier == Tier::Hot;
             let current = follows && acked.iter().all(|(id, &acked)| held(id) + STANDBY_LAG_MAX >= acked);
-            if current && !standby.current {
+            if current && !standby.told {
+                standby.told = true;
                 let event = Event::Standby { job, stage, node: standby.node(), current };
                 out.push_back(JobOutput::Notify(event));
             }
