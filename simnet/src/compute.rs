@@ -171,7 +171,15 @@ impl Executor {
         match payload {
             Payload::Tokens(tokens) => Some(Cargo::Tokens(tokens)),
             Payload::Tensor(tensor) => self.tensors.get(&tensor).cloned(),
-            Payload::Tensors(_) => None, // only an item has more than one
+            Payload::Tensors(tensors) => {
+                let mut all = (Vec::new(), 0);
+                for tensor in tensors {
+                    let Some(Cargo::Rows(rows, row_bytes)) = self.tensors.get(&tensor) else { return None };
+                    all.0.extend_from_slice(rows);
+                    all.1 = *row_bytes;
+                }
+                Some(Cargo::Rows(all.0, all.1))
+            }
         }
     }
 

@@ -516,7 +516,7 @@ impl Node {
             PipelineOutput::Returned { job } => self.liveness.handle_work_done(self.now, job),
             PipelineOutput::Release { job, request } => self.out.push_back(Output::Release { job, request }),
             PipelineOutput::Discard { tensor } => self.discard(tensor),
-            PipelineOutput::Frame { to, header, tensor } => self.send_frame(to, header, Payload::Tensor(tensor)),
+            PipelineOutput::Frame { to, header, payload } => self.send_frame(to, header, payload),
             PipelineOutput::Failed { job, epoch, reason } => {
                 self.placement.handle_stage_failed(job, epoch, &reason);
                 self.send(epoch.minter, Message::StageFailed { job, epoch, reason });

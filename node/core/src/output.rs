@@ -61,7 +61,7 @@ pub enum Output {
 pub enum Payload {
     /// Hidden rows kept by the shell.
     Tensor(TensorId),
-    /// Hidden rows of consecutive positions, kept apart; only as the input of an item.
+    /// Hidden rows of consecutive positions, kept apart: to be read one after the other.
     Tensors(Vec<TensorId>),
     /// Token ids for the first stage.
     Tokens(Vec<u32>),

@@ -52,8 +52,8 @@ pub enum PipelineOutput {
     Release { job: JobId, request: RequestId },
     /// Drop a payload.
     Discard { tensor: TensorId },
-    /// Hidden rows for the next stage.
-    Frame { to: NodeId, header: FrameHeader, tensor: TensorId },
+    /// Hidden rows for the next stage or its standby. They stay with the shell until they are discarded.
+    Frame { to: NodeId, header: FrameHeader, payload: Payload },
     /// A message for the head.
     Message { to: NodeId, message: Message },
     /// The executor failed under this stage: it is not to be trusted before it is placed anew.

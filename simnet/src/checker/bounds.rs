@@ -42,8 +42,12 @@ impl Observer for Bounds {
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
-        let Output::Compute { work, job, epoch, items } = output else { return };
         let mut seen = self.seen.borrow_mut();
+        if let Output::Unload { job } = output {
+            // What its batch brings is dropped; a stage loaded later has one of its own.
+            seen.running.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
+        }
+        let Output::Compute { work, job, epoch, items } = output else { return };
         let mut wrong = Vec::new();
         if let Some(running) = seen.running.insert((host, *job, *epoch), *work) {
             wrong.push(format!("{work:?} while {running:?} runs"));

@@ -205,9 +205,11 @@ impl Stream {
     /// When to send again if nothing comes back: `token_ns` is the predicted time of one decode step, `sharers` the
     /// requests that share the stages. Doubles with each attempt, so that slowness does not feed itself.
     pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
-        let rows = u64::from(self.sent - self.acked).max(1);
-        let predicted = token_ns.saturating_mul(rows).saturating_mul(u64::from(sharers.max(1)));
-        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted.saturating_mul(8)));
+        // Progress is told for each chunk; its rows share a pass over the weights, so each costs far less than a decode step.
+        let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
+        let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
+        let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
+        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted));
         self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
     }
 }

@@ -221,7 +221,7 @@ impl Mesh {
                 let host = self.nodes.get_mut(&me).unwrap();
                 let rows = match payload {
                     Payload::Tensor(tensor) => host.tensors.get(&tensor).expect("a tensor that is there").clone(),
-                    Payload::Tensors(_) => panic!("only an item has more than one"),
+                    Payload::Tensors(all) => all.iter().flat_map(|tensor| host.tensors[tensor].clone()).collect(),
                     Payload::Tokens(tokens) => tokens.into_iter().map(u64::from).collect(),
                 };
                 let tensor = TensorId(self.tensors_next);

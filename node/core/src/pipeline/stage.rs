@@ -493,7 +493,7 @@ impl StageRun {
                 if speaks {
                     let known = self.send_from.get(&request).is_some_and(|&from| position <= from);
                     let to = core::iter::once(next).filter(|_| !known).chain(self.standby);
-                    out.extend(to.map(|to| PipelineOutput::Frame { to, header, tensor: output }));
+                    out.extend(to.map(|to| PipelineOutput::Frame { to, header, payload: Payload::Tensor(output) }));
                 }
                 let gone = self.ring.push(header, output, &self.followers());
                 out.extend(gone.into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
@@ -559,14 +559,21 @@ impl StageRun {
         }
     }
 
-    /// Sends the ring's rows from `have` on.
+    /// Sends the ring's rows from `have` on, in chunks as large as they may be.
     fn replay(&self, to: NodeId, request: RequestId, have: u32, out: &mut Out) {
         let (epoch, edge) = (self.route.epoch, self.route.stage + 1);
-        let kept = self.ring.replay(request, have).into_iter();
-        out.extend(kept.map(|(header, tensor)| {
-            let header = FrameHeader { epoch, edge, ..header };
-            PipelineOutput::Frame { to, header, tensor }
-        }));
+        let mut joined: Option<Waiting> = None;
+        for (header, tensor) in self.ring.replay(request, have) {
+            let next = Waiting { header: FrameHeader { epoch, edge, ..header }, payload: Payload::Tensor(tensor) };
+            let adjoins = joined.as_ref().is_some_and(|Waiting { header, .. }| {
+                let rows = header.count + next.header.count;
+                header.position + header.count == next.header.position && rows <= CHUNK_POSITIONS_MAX
+            });
+            let whole = if adjoins { None } else { joined.take() };
+            out.extend(whole.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload }));
+            joined = Some(join(joined.take(), next));
+        }
+        out.extend(joined.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload }));
     }
 
     pub(super) fn positions(&self) -> Vec<Position> {
