@@ -1,5 +1,8 @@
 //! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed while they speak.
+mod chaos;
+
 use crate::cluster::{LocalNode, LocalNodeOptions};
+pub use chaos::ChaosSummary;
 use console::style;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -23,11 +26,13 @@ pub struct DemoOptions {
     pub tokens: u32,
     /// Compute threads per node.
     pub threads: usize,
+    /// Do not show the text.
+    pub quiet: bool,
 }
 
 impl Default for DemoOptions {
     fn default() -> Self {
-        Self { json: false, tokens: 96, threads: 1 }
+        Self { json: false, tokens: 96, threads: 1, quiet: false }
     }
 }
 
@@ -53,15 +58,8 @@ pub struct DemoSummary {
 /// # Errors
 /// A node did not start, or the mesh did not do what the demo shows; the text says which.
 pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummary> {
-    let screen = Screen { json: options.json };
-    let dir = tempfile::Builder::new().prefix("meshnode-demo-").tempdir()?;
-    let demo = Demo {
-        exe: exe.to_owned(),
-        dir: dir.path().to_owned(),
-        model: model.to_owned(),
-        options: options.clone(),
-        screen,
-    };
+    let dir = folder()?;
+    let demo = Demo::new(exe, dir.path(), model, options);
     let solo = demo.solo()?;
     let mut nodes = demo.mesh(solo.bytes)?;
     demo.place(&nodes)?;
@@ -76,6 +74,22 @@ pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummar
     };
     demo.screen.summary(&summary);
     Ok(summary)
+}
+
+/// Kills a stage in each of `kills` generations, at tokens drawn from `seed`.
+///
+/// # Errors
+/// As for [`run`].
+pub fn chaos(exe: &Path, model: &Path, options: &DemoOptions, kills: usize, seed: u64) -> Result<ChaosSummary> {
+    let dir = folder()?;
+    let demo = Demo::new(exe, dir.path(), model, options);
+    let summary = demo.chaos(kills, seed)?;
+    demo.screen.chaos(&summary);
+    Ok(summary)
+}
+
+fn folder() -> Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix("meshnode-demo-").tempdir()
 }
 
 struct Demo {
@@ -100,9 +114,29 @@ struct Run {
     complete: bool,
     tokens_per_s: f64,
     stall: Duration,
+    /// When each token came.
+    arrivals: Vec<Instant>,
+}
+
+impl Run {
+    /// The longest silence between two tokens of which the second came after a moment.
+    fn stall_after(&self, moment: Instant) -> Duration {
+        let gaps = self.arrivals.windows(2).filter(|pair| pair[1] > moment).map(|pair| pair[1] - pair[0]);
+        gaps.max().unwrap_or_default()
+    }
 }
 
 impl Demo {
+    fn new(exe: &Path, dir: &Path, model: &Path, options: &DemoOptions) -> Self {
+        Demo {
+            exe: exe.to_owned(),
+            dir: dir.to_owned(),
+            model: model.to_owned(),
+            options: options.clone(),
+            screen: Screen { json: options.json },
+        }
+    }
+
     /// One undisturbed node with all the memory it wants: the reference.
     fn solo(&self) -> Result<Solo> {
         self.screen.say("one", "one node alone, for reference");
@@ -176,15 +210,17 @@ impl Demo {
             "max_tokens": self.options.tokens, "temperature": 0.0, "ignore_eos": true,
         });
         let lines = node.post_lines("/api/v1/generate", &request)?;
-        let (mut run, mut arrivals) = (Run::default(), Vec::new());
+        let mut run = Run::default();
         for line in lines {
             let event: Value = serde_json::from_str(&line?).map_err(Error::other)?;
             if let Some(token) = event["token"].as_u64() {
                 run.tokens.push(token);
-                arrivals.push(Instant::now());
+                run.arrivals.push(Instant::now());
                 let text = event["text"].as_str().unwrap_or_default();
                 run.text.push_str(text);
-                self.screen.text(text);
+                if !self.options.quiet {
+                    self.screen.text(text);
+                }
                 watch(run.tokens.len(), &event)?;
             } else if event["error"].is_string() || event["error"].is_object() {
                 return Err(Error::other(format!("the request failed: {}", event["error"])));
@@ -192,8 +228,10 @@ impl Demo {
                 run.complete = run.tokens.len() == self.options.tokens as usize;
             }
         }
-        self.screen.text("\n");
-        let gaps: Vec<Duration> = arrivals.windows(2).map(|w| w[1] - w[0]).collect();
+        if !self.options.quiet {
+            self.screen.text("\n");
+        }
+        let gaps: Vec<Duration> = run.arrivals.windows(2).map(|w| w[1] - w[0]).collect();
         run.stall = gaps.iter().max().copied().unwrap_or_default();
         run.tokens_per_s = 1.0 / median(&gaps).as_secs_f64().max(1e-9);
         Ok(run)
@@ -305,6 +343,36 @@ impl Screen {
             text!("{text}");
             let _ = std::io::stdout().flush();
         }
+    }
+
+    /// A bar on stderr, for people only.
+    fn progress(&self, length: u64) -> indicatif::ProgressBar {
+        if self.json {
+            return indicatif::ProgressBar::hidden();
+        }
+        let style = indicatif::ProgressStyle::with_template("  {bar:40.cyan} {pos} of {len} kills, {elapsed}");
+        indicatif::ProgressBar::new(length)
+            .with_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()))
+    }
+
+    fn chaos(&self, summary: &ChaosSummary) {
+        if self.json {
+            line!("{}", serde_json::to_string(summary).unwrap_or_default());
+            return;
+        }
+        let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
+            style(format!("{} kills, every token the same as on one node, nothing lost", summary.kills)).green().bold()
+        } else {
+            style("NOT the tokens of one node".to_owned()).red().bold()
+        };
+        line!("\n{verdict}");
+        line!(
+            "stalls: {:.0} ms in the middle, {:.0} ms for 99 of 100, {:.0} ms at most (--seed {})",
+            summary.stall_ms_p50,
+            summary.stall_ms_p99,
+            summary.stall_ms_max,
+            summary.seed
+        );
     }
 
     fn summary(&self, summary: &DemoSummary) {

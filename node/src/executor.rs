@@ -4,7 +4,7 @@ use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use kernels::sampler::{Sampler, SamplerSettings};
 use kernels::stage::{Rows, RowsIn, RowsOut, Stage};
-use node_core::id::{Epoch, JobId, RequestId, WorkId};
+use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec};
@@ -24,10 +24,21 @@ pub enum Command {
         job: JobId,
         /// The epoch it was loaded for.
         epoch: Epoch,
+        /// The order that is answered.
+        load: LoadId,
         /// The stage.
         stage: Box<dyn Stage>,
         /// What the plan allows it: caches grow into that as they are used.
         bytes_max: u64,
+    },
+    /// The stage stays, under another epoch.
+    Keep {
+        /// Its job.
+        job: JobId,
+        /// The epoch from now on.
+        epoch: Epoch,
+        /// The order that is answered.
+        load: LoadId,
     },
     /// Drop a job's stage.
     Unload {
@@ -78,7 +89,10 @@ impl Executor {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         while let Ok(command) = commands.recv() {
             match command {
-                Command::Install { job, epoch, stage, bytes_max } => self.install(job, epoch, stage, bytes_max),
+                Command::Install { job, epoch, load, stage, bytes_max } => {
+                    self.install(job, epoch, load, stage, bytes_max);
+                }
+                Command::Keep { job, epoch, load } => self.keep(job, epoch, load),
                 Command::Unload { job } => {
                     if self.stages.remove(&job).is_some() {
                         self.driver.input(Input::CapacityChanged(self.residency.resident(job, None)));
@@ -100,13 +114,25 @@ impl Executor {
         }
     }
 
-    fn install(&mut self, job: JobId, epoch: Epoch, stage: Box<dyn Stage>, bytes_max: u64) {
+    fn install(&mut self, job: JobId, epoch: Epoch, load: LoadId, stage: Box<dyn Stage>, bytes_max: u64) {
         let now = stage.resident_bytes();
         let bytes = bytes_max.max(now.weights + now.working);
         self.stages.insert(job, (epoch, stage));
         // In this order: whoever plans after the job is ready sees what it takes.
         self.driver.input(Input::CapacityChanged(self.residency.resident(job, Some(bytes))));
-        self.driver.input(Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) });
+        self.driver.input(Input::Loaded { job, load, result: Ok(LoadedStage { bytes }) });
+    }
+
+    fn keep(&mut self, job: JobId, epoch: Epoch, load: LoadId) {
+        let result = match self.stages.get_mut(&job) {
+            Some((held, stage)) => {
+                *held = epoch;
+                let now = stage.resident_bytes();
+                Ok(LoadedStage { bytes: self.residency.held(job).unwrap_or(now.weights + now.working) })
+            }
+            None => Err("there is no stage of this job to keep".to_owned()),
+        };
+        self.driver.input(Input::Loaded { job, load, result });
     }
 
     fn compute(&mut self, job: JobId, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {
@@ -123,6 +149,7 @@ impl Executor {
     fn take(&self, payload: &Payload) -> Option<Tensor> {
         match payload {
             Payload::Tensor(id) => self.tensors.take(*id),
+            Payload::Tensors(ids) => join(ids.iter().map(|id| self.tensors.take(*id)).collect()),
             Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens.clone())),
         }
     }
@@ -130,7 +157,7 @@ impl Executor {
     fn result(&mut self, item: &Item, output: RowsOut) -> Result<ItemResult, String> {
         Ok(match (output, &item.sample) {
             (RowsOut::Hidden(rows), _) => {
-                self.tensors.put(item.output, Tensor::Hidden(rows));
+                self.tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
                 ItemResult::Hidden
             }
             (RowsOut::Logits(logits), Some(sample)) => {
@@ -140,6 +167,18 @@ impl Executor {
             (RowsOut::Nothing, Some(_)) => return Err("the stage gave no logits where a token was asked for".into()),
         })
     }
+}
+
+/// Rows that were kept apart, one after the other; nothing if any of them is gone.
+pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
+    let mut all = Vec::new();
+    for part in parts {
+        match part? {
+            Tensor::Hidden(rows) => all.extend_from_slice(&rows),
+            Tensor::Tokens(_) => return None,
+        }
+    }
+    Some(Tensor::Hidden(Arc::new(all)))
 }
 
 fn rows<'a>(item: &Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {

@@ -244,7 +244,9 @@ impl NodeHandle {
             loop {
                 match events.recv().await {
                     None => return Err(NodeError::Failed("the node stopped".into())),
-                    Some(CallEvent::Node(Event::PlanReady { result, .. })) => return result.map_err(NodeError::Plan),
+                    Some(CallEvent::Node(Event::PlanReady { result, standbys, .. })) => {
+                        return result.map(|plan| (plan, standbys)).map_err(NodeError::Plan);
+                    }
                     Some(CallEvent::Node(_)) => {}
                 }
             }
@@ -253,7 +255,8 @@ impl NodeHandle {
         .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
         self.inner.hub.forget(call);
         let names = self.names().await;
-        Ok(plan_report(opened.name, &*answer?, &names))
+        let (plan, standbys) = answer?;
+        Ok(plan_report(opened.name, &plan, &standbys, &names))
     }
 
     /// Submits a request to a served model.

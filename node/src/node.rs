@@ -327,7 +327,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, admission: &On
             let (payload, credit) = payload.split();
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
-                Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(frame::to_f32(&payload)),
+                Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }

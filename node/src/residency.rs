@@ -1,7 +1,7 @@
 //! Which stages this node is to hold, and the memory that they take: the mesh plans with what is left of it.
 use crate::config::Size;
 use node_core::config::Capacity;
-use node_core::id::{Epoch, JobId};
+use node_core::id::{JobId, LoadId};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
@@ -20,7 +20,7 @@ struct State {
 }
 
 struct Wanted {
-    epoch: Epoch,
+    load: LoadId,
     bytes_max: u64,
 }
 
@@ -34,7 +34,7 @@ impl Residency {
     ///
     /// # Errors
     /// There is no room for it beside what other jobs hold here: two heads planned with the same free memory.
-    pub fn begin(&self, job: JobId, epoch: Epoch, bytes_max: u64) -> Result<(), String> {
+    pub fn begin(&self, job: JobId, load: LoadId, bytes_max: u64) -> Result<(), String> {
         let mut state = self.lock();
         let others = state.wanted.iter().filter(|(other, _)| **other != job);
         let taken: u64 = others.map(|(other, w)| state.resident.get(other).copied().unwrap_or(w.bytes_max)).sum();
@@ -47,22 +47,34 @@ impl Residency {
                 Size(taken)
             ));
         }
-        state.wanted.insert(job, Wanted { epoch, bytes_max });
+        state.wanted.insert(job, Wanted { load, bytes_max });
         Ok(())
     }
 
+    /// The stage that is held is asked for anew as it is: `tell` passes that on. A load under way for an earlier order is
+    /// dropped when it ends.
+    pub fn keep(&self, job: JobId, load: LoadId, bytes_max: u64, tell: impl FnOnce()) {
+        self.lock().wanted.insert(job, Wanted { load, bytes_max });
+        tell();
+    }
+
+    /// Bytes of a job's stage, as the executor said last.
+    pub fn held(&self, job: JobId) -> Option<u64> {
+        self.lock().resident.get(&job).copied()
+    }
+
     /// A stage is loaded: `hand_over` gives it to the executor, if it is still wanted. Nothing can come between the two.
-    pub fn install(&self, job: JobId, epoch: Epoch, hand_over: impl FnOnce()) {
+    pub fn install(&self, job: JobId, load: LoadId, hand_over: impl FnOnce()) {
         let state = self.lock();
-        if state.wanted.get(&job).is_some_and(|w| w.epoch == epoch) {
+        if state.wanted.get(&job).is_some_and(|w| w.load == load) {
             hand_over();
         }
     }
 
     /// A stage could not be loaded, nor is what was held before of any use: `drop_it` tells the executor.
-    pub fn fail(&self, job: JobId, epoch: Epoch, drop_it: impl FnOnce()) {
+    pub fn fail(&self, job: JobId, load: LoadId, drop_it: impl FnOnce()) {
         let mut state = self.lock();
-        if state.wanted.get(&job).is_some_and(|w| w.epoch == epoch) {
+        if state.wanted.get(&job).is_some_and(|w| w.load == load) {
             state.wanted.remove(&job);
             drop_it();
         }
@@ -94,7 +106,6 @@ impl Residency {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use node_core::id::NodeId;
     use std::cell::Cell;
 
     fn residency(total: u64) -> Residency {
@@ -110,23 +121,19 @@ mod tests {
         })
     }
 
-    fn epoch(counter: u32) -> Epoch {
-        Epoch { counter, minter: NodeId([1; 16]) }
-    }
-
     #[test]
     fn what_is_held_is_not_offered_twice() {
         let node = residency(100);
-        node.begin(JobId(1), epoch(1), 60).unwrap();
-        let refused = node.begin(JobId(2), epoch(1), 50).unwrap_err();
+        node.begin(JobId(1), LoadId(1), 60).unwrap();
+        let refused = node.begin(JobId(2), LoadId(1), 50).unwrap_err();
         assert!(refused.contains("60 B") && refused.contains("100 B"), "{refused}");
         assert_eq!(node.resident(JobId(1), Some(40)).memory_free, 60);
-        node.begin(JobId(2), epoch(1), 50).unwrap();
-        node.begin(JobId(1), epoch(2), 50).expect("a stage takes the place of the same job's");
+        node.begin(JobId(2), LoadId(1), 50).unwrap();
+        node.begin(JobId(1), LoadId(2), 50).expect("a stage takes the place of the same job's");
         assert_eq!(node.resident(JobId(1), None).memory_free, 100);
         node.end(JobId(1), || {});
-        node.fail(JobId(2), epoch(1), || {});
-        node.begin(JobId(3), epoch(1), 100).expect("everything is free again");
+        node.fail(JobId(2), LoadId(1), || {});
+        node.begin(JobId(3), LoadId(1), 100).expect("everything is free again");
     }
 
     #[test]
@@ -134,14 +141,14 @@ mod tests {
         let node = residency(100);
         let installed = Cell::new(0);
         let count = || installed.set(installed.get() + 1);
-        node.begin(JobId(1), epoch(1), 10).unwrap();
-        node.begin(JobId(1), epoch(2), 10).unwrap();
-        node.install(JobId(1), epoch(1), count);
-        assert_eq!(installed.get(), 0, "a newer epoch is wanted");
-        node.install(JobId(1), epoch(2), count);
+        node.begin(JobId(1), LoadId(1), 10).unwrap();
+        node.begin(JobId(1), LoadId(2), 10).unwrap();
+        node.install(JobId(1), LoadId(1), count);
+        assert_eq!(installed.get(), 0, "a later order is wanted");
+        node.install(JobId(1), LoadId(2), count);
         assert_eq!(installed.get(), 1);
         node.end(JobId(1), || {});
-        node.install(JobId(1), epoch(2), count);
+        node.install(JobId(1), LoadId(2), count);
         assert_eq!(installed.get(), 1, "nobody wants it");
     }
 }

@@ -1,13 +1,13 @@
 //! Carries out what the core decides: the hands of a node. No policy lives here.
 use crate::driver::DriverHandle;
-use crate::executor::Command;
+use crate::executor::{self, Command};
 use crate::hub::Hub;
 use crate::residency::Residency;
 use crate::store::Store;
 use crate::tensors::{Tensor, Tensors};
 use crate::transfer::{Ask, Library};
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageOptions};
-use node_core::id::{Epoch, JobId, NodeId};
+use node_core::id::{Epoch, JobId, LoadId, NodeId};
 use node_core::input::Input;
 use node_core::limits::CHUNK_POSITIONS_MAX;
 use node_core::message::FrameHeader;
@@ -67,7 +67,8 @@ impl Shell {
                 };
                 Input::Planned { token, result: result.map(Box::new) }
             }),
-            Output::Load { job, epoch, stage } => self.load(job, epoch, *stage),
+            Output::Load { job, epoch, load, stage } => self.load(job, epoch, load, *stage),
+            Output::Keep { job, epoch, load, stage } => self.keep(job, epoch, load, &stage),
             Output::Unload { job } => {
                 self.endpoint.forget(job.0);
                 self.residency.end(job, || self.execute(Command::Unload { job }));
@@ -98,7 +99,8 @@ impl Shell {
     fn send_frame(&self, to: NodeId, header: &FrameHeader, payload: Payload) {
         let tensor = match payload {
             Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens)),
-            Payload::Tensor(id) => self.tensors.take(id),
+            Payload::Tensor(id) => self.tensors.get(id),
+            Payload::Tensors(ids) => executor::join(ids.into_iter().map(|id| self.tensors.get(id)).collect()),
         };
         let Some(tensor) = tensor else {
             tracing::error!("a frame of job {:016x} has lost its rows", header.job.0);
@@ -130,18 +132,29 @@ impl Shell {
         }
     }
 
-    /// Gets the weights, loads the stage, warms it, and hands it to the executor.
-    fn load(&mut self, job: JobId, epoch: Epoch, spec: StageSpec) {
+    /// Which frames will come for a stage.
+    fn expect(&self, job: JobId, epoch: Epoch, spec: &StageSpec) {
         let rows_in = if spec.layers.start == 0 {
             Expectation::tokens(CHUNK_POSITIONS_MAX)
         } else {
             Expectation::hidden(spec.width, CHUNK_POSITIONS_MAX)
         };
         self.endpoint.expect(route(job, epoch, spec.stage), rows_in);
-        if let Err(reason) = self.residency.begin(job, epoch, spec.bytes_max) {
+    }
+
+    /// The stage that the executor holds goes on under another epoch.
+    fn keep(&self, job: JobId, epoch: Epoch, load: LoadId, spec: &StageSpec) {
+        self.expect(job, epoch, spec);
+        self.residency.keep(job, load, spec.bytes_max, || self.execute(Command::Keep { job, epoch, load }));
+    }
+
+    /// Gets the weights, loads the stage, warms it, and hands it to the executor.
+    fn load(&mut self, job: JobId, epoch: Epoch, load: LoadId, spec: StageSpec) {
+        self.expect(job, epoch, &spec);
+        if let Err(reason) = self.residency.begin(job, load, spec.bytes_max) {
             // The head takes it that a node that failed holds nothing of the job.
             self.residency.end(job, || self.execute(Command::Unload { job }));
-            return self.driver.input(Input::Loaded { job, epoch, result: Err(reason) });
+            return self.driver.input(Input::Loaded { job, load, result: Err(reason) });
         }
         let (residency, bytes_max) = (self.residency.clone(), spec.bytes_max);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
@@ -155,14 +168,14 @@ impl Shell {
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
                 // The executor tells the core. A stage that nobody wants any more is dropped here.
-                Ok(stage) => residency.install(job, epoch, || {
-                    let _ = executor.send(Command::Install { job, epoch, stage, bytes_max });
+                Ok(stage) => residency.install(job, load, || {
+                    let _ = executor.send(Command::Install { job, epoch, load, stage, bytes_max });
                 }),
                 Err(reason) => {
-                    residency.fail(job, epoch, || {
+                    residency.fail(job, load, || {
                         let _ = executor.send(Command::Unload { job });
                     });
-                    driver.input(Input::Loaded { job, epoch, result: Err(reason) });
+                    driver.input(Input::Loaded { job, load, result: Err(reason) });
                 }
             }
         });
@@ -197,6 +210,13 @@ fn log(event: &Event) {
         Event::JobEnded { job } => tracing::info!("job {:016x} ended", job.0),
         Event::Lost { job, node, silent_ms } => {
             tracing::warn!("job {:016x} lost {node} after {silent_ms} ms of silence", job.0);
+        }
+        Event::Standby { job, stage, node, current } => {
+            let what = if *current { "is current" } else { "is asked to stand by" };
+            tracing::info!("job {:016x} stage {stage}: {node} {what}", job.0);
+        }
+        Event::Promoted { job, epoch, stage, node } => {
+            tracing::warn!("job {:016x} epoch {}: {node} steps in for stage {stage}", job.0, epoch.counter);
         }
         Event::Refused { from, what } => match from {
             Some(node) => tracing::debug!("refused {node}: {what}"),

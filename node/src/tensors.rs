@@ -1,14 +1,14 @@
 //! Payloads by name: the core passes ids around, the bytes wait here.
 use node_core::id::TensorId;
 use std::collections::HashMap;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// A payload.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Tensor {
-    /// Hidden rows `[count, width]`.
-    Hidden(Vec<f32>),
+    /// Hidden rows `[count, width]`: shared, because they may be sent to several peers and more than once.
+    Hidden(Arc<Vec<f32>>),
     /// Token ids.
     Tokens(Vec<u32>),
 }
@@ -40,6 +40,11 @@ impl Tensors {
     /// Gives a payload up.
     pub fn take(&self, id: TensorId) -> Option<Tensor> {
         self.lock().remove(&id).map(|(tensor, _credit)| tensor)
+    }
+
+    /// A payload that stays here.
+    pub fn get(&self, id: TensorId) -> Option<Tensor> {
+        self.lock().get(&id).map(|(tensor, _)| tensor.clone())
     }
 
     /// Payloads held now.

@@ -1,11 +1,12 @@
 //! What people and programs see of a node: members, jobs and plans, read off the core.
 use node_core::id::{JobId, NodeId};
 use node_core::job::JobState;
+use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
 use node_core::output::DownReason;
-use partitioner::Plan;
+use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,6 +24,8 @@ pub struct PlanReport {
     pub stages: Vec<StageView>,
     /// Why each node is or is not used.
     pub reasons: Vec<ReasonView>,
+    /// Who would step in for each stage that the head does not hold itself.
+    pub standbys: Vec<StandbyView>,
     /// What would happen if a node were lost.
     pub losses: Vec<LossView>,
 }
@@ -62,6 +65,35 @@ pub struct LossView {
     pub stages: Vec<StageView>,
     /// Why there is none.
     pub error: Option<String>,
+}
+
+/// Who steps in for a stage.
+#[derive(Clone, Debug, Serialize)]
+pub struct StandbyView {
+    /// Which stage, counted from 0.
+    pub stage: u16,
+    /// Its name; none where nobody has the memory.
+    pub name: Option<String>,
+    /// "hot", "warm", "cold" or "none". Of a job that runs, hot is one whose caches are current.
+    pub tier: String,
+    /// "none", "loading", "catching up", "current"; of a plan "planned".
+    pub state: String,
+    /// Predicted milliseconds without a token if the stage's node is lost, the time to notice it included.
+    pub stall_ms: Option<f64>,
+}
+
+impl StandbyView {
+    fn new(stage: u16, name: Option<String>, tier: Tier, state: &str, stall_ns: Option<u64>) -> Self {
+        let noticed = limits::LEASE.as_secs_f64() * 1e3;
+        let tier = match tier {
+            Tier::Hot => "hot",
+            Tier::Warm => "warm",
+            Tier::Cold => "cold",
+            Tier::None => "none",
+        };
+        let stall_ms = stall_ns.map(|ns| noticed + ns as f64 / 1e6);
+        StandbyView { stage, name, tier: tier.to_owned(), state: state.to_owned(), stall_ms }
+    }
 }
 
 /// A node as the API shows it.
@@ -125,7 +157,7 @@ pub struct JobView {
     pub job: String,
     /// Model name.
     pub model: String,
-    /// "planning", "loading", "ready", "degraded"; "holding" for a stage of another node's job.
+    /// "planning", "loading", "ready", "degraded"; "holding" or "standing by" for a stage of another node's job.
     pub state: String,
     /// Why it is degraded.
     pub reason: Option<String>,
@@ -137,6 +169,8 @@ pub struct JobView {
     pub token_ms: f64,
     /// Stages, first to last.
     pub stages: Vec<StageView>,
+    /// Who steps in if a stage's node is lost.
+    pub standbys: Vec<StandbyView>,
     /// Requests running.
     pub running: u32,
     /// Requests waiting.
@@ -203,6 +237,19 @@ pub fn job_views(node: &Node) -> Vec<JobView> {
                     stage(id, layers, bytes)
                 })
                 .collect(),
+            standbys: job
+                .standbys
+                .into_iter()
+                .map(|standby| {
+                    let state = match (standby.node, standby.resident, standby.current) {
+                        (None, ..) => "none",
+                        (_, _, true) => "current",
+                        (_, true, false) => "catching up",
+                        (_, false, false) => "loading",
+                    };
+                    StandbyView::new(standby.stage, standby.node.map(name), standby.tier, state, standby.stall_ns)
+                })
+                .collect(),
             running: job.running as u32,
             queued: job.waiting as u32,
         })
@@ -210,12 +257,18 @@ pub fn job_views(node: &Node) -> Vec<JobView> {
     let held = node.stages().filter(|s| s.epoch.minter != own.node).map(|s| JobView {
         job: format!("{:016x}", s.job.0),
         model: s.name,
-        state: if s.bytes.is_some() { "holding" } else { "loading" }.to_owned(),
+        state: match (s.bytes.is_some(), s.standby) {
+            (false, _) => "loading",
+            (true, false) => "holding",
+            (true, true) => "standing by",
+        }
+        .to_owned(),
         reason: None,
         head: false,
         epoch: s.epoch.counter,
         token_ms: 0.0,
         stages: vec![stage(own.node, s.layers, s.bytes.unwrap_or(0))],
+        standbys: Vec::new(),
         running: 0,
         queued: 0,
     });
@@ -248,7 +301,12 @@ fn job_state(state: JobState) -> &'static str {
     }
 }
 
-pub(crate) fn plan_report(model: String, plan: &Plan, names: &BTreeMap<String, String>) -> PlanReport {
+pub(crate) fn plan_report(
+    model: String,
+    plan: &Plan,
+    standbys: &[Standby],
+    names: &BTreeMap<String, String>,
+) -> PlanReport {
     let name = |id: &partitioner::DeviceId| {
         let node = hex(&NodeId(id.0));
         names.get(&node).cloned().unwrap_or(node)
@@ -263,6 +321,13 @@ pub(crate) fn plan_report(model: String, plan: &Plan, names: &BTreeMap<String, S
             .reasons()
             .iter()
             .map(|(id, reason)| ReasonView { node: name(id), reason: reason.clone() })
+            .collect(),
+        standbys: standbys
+            .iter()
+            .map(|standby| {
+                let who = standby.place.as_ref().map(|place| name(&place.device));
+                StandbyView::new(standby.stage, who, standby.tier, "planned", standby.stall_ns)
+            })
             .collect(),
         losses: plan
             .losses()

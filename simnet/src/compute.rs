@@ -4,7 +4,7 @@
 //! `H(layer, row, kv')`; the last layer's row becomes the token. So a token is right only if every layer saw every position
 //! once, in order, under any cut; `solo` computes the same on one stage.
 use crate::host::HostSpec;
-use node_core::id::{ContentId, Epoch, JobId, RequestId, TensorId, WorkId};
+use node_core::id::{ContentId, Epoch, JobId, LoadId, RequestId, TensorId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec, StageSpec};
@@ -80,24 +80,24 @@ impl Executor {
     }
 
     /// `Output::Load`: with empty caches. A stage beyond the memory left is refused.
-    pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, spec: StageSpec) -> (Instant, Input) {
+    pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, load: LoadId, spec: StageSpec) -> (Instant, Input) {
         let bytes = spec.bytes_max;
         let old = self.stages.remove(&job);
         let free = self.memory_free();
         if bytes > free {
             let reason = format!("a stage of {bytes} bytes, {free} are free");
-            return (now + Duration::from_millis(1), Input::Loaded { job, epoch, result: Err(reason) });
+            return (now + Duration::from_millis(1), Input::Loaded { job, load, result: Err(reason) });
         }
         let same = old.as_ref().is_some_and(|old| old.spec.layers == spec.layers && old.spec.content == spec.content);
         self.stages.insert(job, Stage { epoch, spec, caches: BTreeMap::new() });
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         self.busy_until = self.busy_until.max(now) + took;
-        (self.busy_until, Input::Loaded { job, epoch, result: Ok(LoadedStage { bytes }) })
+        (self.busy_until, Input::Loaded { job, load, result: Ok(LoadedStage { bytes }) })
     }
 
     /// `Output::Keep`: the stage stays, with its caches, under another epoch.
-    pub fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch) -> (Instant, Input) {
+    pub fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch, load: LoadId) -> (Instant, Input) {
         let result = match self.stages.get_mut(&job) {
             Some(stage) => {
                 stage.epoch = epoch;
@@ -106,7 +106,7 @@ impl Executor {
             None => Err("there is no stage of this job to keep".into()),
         };
         self.busy_until = self.busy_until.max(now) + Duration::from_micros(100);
-        (self.busy_until, Input::Loaded { job, epoch, result })
+        (self.busy_until, Input::Loaded { job, load, result })
     }
 
     /// Bytes that stages do not take.

@@ -39,8 +39,8 @@ impl Trace {
                 self.numbers(&[*token]);
             }
             Input::Persisted { seq } | Input::PersistFailed { seq, .. } => self.numbers(&[*seq]),
-            Input::Loaded { job, epoch, result } => {
-                self.numbers(&[job.0, u64::from(epoch.counter), u64::from(result.is_ok())]);
+            Input::Loaded { job, load, result } => {
+                self.numbers(&[job.0, load.0, u64::from(result.is_ok())]);
             }
             Input::Deploy { call, .. } | Input::Submit { call, .. } | Input::Cancel { call } => self.numbers(&[call.0]),
             Input::Undeploy { job } => self.numbers(&[job.0]),

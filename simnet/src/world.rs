@@ -400,13 +400,13 @@ impl World {
                 let result = result.map(Box::new);
                 self.answer(id, self.options.plan, Input::Planned { token, result });
             }
-            Output::Load { job, epoch, stage } => {
-                let answer = host.executor.load(now, job, epoch, *stage);
+            Output::Load { job, epoch, load, stage } => {
+                let answer = host.executor.load(now, job, epoch, load, *stage);
                 self.answer_at(id, answer);
                 self.measure_memory(id);
             }
-            Output::Keep { job, epoch, .. } => {
-                let answer = host.executor.keep(now, job, epoch);
+            Output::Keep { job, epoch, load, .. } => {
+                let answer = host.executor.keep(now, job, epoch, load);
                 self.answer_at(id, answer);
             }
             Output::Unload { job } => {

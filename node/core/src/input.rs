@@ -1,6 +1,6 @@
 //! Everything that can happen to a node. Nothing else ever changes its state.
 use crate::config::Capacity;
-use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, TensorId, WorkId};
+use crate::id::{CallId, ContentId, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::message::{FrameHeader, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
@@ -54,7 +54,7 @@ pub enum Input {
 
     // ---- stages: this node as participant
     /// The answer to `Output::Load`.
-    Loaded { job: JobId, epoch: Epoch, result: Result<LoadedStage, String> },
+    Loaded { job: JobId, load: LoadId, result: Result<LoadedStage, String> },
     /// A frame arrived; its payload is `tensor`, kept by the shell until `Compute` takes it or `Discard` drops it.
     /// Header, shape and checksum have been checked against the job's shape.
     Frame { from: NodeId, header: FrameHeader, tensor: TensorId },

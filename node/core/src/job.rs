@@ -31,6 +31,8 @@ pub const JOB_TAG: u64 = 2 << 56;
 pub enum JobOutput {
     /// Plan for a caller who only wants to know.
     PlanOnly { token: u64, work: Box<Work> },
+    /// Tell the caller what was found, and who would stand by.
+    PlanFound { call: CallId, result: Result<Box<Plan>, PlanError>, work: Box<Work> },
     /// Plan this job on the present fleet. `resident` bytes of a node are the job's own, and free for its next plan;
     /// `repair` is the plan whose stages may still be held.
     Plan { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, repair: Option<Box<Plan>> },
@@ -59,7 +61,7 @@ pub struct Jobs {
     /// Where each running call's request is. Ended calls are removed when their `Done` is told.
     calls: BTreeMap<CallId, JobId>,
     /// Who waits for which plan.
-    plan_calls: BTreeMap<u64, CallId>,
+    plan_calls: BTreeMap<u64, (CallId, Box<Work>)>,
     jobs_made: u64,
     ids: Ids,
     leaving: bool,
@@ -99,8 +101,8 @@ impl Jobs {
     pub fn handle_deploy(&mut self, now: Instant, call: CallId, model: ModelSpec, plan_only: bool) {
         if plan_only {
             let token = self.ids.next();
-            self.plan_calls.insert(token, call);
             let work = Box::new(model.work);
+            self.plan_calls.insert(token, (call, work.clone()));
             self.out.push_back(JobOutput::PlanOnly { token, work });
             return;
         }
@@ -130,8 +132,8 @@ impl Jobs {
 
     /// The planner answered.
     pub fn handle_planned(&mut self, now: Instant, token: u64, result: Result<Box<Plan>, PlanError>) {
-        if let Some(call) = self.plan_calls.remove(&token) {
-            return self.out.push_back(JobOutput::Notify(Event::PlanReady { call, result }));
+        if let Some((call, work)) = self.plan_calls.remove(&token) {
+            return self.out.push_back(JobOutput::PlanFound { call, result, work });
         }
         if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_plan(token)) {
             job.handle_planned(now, result, &mut self.ids, &mut self.out);
@@ -324,7 +326,7 @@ impl Jobs {
 
     /// A caller has enough, or went away. Also ends a caller's wait for a deploy.
     pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
-        self.plan_calls.retain(|_, waiting| *waiting != call);
+        self.plan_calls.retain(|_, (waiting, _)| *waiting != call);
         self.jobs.values_mut().for_each(|job| job.forget_caller(call));
         if let Some(job) = self.calls.get(&call).and_then(|job| self.jobs.get_mut(job)) {
             job.requests.cancel(now, call, &mut self.out);

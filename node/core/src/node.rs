@@ -180,7 +180,7 @@ impl Node {
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
             Input::Undeploy { job } => self.jobs.handle_undeploy(job),
-            Input::Loaded { job, epoch, result } => self.placement.handle_loaded(job, epoch, result),
+            Input::Loaded { job, load, result } => self.placement.handle_loaded(job, load, result),
             Input::Frame { from, header, tensor } => {
                 self.liveness.handle_heard(now, from);
                 self.route_frame(from, header, Payload::Tensor(tensor));
@@ -437,6 +437,13 @@ impl Node {
                 let options = self.plan_options(true);
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair: None });
             }
+            JobOutput::PlanFound { call, result, work } => {
+                let (fleet, options) = (self.membership.fleet(), self.plan_options(true));
+                let standbys = result
+                    .as_ref()
+                    .map_or_else(|_| Vec::new(), |plan| partitioner::standbys(plan, &work, &fleet, &options, &[]));
+                self.notify(Event::PlanReady { call, result, standbys });
+            }
             JobOutput::Plan { token, job, work, resident, repair } => {
                 let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair });
@@ -483,8 +490,12 @@ impl Node {
 
     fn route_placement(&mut self, output: PlacementOutput) {
         match output {
-            PlacementOutput::Load { job, epoch, stage } => self.out.push_back(Output::Load { job, epoch, stage }),
-            PlacementOutput::Keep { job, epoch, stage } => self.out.push_back(Output::Keep { job, epoch, stage }),
+            PlacementOutput::Load { job, epoch, load, stage } => {
+                self.out.push_back(Output::Load { job, epoch, load, stage });
+            }
+            PlacementOutput::Keep { job, epoch, load, stage } => {
+                self.out.push_back(Output::Keep { job, epoch, load, stage });
+            }
             PlacementOutput::Unload { job } => self.out.push_back(Output::Unload { job }),
             PlacementOutput::Fence { job } => {
                 self.pipeline.fence(job);

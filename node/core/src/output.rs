@@ -1,11 +1,11 @@
 //! Everything a node can do. The shell (or simnet) carries it out and answers with an `Input` where one is named.
-use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
+use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
 use crate::membership::Contact;
 use crate::message::{FrameHeader, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
-use partitioner::{Fleet, Options, Plan, PlanError, Work};
+use partitioner::{Fleet, Options, Plan, PlanError, Standby, Work};
 
 /// Do this.
 #[allow(missing_docs)] // of fields: each variant says what they are
@@ -36,10 +36,10 @@ pub enum Output {
     /// Put a stage in memory, weights from disk or from `sources` by content hash; kernels compiled and warmed by a
     /// dummy step before the answer (`Loaded`). Layers already resident for the job stay; a former stage of the same
     /// job outside the new range is dropped.
-    Load { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    Load { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
     /// The job's stage is asked for anew as it is: weights and caches stay, under this epoch from now on (answer: `Loaded`,
     /// after the batch that runs).
-    Keep { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    Keep { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
     /// Drop a job's stage, cache and tensors.
     Unload { job: JobId },
     /// Run items through the job's stage, in order, as one batch (answer: `Computed`). Inputs are consumed.
@@ -138,8 +138,8 @@ pub enum Event {
     PeerUp { node: NodeId },
     /// A member is gone.
     PeerDown { node: NodeId, reason: DownReason },
-    /// Answer to `Deploy` with `plan_only`.
-    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError> },
+    /// Answer to `Deploy` with `plan_only`: the plan, and who would stand by.
+    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError>, standbys: Vec<Standby> },
     /// A job has a new placement and is loading.
     JobPlaced { job: JobId, epoch: Epoch, plan: Box<Plan> },
     /// Answer to `Deploy`: every stage is resident and warm. Also told (without call) after each re-plan.

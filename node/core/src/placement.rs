@@ -3,7 +3,7 @@
 //! A higher epoch is adopted, and everything under the lower one stops before its stage is loaded; a lower one is
 //! refused with `Stale { mine }`. Only the head of a job mints its epochs, so `epoch.minter` is the head.
 //! Next: `pipeline.rs`.
-use crate::id::{Epoch, JobId, NodeId, RequestId};
+use crate::id::{Epoch, JobId, LoadId, NodeId, RequestId};
 use crate::input::LoadedStage;
 use crate::limits::{CONTEXT_MAX, JOBS_MAX, ORPHAN_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
 use crate::message::{Message, Prepare};
@@ -19,9 +19,9 @@ use alloc::{format, string::String, vec::Vec};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PlacementOutput {
     /// Put this stage in memory.
-    Load { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    Load { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
     /// The stage stays as it is under this epoch: weights, caches.
-    Keep { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    Keep { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
     /// Drop the job's stage.
     Unload { job: JobId },
     /// Stop the job's pipeline before anything else happens under its old epoch.
@@ -85,12 +85,15 @@ pub struct Placement {
     held: BTreeMap<JobId, Held>,
     /// Takes no new work (drain, leave).
     draining: bool,
+    loads: u64,
     out: VecDeque<PlacementOutput>,
 }
 
 #[derive(Debug)]
 struct Held {
     epoch: Epoch,
+    /// The order whose answer is awaited, or came last.
+    load: LoadId,
     prepare: Prepare,
     state: State,
     /// Every stage of the route is ready: neighbours may be expected to send heartbeats.
@@ -137,7 +140,7 @@ impl Held {
 impl Placement {
     /// No stages yet.
     pub fn new(me: NodeId) -> Self {
-        Placement { me, held: BTreeMap::new(), draining: false, out: VecDeque::new() }
+        Placement { me, held: BTreeMap::new(), draining: false, loads: 0, out: VecDeque::new() }
     }
 
     /// May a frame or message of this epoch act on the job's stage?
@@ -192,13 +195,15 @@ impl Placement {
             }
         }
         let stage = Box::new(spec(self.me, epoch.minter, &prepare));
-        let held = Held { epoch, prepare, state: State::Loading { kept }, gone: false, head_heard: now };
+        self.loads += 1;
+        let load = LoadId(self.loads);
+        let held = Held { epoch, load, prepare, state: State::Loading { kept }, gone: false, head_heard: now };
         self.held.insert(job, held);
         self.watch(job);
         let output = if kept {
-            PlacementOutput::Keep { job, epoch, stage }
+            PlacementOutput::Keep { job, epoch, load, stage }
         } else {
-            PlacementOutput::Load { job, epoch, stage }
+            PlacementOutput::Load { job, epoch, load, stage }
         };
         self.out.push_back(output);
     }
@@ -252,8 +257,9 @@ impl Placement {
     }
 
     /// The executor loaded a stage, or could not.
-    pub fn handle_loaded(&mut self, job: JobId, epoch: Epoch, result: Result<LoadedStage, String>) {
-        let Some(held) = self.held.get_mut(&job).filter(|held| held.epoch == epoch) else { return };
+    pub fn handle_loaded(&mut self, job: JobId, load: LoadId, result: Result<LoadedStage, String>) {
+        let Some(held) = self.held.get_mut(&job).filter(|held| held.load == load) else { return };
+        let epoch = held.epoch;
         match result {
             Ok(LoadedStage { bytes }) => {
                 let stays = matches!(held.state, State::Loading { kept: true });

@@ -117,16 +117,39 @@ pub(super) struct DemoArgs {
     /// Compute threads of each node
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: u16,
+    /// Kill a stage in each of many generations, with hot standbys, and measure the stalls
+    #[arg(long)]
+    chaos: bool,
+    /// How many to kill, with --chaos
+    #[arg(long, value_name = "N", default_value_t = 100, requires = "chaos", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    kills: u32,
+    /// Which tokens to kill at, with --chaos: drawn from this
+    #[arg(long, value_name = "S", requires = "chaos")]
+    seed: Option<u64>,
 }
 
 pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
     let model = fetch(global, "smollm2-135m")?;
     let program = std::env::current_exe().map_err(|e| Failure::failed(format!("where is this program? {e}")))?;
-    let options =
-        crate::demo::DemoOptions { json: global.json, tokens: args.tokens, threads: usize::from(args.threads) };
+    let options = crate::demo::DemoOptions {
+        json: global.json,
+        tokens: args.tokens,
+        threads: usize::from(args.threads),
+        quiet: args.chaos,
+    };
+    if args.chaos {
+        let (kills, seed) = (args.kills as usize, args.seed.unwrap_or_else(|| u64::from(std::process::id())));
+        let show = move || crate::demo::chaos(&program, &model, &options, kills, seed).map_err(Failure::failed);
+        let summary = Interrupts::listen()?.during(show)?;
+        return verdict(summary.tokens_equal_solo && summary.requests_lost == 0);
+    }
     let show = move || crate::demo::run(&program, &model, &options).map_err(Failure::failed);
     let summary = Interrupts::listen()?.during(show)?;
-    if summary.tokens_equal_solo && summary.requests_lost == 0 {
+    verdict(summary.tokens_equal_solo && summary.requests_lost == 0)
+}
+
+fn verdict(good: bool) -> Result<(), Failure> {
+    if good {
         return Ok(());
     }
     remark("the demo did not show what it should");

@@ -1,5 +1,5 @@
 //! Commands that ask a running node about its mesh or tell it something: thin clients of `/api/v1`.
-use super::plan::stages;
+use super::plan::{stages, standbys};
 use super::table::{render, row};
 use super::{Failure, Global, answer, remark};
 use crate::config::{Size, parse_duration};
@@ -147,13 +147,14 @@ fn jobs_text(jobs: &Value) -> String {
         .map(|job| {
             let role = if job["head"] == true { "headed here" } else { "headed elsewhere" };
             format!(
-                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}",
+                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}{}",
                 string(&job["model"]),
                 string(&job["state"]),
                 job["epoch"],
                 job["running"],
                 job["queued"],
-                stages(&job["stages"])
+                stages(&job["stages"]),
+                standbys(&job["standbys"])
             )
         })
         .collect::<Vec<_>>()

@@ -32,6 +32,7 @@ fn text(model: &str, report: &Value) -> String {
         let rows: Vec<_> = reasons.iter().map(|r| row([string(&r["node"]), string(&r["reason"])])).collect();
         let _ = write!(text, "\nWhy:\n{}", render(&rows));
     }
+    text.push_str(&standbys(&report["standbys"]));
     for loss in report["losses"].as_array().into_iter().flatten() {
         let _ = match loss["error"].as_str() {
             Some(error) => writeln!(text, "\nWithout {}: {error}", string(&loss["node"])),
@@ -55,6 +56,26 @@ pub(super) fn stages(stages: &Value) -> String {
         ]);
     }
     render(&rows)
+}
+
+/// Who steps in for which stage.
+pub(super) fn standbys(standbys: &Value) -> String {
+    let mut rows = vec![row(["STAGE", "STANDBY", "TIER", "STATE", "STALL IF LOST"])];
+    for standby in standbys.as_array().into_iter().flatten() {
+        let name = standby["name"].as_str().unwrap_or(match standby["tier"].as_str() {
+            Some("none") => "nobody: without this node there is no plan",
+            _ => "whoever has memory then",
+        });
+        let stall = standby["stall_ms"].as_f64().map_or_else(|| "–".into(), |ms| format!("about {ms:.0} ms"));
+        rows.push(vec![
+            standby["stage"].to_string(),
+            name.to_owned(),
+            string(&standby["tier"]).to_owned(),
+            string(&standby["state"]).to_owned(),
+            stall,
+        ]);
+    }
+    if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) }
 }
 
 fn string(value: &Value) -> &str {

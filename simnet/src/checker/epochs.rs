@@ -2,7 +2,7 @@
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
-use node_core::id::{Epoch, JobId};
+use node_core::id::{Epoch, JobId, LoadId};
 use node_core::input::Input;
 use node_core::message::Message;
 use node_core::output::{Output, Record};
@@ -20,7 +20,7 @@ pub struct Epochs {
 #[derive(Default)]
 struct Seen {
     /// The stage each host loads or holds of a job, and whether it is resident.
-    stages: BTreeMap<(HostId, JobId), (Epoch, bool)>,
+    stages: BTreeMap<(HostId, JobId), (Epoch, LoadId, bool)>,
     /// Epoch records being written, and the epochs that are safe.
     writing: BTreeMap<(HostId, u64), (JobId, Epoch)>,
     safe: BTreeSet<(HostId, JobId, Epoch)>,
@@ -49,9 +49,9 @@ impl Observer for Epochs {
                     seen.safe.insert((host, job, epoch));
                 }
             }
-            Input::Loaded { job, epoch, result: Ok(_) } => {
-                if let Some((held, resident)) = seen.stages.get_mut(&(host, *job)) {
-                    *resident |= held == epoch;
+            Input::Loaded { job, load, result: Ok(_) } => {
+                if let Some((_, awaited, resident)) = seen.stages.get_mut(&(host, *job)) {
+                    *resident |= awaited == load;
                 }
             }
             _ => {}
@@ -65,20 +65,20 @@ impl Observer for Epochs {
                 seen.writing.insert((host, *seq), (*job, *epoch));
                 None
             }
-            Output::Load { job, epoch, .. } | Output::Keep { job, epoch, .. } => {
-                let before = seen.stages.insert((host, *job), (*epoch, false));
-                before.filter(|(held, _)| held >= epoch).map(|(held, _)| format!("loads {epoch:?} after {held:?}"))
+            Output::Load { job, epoch, load, .. } | Output::Keep { job, epoch, load, .. } => {
+                let before = seen.stages.insert((host, *job), (*epoch, *load, false));
+                before.filter(|(held, ..)| held >= epoch).map(|(held, ..)| format!("loads {epoch:?} after {held:?}"))
             }
             Output::Unload { job } => {
                 seen.stages.remove(&(host, *job));
                 None
             }
             Output::Compute { job, epoch, .. } => match seen.stages.get(&(host, *job)) {
-                Some((held, true)) if held == epoch => None,
+                Some((held, _, true)) if held == epoch => None,
                 other => Some(format!("computes under {epoch:?}, holds {other:?}")),
             },
             Output::SendFrame { header, .. } => match seen.stages.get(&(host, header.job)) {
-                Some((held, _)) if *held != header.epoch && header.edge > 0 => {
+                Some((held, ..)) if *held != header.epoch && header.edge > 0 => {
                     Some(format!("sends a frame of {:?}, holds {held:?}", header.epoch))
                 }
                 _ => None,

@@ -414,6 +414,7 @@ impl ModelJob {
         let Some(stage) = self.standbys.handle_prepared(node) else { return };
         let (job, epoch) = (self.id, self.epoch);
         self.requests.close_ended(node, positions, out);
+        self.standbys.judge(job, &self.requests.acked(), out);
         let message = Message::Go { job, epoch, resume: Vec::new() };
         out.push_back(JobOutput::Message { to: node, message });
         if self.standbys.fed().any(|(_, fed)| fed == node) {

@@ -242,19 +242,19 @@ impl Mesh {
                 };
                 self.post(Duration::ZERO, me, Input::Planned { token, result: result.map(Box::new) });
             }
-            Output::Load { job, epoch, stage } => {
+            Output::Load { job, load: id, stage, .. } => {
                 let bytes = u64::from(stage.layers.end - stage.layers.start) * LAYER_BYTES;
                 let host = self.nodes.get_mut(&me).unwrap();
                 let result = if bytes > host.memory { Err("too large".into()) } else { Ok(LoadedStage { bytes }) };
                 load(host, job, &stage);
-                self.post(Duration::from_millis(20), me, Input::Loaded { job, epoch, result });
+                self.post(Duration::from_millis(20), me, Input::Loaded { job, load: id, result });
                 self.tell_capacity(me);
             }
-            Output::Keep { job, epoch, .. } => {
+            Output::Keep { job, load, .. } => {
                 let host = &self.nodes[&me];
                 let layers = host.stage[&job].layers.len() as u64;
                 let result = Ok(LoadedStage { bytes: layers * LAYER_BYTES });
-                self.post(Duration::from_millis(3), me, Input::Loaded { job, epoch, result });
+                self.post(Duration::from_millis(3), me, Input::Loaded { job, load, result });
             }
             Output::Unload { job } => {
                 self.nodes.get_mut(&me).unwrap().stage.remove(&job);
