@@ -43,11 +43,15 @@ pub struct Executor {
     /// The next arrival's name, top bit set.
     arrivals: u64,
     /// Work runs in order.
-    busy_until: Instant,
+    pub(crate) busy_until: Instant,
     /// Answers nothing any more (a hung driver).
     pub hung: bool,
     /// The next so many batches fail (a device that is lost and found).
     pub failures: u32,
+    /// The next so many loads do not fit.
+    pub refusals: u32,
+    /// Batches take this many percent of their time for now.
+    pub slow_percent: u32,
 }
 
 #[derive(Debug)]
@@ -71,6 +75,8 @@ impl Executor {
             busy_until: Instant(0),
             hung: false,
             failures: 0,
+            refusals: 0,
+            slow_percent: 100,
         }
     }
 
@@ -84,6 +90,10 @@ impl Executor {
         let bytes = spec.bytes_max;
         let old = self.stages.remove(&job);
         let free = self.memory_free();
+        if self.refusals > 0 {
+            self.refusals -= 1;
+            return (now + Duration::from_millis(1), Input::Loaded { job, epoch, result: Err("out of memory".into()) });
+        }
         if bytes > free {
             let reason = format!("a stage of {bytes} bytes, {free} are free");
             return (now + Duration::from_millis(1), Input::Loaded { job, load, result: Err(reason) });
@@ -135,7 +145,8 @@ impl Executor {
         // One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
         let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
         let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
-        let took = Duration::from_nanos(predicted * u64::from(self.skew_percent) / 100);
+        let took =
+            Duration::from_nanos(predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100);
         self.busy_until = self.busy_until.max(now) + took;
         (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
     }

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
 
 /// A host of one world, counted from 0.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize)]
 pub struct HostId(pub u32);
 
 impl HostId {
@@ -75,6 +75,8 @@ pub struct Host {
     pub inbox: VecDeque<Input>,
     /// The earliest wakeup in the queue.
     pub wake_at: Option<Instant>,
+    /// What it takes the time to be.
+    pub clock: Clock,
     /// What survives.
     pub disk: Disk,
     /// Its device.
@@ -100,6 +102,7 @@ impl Host {
             paused_until: None,
             inbox: VecDeque::new(),
             wake_at: None,
+            clock: Clock::default(),
             disk: Disk::default(),
         }
     }
@@ -123,5 +126,66 @@ impl Host {
     }
 }
 
+/// A host's clock: right, or a little too fast or slow, never going back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Clock {
+    /// Since when it has drifted as it does, in the world's time and in its own.
+    since: (Instant, Instant),
+    ppm: i32,
+}
+
+impl Clock {
+    /// The same clock, drifting otherwise from now on.
+    pub fn drifting(self, now: Instant, ppm: i32) -> Clock {
+        Clock { since: (now, self.local(now)), ppm: ppm.clamp(-DRIFT_PPM_MAX, DRIFT_PPM_MAX) }
+    }
+
+    /// What it shows at this time of the world.
+    pub fn local(self, world: Instant) -> Instant {
+        if self.ppm == 0 && self.since.0 == self.since.1 {
+            return world;
+        }
+        let passed = u128::from(world.0.saturating_sub(self.since.0.0));
+        let shown = passed * self.rate() / MILLION;
+        Instant(self.since.1.0 + u64::try_from(shown).unwrap_or(u64::MAX))
+    }
+
+    /// The first time of the world at which it shows this.
+    pub fn world(self, local: Instant) -> Instant {
+        if self.ppm == 0 && self.since.0 == self.since.1 {
+            return local;
+        }
+        let shown = u128::from(local.0.saturating_sub(self.since.1.0));
+        let passed = (shown * MILLION).div_ceil(self.rate());
+        Instant(self.since.0.0.saturating_add(u64::try_from(passed).unwrap_or(u64::MAX)))
+    }
+
+    fn rate(self) -> u128 {
+        (1_000_000 + i64::from(self.ppm)).unsigned_abs().into()
+    }
+}
+
+const MILLION: u128 = 1_000_000;
+/// No clock is wrong by more than a tenth.
+const DRIFT_PPM_MAX: i32 = 100_000;
 /// The wall clock when the virtual world begins: any plausible date.
 const EPOCH_SECONDS: u64 = 1_800_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_drifts_never_goes_back_and_wakes_in_time() {
+        for ppm in [-100_000, -333, 0, 1, 20_000] {
+            let clock = Clock::default().drifting(Instant(1_000_003), 777).drifting(Instant(5_000_000_011), ppm);
+            let mut before = Instant(0);
+            for step in 0..2000 {
+                let world = Instant(5_000_000_011 + step * 777_777);
+                let local = clock.local(world);
+                assert!(local >= before && clock.local(clock.world(local)) >= local, "{ppm} {step}");
+                before = local;
+            }
+        }
+    }
+}

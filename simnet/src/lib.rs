@@ -20,6 +20,8 @@ pub mod workload;
 pub mod checker;
 pub mod trace;
 
+pub mod units;
+
 pub use faults::{Fault, Schedule};
 pub use host::{HostId, HostSpec};
 pub use options::Options;

@@ -12,11 +12,15 @@ use std::collections::BTreeMap;
 
 /// All links of a world.
 pub struct Network {
-    options: Options,
+    /// As they are now: faults change them.
+    pub(crate) options: Options,
+    /// Datagrams that lose their tail, parts per million.
+    pub(crate) corrupt_ppm: u32,
     rng: ChaCha8Rng,
-    /// Region of each host.
-    regions: Vec<u32>,
-    cuts: Vec<Cut>,
+    hosts: Vec<Place>,
+    /// By number, so that each can end alone.
+    cuts: BTreeMap<u64, Cut>,
+    cuts_made: u64,
     connections: BTreeMap<Pair, Connection>,
     connection_ids: u64,
 }
@@ -24,10 +28,20 @@ pub struct Network {
 /// Two hosts, the smaller id first.
 pub type Pair = (HostId, HostId);
 
-/// One-way silence between groups.
+/// A host as links see it.
+struct Place {
+    region: u32,
+    /// What everything to and from it has to go through, where that is less than usual.
+    bandwidth: Option<u64>,
+    /// When what it has given to that bottleneck is through.
+    free_at: Instant,
+}
+
+/// Silence between groups.
 struct Cut {
     from: Vec<bool>,
     to: Vec<bool>,
+    both: bool,
 }
 
 /// A reliable connection, or an attempt at one.
@@ -76,35 +90,90 @@ impl Parcel {
 impl Network {
     pub(crate) fn new(options: Options) -> Self {
         let rng = chance(options.seed, "network");
-        Network { options, rng, regions: Vec::new(), cuts: Vec::new(), connections: BTreeMap::new(), connection_ids: 0 }
+        Network {
+            options,
+            corrupt_ppm: 0,
+            rng,
+            hosts: Vec::new(),
+            cuts: BTreeMap::new(),
+            cuts_made: 0,
+            connections: BTreeMap::new(),
+            connection_ids: 0,
+        }
     }
 
     pub(crate) fn add_host(&mut self, region: u32) {
-        self.regions.push(region);
+        self.hosts.push(Place { region, bandwidth: None, free_at: Instant(0) });
     }
 
     // ---- partitions
 
     /// Whether bytes get from one host to another now.
     pub fn reaches(&self, from: HostId, to: HostId) -> bool {
-        let in_group = |group: &[bool], host: HostId| group.get(host.index()).copied().unwrap_or(false);
-        !self.cuts.iter().any(|cut| in_group(&cut.from, from) && in_group(&cut.to, to))
+        if self.cuts.is_empty() {
+            return true;
+        }
+        let crosses = |cut: &Cut, from: HostId, to: HostId| {
+            let in_group = |group: &[bool], host: HostId| group.get(host.index()).copied().unwrap_or(false);
+            in_group(&cut.from, from) && in_group(&cut.to, to)
+        };
+        !self.cuts.values().any(|cut| crosses(cut, from, to) || (cut.both && crosses(cut, to, from)))
     }
 
-    pub(crate) fn cut(&mut self, from: &[HostId], to: &[HostId]) {
+    /// Cuts groups off, until `uncut` with the number that comes back.
+    pub(crate) fn cut(&mut self, from: &[HostId], to: &[HostId], both: bool) -> u64 {
         let group = |hosts: &[HostId]| {
-            let mut group = vec![false; self.regions.len()];
+            let mut group = vec![false; self.hosts.len()];
             for host in hosts {
-                group[host.index()] = true;
+                if let Some(member) = group.get_mut(host.index()) {
+                    *member = true;
+                }
             }
             group
         };
-        let cut = Cut { from: group(from), to: group(to) };
-        self.cuts.push(cut);
+        let cut = Cut { from: group(from), to: group(to), both };
+        self.cuts_made += 1;
+        self.cuts.insert(self.cuts_made, cut);
+        self.cuts_made
+    }
+
+    pub(crate) fn uncut(&mut self, cut: u64) {
+        self.cuts.remove(&cut);
     }
 
     pub(crate) fn heal(&mut self) {
         self.cuts.clear();
+    }
+
+    /// Everything but the cuts is as `usual` again.
+    pub(crate) fn mend(&mut self, usual: &Options) {
+        self.options = usual.clone();
+        self.corrupt_ppm = 0;
+        for place in &mut self.hosts {
+            place.bandwidth = None;
+        }
+    }
+
+    /// What a host's links let through from now on, if less than usual.
+    pub(crate) fn collapse(&mut self, host: HostId, bandwidth: Option<u64>) {
+        if let Some(place) = self.hosts.get_mut(host.index()) {
+            place.bandwidth = bandwidth;
+        }
+    }
+
+    /// When `bytes` given now are through the bottlenecks of both ends, if there are any; their queues are shared by all
+    /// that goes to and from a host.
+    fn through(&mut self, now: Instant, ends: [HostId; 2], bytes: u64) -> Instant {
+        let mut at = now;
+        for end in ends {
+            let Some(place) = self.hosts.get_mut(end.index()) else { continue };
+            if let Some(bandwidth) = place.bandwidth {
+                let sending = bytes.saturating_mul(1_000_000_000) / bandwidth.max(1);
+                place.free_at = place.free_at.max(at) + Duration::from_nanos(sending);
+                at = place.free_at;
+            }
+        }
+        at
     }
 
     pub(crate) fn set_loss(&mut self, loss_ppm: u32) {
@@ -114,16 +183,28 @@ impl Network {
     // ---- datagrams
 
     /// When copies of a datagram sent now arrive: none, one or two times.
-    pub(crate) fn datagram(&mut self, now: Instant, from: HostId, to: HostId) -> [Option<Instant>; 2] {
+    pub(crate) fn datagram(&mut self, now: Instant, from: HostId, to: HostId, bytes: usize) -> [Option<Instant>; 2] {
         if !self.reaches(from, to) || self.happens(self.options.loss_ppm) {
             return [None, None];
         }
-        let mut delay = self.delay(from, to);
+        let sent = self.through(now, [from, to], bytes as u64);
+        if sent.since(now) > BUFFER_MAX {
+            return [None, None];
+        }
+        let mut delay = sent.since(now) + self.delay(from, to);
         if self.happens(self.options.reorder_ppm) {
             delay += self.options.latency * 4 + Duration::from_millis(1);
         }
         let again = self.happens(self.options.duplicate_ppm).then(|| now + delay + self.delay(from, to));
         [Some(now + delay), again]
+    }
+
+    /// A datagram as it arrives: whole, or without its tail.
+    pub(crate) fn corrupted(&mut self, mut bytes: Vec<u8>) -> Vec<u8> {
+        if self.happens(self.corrupt_ppm) && !bytes.is_empty() {
+            bytes.truncate(self.rng.random_range(0..bytes.len()));
+        }
+        bytes
     }
 
     /// Round trip without chance.
@@ -132,7 +213,7 @@ impl Network {
     }
 
     fn base(&self, a: HostId, b: HostId) -> Duration {
-        let region = |host: HostId| self.regions.get(host.index()).copied().unwrap_or(0);
+        let region = |host: HostId| self.hosts.get(host.index()).map_or(0, |place| place.region);
         self.options.latency + self.options.latency_per_region * region(a).abs_diff(region(b))
     }
 
@@ -203,10 +284,15 @@ impl Network {
             lane.held.insert(lane.sent, parcel);
             return None;
         }
-        let sending = Duration::from_nanos(parcel.bytes().saturating_mul(1_000_000_000) / bandwidth);
+        let bytes = parcel.bytes();
+        let sending = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bandwidth);
         lane.free_at = lane.free_at.max(now) + sending;
-        lane.last_at = lane.last_at.max(lane.free_at + delay);
-        Some((lane.last_at, lane.sent, parcel))
+        let (free_at, number) = (lane.free_at, lane.sent);
+        let free_at = self.through(free_at, [from, to], bytes);
+        let connection = self.connections.get_mut(&pair(from, to))?;
+        let lane = &mut connection.lanes[usize::from(from > to)];
+        lane.last_at = lane.last_at.max(free_at + delay);
+        Some((lane.last_at, number, parcel))
     }
 
     /// Hold a parcel that met a partition on its way.
@@ -231,5 +317,7 @@ pub fn pair(a: HostId, b: HostId) -> Pair {
     (a.min(b), a.max(b))
 }
 
+/// A queue before a bottleneck drops datagrams that would wait longer than this.
+const BUFFER_MAX: Duration = Duration::from_millis(500);
 /// What the transport puts before a payload.
 const FRAME_HEADER_BYTES: u64 = 64;

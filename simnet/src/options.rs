@@ -1,18 +1,25 @@
 //! What kind of world it is: every figure that chance is allowed to use, printed with the seed of a failing run.
+use crate::units;
 use node_core::time::Duration;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 
-/// A world's figures.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A world's figures. In a scenario those that are left out are a quiet local network's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Options {
     /// Root of all chance.
+    #[serde(skip)]
     pub seed: u64,
     /// One-way delay within a region.
+    #[serde(with = "units")]
     pub latency: Duration,
     /// More of it for each region between two hosts.
+    #[serde(with = "units")]
     pub latency_per_region: Duration,
     /// Most that chance adds to one delay (mean: a quarter of it).
+    #[serde(with = "units")]
     pub jitter: Duration,
     /// Datagrams lost, parts per million. On reliable channels each loss costs a round trip instead.
     pub loss_ppm: u32,
@@ -23,15 +30,26 @@ pub struct Options {
     /// Bytes per second of one directed link.
     pub bandwidth: u64,
     /// Silence after which a connection breaks.
+    #[serde(with = "units")]
     pub idle_timeout: Duration,
     /// How long an attempt to connect may take.
+    #[serde(with = "units")]
     pub connect_timeout: Duration,
     /// Time from `Persist` to `Persisted`.
+    #[serde(with = "units")]
     pub sync: Duration,
     /// Time of one signature or verification.
+    #[serde(with = "units")]
     pub signature: Duration,
     /// Time of one plan.
+    #[serde(with = "units")]
     pub plan: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options::lan(0)
+    }
 }
 
 impl Options {

@@ -2,15 +2,18 @@
 //!
 //! The loop is `World::deliver`: feed an input, carry out outputs until there are none, arm the next wakeup.
 //! Next: `network.rs`.
-use crate::compute::Cargo;
+mod connections;
+mod faults;
+
 use crate::faults::{Fault, Schedule};
 use crate::host::{Host, HostId, HostSpec};
-use crate::network::{Network, Pair, Parcel, pair};
+use crate::network::{Network, Pair, Parcel};
 use crate::options::Options;
 use crate::queue::Queue;
 use crate::trace::Trace;
+use faults::{Ambush, End};
 use node_core::config::Capacity;
-use node_core::id::{NodeId, TensorId};
+use node_core::id::NodeId;
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::output::{Event as Notice, Output, Record};
@@ -35,6 +38,10 @@ pub trait Observer {
     fn input(&mut self, _at: Instant, _host: HostId, _input: &Input) {}
     /// An output is about to be carried out.
     fn output(&mut self, _at: Instant, _host: HostId, _output: &Output) {}
+    /// A fault is about to strike.
+    fn fault(&mut self, _at: Instant, _fault: &Fault) {}
+    /// A host's process has died.
+    fn died(&mut self, _at: Instant, _host: HostId) {}
 }
 
 /// A world: its clock, its hosts, and what is going to happen.
@@ -49,6 +56,11 @@ pub struct World {
     trace: Trace,
     told: Vec<Told>,
     observers: Vec<Box<dyn Observer>>,
+    ambushes: Vec<Ambush>,
+    /// Counts `Fault::Mend`: what was to go wrong or to end before does not any more.
+    era: u32,
+    /// How often discovery tells hosts of each other, if it does.
+    discovery: Option<Duration>,
     /// Reused, so that a step allocates nothing.
     outputs: Vec<Output>,
 }
@@ -96,7 +108,16 @@ enum Happening {
         life: u32,
         seq: u64,
     },
-    Fault(Fault),
+    /// Only in its era, if it has one.
+    Fault {
+        era: Option<u32>,
+        fault: Fault,
+    },
+    End {
+        era: u32,
+        end: End,
+    },
+    Discovery,
 }
 
 impl World {
@@ -113,6 +134,9 @@ impl World {
             trace: Trace::default(),
             told: Vec::new(),
             observers: Vec::new(),
+            ambushes: Vec::new(),
+            era: 0,
+            discovery: None,
             outputs: Vec::new(),
         }
     }
@@ -169,6 +193,27 @@ impl World {
         self.inject(id, input);
     }
 
+    /// From now on hosts find each other again and again, as multicast and tickets do: nobody stays alone for long.
+    pub fn discover(&mut self, every: Duration) {
+        if self.discovery.replace(every).is_none() {
+            self.queue.push(self.now + every, Happening::Discovery);
+        }
+    }
+
+    fn find_each_other(&mut self) {
+        let Some(every) = self.discovery else { return };
+        for index in 1..self.hosts.len() {
+            // Each in turn is told of another one, so that two groups that forgot each other meet.
+            let (a, b) = (HostId(index as u32), HostId((self.now.0 / 1_000_000_000 % index as u64) as u32));
+            let both = self.hosts[a.index()].runs() && self.hosts[b.index()].runs();
+            if both && self.reaches(b, a) && self.reaches(a, b) {
+                self.introduce(a, b);
+                self.introduce(b, a);
+            }
+        }
+        self.queue.push(self.now + every, Happening::Discovery);
+    }
+
     /// Watch everything from now on.
     pub fn observe(&mut self, observer: Box<dyn Observer>) {
         self.observers.push(observer);
@@ -177,13 +222,13 @@ impl World {
     /// Let this go wrong later.
     pub fn schedule(&mut self, schedule: Schedule) {
         for timed in schedule {
-            self.queue.push(timed.at.max(self.now), Happening::Fault(timed.fault));
+            self.queue.push(timed.at.max(self.now), Happening::Fault { era: None, fault: timed.fault });
         }
     }
 
     /// Let this go wrong now.
     pub fn strike(&mut self, fault: Fault) {
-        self.queue.push(self.now, Happening::Fault(fault));
+        self.queue.push(self.now, Happening::Fault { era: None, fault });
     }
 
     /// Let this input reach a host now, if it runs.
@@ -288,7 +333,13 @@ impl World {
                     self.deliver(host, Input::Persisted { seq });
                 }
             }
-            Happening::Fault(fault) => self.fault(fault),
+            Happening::Fault { era, fault } => {
+                if era.is_none_or(|era| era == self.era) {
+                    self.fault(fault);
+                }
+            }
+            Happening::End { era, end } => self.end(era, end),
+            Happening::Discovery => self.find_each_other(),
         }
     }
 
@@ -307,12 +358,15 @@ impl World {
         for observer in &mut self.observers {
             observer.input(now, id, &input);
         }
-        node.handle(now, input);
+        node.handle(host.clock.local(now), input);
         let mut outputs = std::mem::take(&mut self.outputs);
         outputs.extend(std::iter::from_fn(|| node.poll()));
         for output in outputs.drain(..) {
             for observer in &mut self.observers {
                 observer.output(now, id, &output);
+            }
+            if !self.ambushes.is_empty() {
+                self.spring_ambushes(id, &output);
             }
             self.carry_out(id, output);
         }
@@ -323,7 +377,7 @@ impl World {
     fn arm(&mut self, id: HostId) {
         let host = &mut self.hosts[id.index()];
         let Some((at, _)) = host.node.as_ref().and_then(Node::next_wakeup) else { return };
-        let at = at.max(self.now);
+        let at = host.clock.world(at).max(self.now);
         // An earlier wakeup in the queue finds nothing due and arms again: cheaper than searching the queue.
         if host.wake_at.is_none_or(|armed| at < armed) {
             host.wake_at = Some(at);
@@ -337,7 +391,8 @@ impl World {
             return; // of an earlier life, or no longer the earliest
         }
         host.wake_at = None;
-        let due = host.node.as_ref().and_then(Node::next_wakeup).is_some_and(|(at, _)| at <= self.now);
+        let now = host.clock.local(self.now);
+        let due = host.node.as_ref().and_then(Node::next_wakeup).is_some_and(|(at, _)| at <= now);
         if due {
             self.deliver(id, Input::Wakeup);
         } else {
@@ -439,204 +494,13 @@ impl World {
     fn send_datagram(&mut self, from: HostId, addr: SocketAddr, bytes: Vec<u8>) {
         assert!(bytes.len() <= node_core::limits::DATAGRAM_BYTES_MAX, "a datagram of {} bytes", bytes.len());
         let Some(to) = self.by_addr.get(&addr).copied() else { return };
-        let [first, second] = self.network.datagram(self.now, from, to);
+        let [first, second] = self.network.datagram(self.now, from, to, bytes.len());
         if let Some(at) = second {
             self.queue.push(at, Happening::Datagram { from, to, bytes: bytes.clone() });
         }
         if let Some(at) = first {
+            let bytes = self.network.corrupted(bytes);
             self.queue.push(at, Happening::Datagram { from, to, bytes });
-        }
-    }
-
-    // ---- connections
-
-    /// Dial unless a connection stands or is being made. `wanted` by the core: it hears of one that already stands.
-    fn connect(&mut self, from: HostId, node: NodeId, wanted: bool) {
-        let Some(to) = self.host_of(node).filter(|to| *to != from) else { return };
-        let pair = pair(from, to);
-        let lives = (self.hosts[pair.0.index()].life, self.hosts[pair.1.index()].life);
-        if let Some(connection) = self.network.connection(pair) {
-            if connection.lives == lives {
-                if connection.up && wanted {
-                    let rtt_ns = self.network.rtt(from, to).as_nanos() as u64;
-                    self.answer(from, Duration::ZERO, Input::Connected { node, rtt_ns });
-                }
-                return;
-            }
-            self.break_connection(pair);
-        }
-        let open = self.network.reaches(from, to) && self.network.reaches(to, from) && self.hosts[to.index()].runs();
-        let id = self.network.dial(pair, lives);
-        let after = if open { self.network.rtt(from, to) * 3 / 2 } else { self.options.connect_timeout };
-        self.queue.push(self.now + after, Happening::Handshake { pair, id });
-    }
-
-    fn handshake(&mut self, pair: Pair, id: u64) {
-        if self.network.connection(pair).is_none_or(|connection| connection.id != id) {
-            return;
-        }
-        if !self.is_sound(pair) {
-            self.break_connection(pair);
-            return;
-        }
-        self.network.establish(pair);
-        let rtt_ns = self.network.rtt(pair.0, pair.1).as_nanos() as u64;
-        for (host, other) in [(pair.0, pair.1), (pair.1, pair.0)] {
-            let node = self.hosts[other.index()].node_id;
-            self.deliver(host, Input::Connected { node, rtt_ns });
-        }
-        self.send_held(pair);
-    }
-
-    /// Both ends live on as they were and hear each other.
-    fn is_sound(&self, pair: Pair) -> bool {
-        let (a, b) = (&self.hosts[pair.0.index()], &self.hosts[pair.1.index()]);
-        let moves = |host: &Host| host.runs() && host.paused_until.is_none();
-        self.network.connection(pair).is_some_and(|connection| connection.lives == (a.life, b.life))
-            && moves(a)
-            && moves(b)
-            && self.network.reaches(pair.0, pair.1)
-            && self.network.reaches(pair.1, pair.0)
-    }
-
-    fn break_connection(&mut self, pair: Pair) {
-        let Some(connection) = self.network.remove(pair) else { return };
-        let ends = [(pair.0, pair.1, connection.lives.0), (pair.1, pair.0, connection.lives.1)];
-        for (host, other, life) in ends {
-            let node = self.hosts[other.index()].node_id;
-            if self.hosts[host.index()].life == life {
-                self.deliver(host, Input::Disconnected { node });
-            }
-        }
-    }
-
-    fn disconnect(&mut self, from: HostId, node: NodeId) {
-        let Some(to) = self.host_of(node) else { return };
-        let pair = pair(from, to);
-        if self.network.remove(pair).is_some() {
-            let node = self.hosts[from.index()].node_id;
-            self.answer(to, self.network.rtt(from, to) / 2, Input::Disconnected { node });
-        }
-    }
-
-    fn send_parcel(&mut self, from: HostId, node: NodeId, parcel: Parcel) {
-        let Some(to) = self.host_of(node) else { return };
-        assert!(to != from, "a node does not send to itself");
-        self.connect(from, node, false);
-        self.post(from, to, parcel);
-    }
-
-    fn post(&mut self, from: HostId, to: HostId, parcel: Parcel) {
-        let pair = pair(from, to);
-        let Some(id) = self.network.connection(pair).map(|connection| connection.id) else { return };
-        match self.network.send(self.now, from, to, parcel) {
-            Some((at, number, parcel)) => self.queue.push(at, Happening::Parcel { pair, id, from, number, parcel }),
-            None => self.watch_idle(pair),
-        }
-    }
-
-    fn arrive(&mut self, pair: Pair, id: u64, from: HostId, number: u64, parcel: Parcel) {
-        let to = if pair.0 == from { pair.1 } else { pair.0 };
-        let Some(connection) = self.network.connection(pair).filter(|connection| connection.id == id) else { return };
-        let life = if to == pair.0 { connection.lives.0 } else { connection.lives.1 };
-        if self.hosts[to.index()].life != life || !self.hosts[to.index()].runs() {
-            return;
-        }
-        if !self.network.reaches(from, to) {
-            self.network.hold(from, to, number, parcel);
-            self.watch_idle(pair);
-            return;
-        }
-        let sender = self.hosts[from.index()].node_id;
-        let input = match parcel {
-            Parcel::Message(bytes) => Input::Message { from: sender, bytes },
-            Parcel::Frame(header, cargo) => {
-                let tensor = self.receive(to, cargo);
-                Input::Frame { from: sender, header, tensor }
-            }
-        };
-        self.deliver(to, input);
-    }
-
-    fn receive(&mut self, host: HostId, cargo: Cargo) -> TensorId {
-        self.hosts[host.index()].executor.take(cargo)
-    }
-
-    fn watch_idle(&mut self, pair: Pair) {
-        if let Some(id) = self.network.connection(pair).filter(|connection| connection.up).map(|c| c.id) {
-            self.queue.push(self.now + self.options.idle_timeout, Happening::Idle { pair, id });
-        }
-    }
-
-    fn idle(&mut self, pair: Pair, id: u64) {
-        if self.network.connection(pair).is_some_and(|connection| connection.id == id) {
-            if self.is_sound(pair) {
-                self.send_held(pair);
-            } else {
-                self.break_connection(pair);
-            }
-        }
-    }
-
-    fn send_held(&mut self, pair: Pair) {
-        for (from, to, parcel) in self.network.take_held(pair) {
-            self.post(from, to, parcel);
-        }
-    }
-
-    // ---- faults
-
-    fn fault(&mut self, fault: Fault) {
-        self.trace.fault(self.now, &fault);
-        match fault {
-            Fault::Crash(id) => {
-                let host = &mut self.hosts[id.index()];
-                host.node = None;
-                host.paused_until = None;
-                host.inbox.clear();
-                host.disk.crash();
-                self.watch_idle_all(self.network.pairs_of(id));
-            }
-            Fault::Restart { host: id, keep_disk } => {
-                if !keep_disk {
-                    self.hosts[id.index()].disk = Default::default();
-                }
-                self.start(id);
-            }
-            Fault::Pause { host: id, lasts } => {
-                let until = self.now + lasts;
-                let host = &mut self.hosts[id.index()];
-                if host.runs() {
-                    host.paused_until = Some(host.paused_until.map_or(until, |old| old.max(until)));
-                    self.queue.push(until, Happening::Resume { host: id, life: host.life });
-                    self.watch_idle_all(self.network.pairs_of(id));
-                }
-            }
-            Fault::Partition { from, to, both } => {
-                self.network.cut(&from, &to);
-                if both {
-                    self.network.cut(&to, &from);
-                }
-                self.watch_idle_all(self.network.pairs());
-            }
-            Fault::Heal => {
-                self.network.heal();
-                for pair in self.network.pairs() {
-                    if self.network.connection(pair).is_some_and(|connection| connection.up) {
-                        self.send_held(pair);
-                    }
-                }
-            }
-            Fault::Break(a, b) => self.break_connection(pair(a, b)),
-            Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
-            Fault::Loss(ppm) => self.network.set_loss(ppm),
-            Fault::Leave(id) => self.deliver(id, Input::Leave),
-        }
-    }
-
-    fn watch_idle_all(&mut self, pairs: Vec<Pair>) {
-        for pair in pairs {
-            self.watch_idle(pair);
         }
     }
 }

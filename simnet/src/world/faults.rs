@@ -1,0 +1,255 @@
+//! What each fault does to the virtual world, and how it ends.
+use super::{Happening, World};
+use crate::disk::Disk;
+use crate::faults::{Fault, Moment};
+use crate::host::HostId;
+use crate::network::{Pair, pair};
+use node_core::id::NodeId;
+use node_core::input::Input;
+use node_core::output::Output;
+use node_core::time::Duration;
+
+/// Waits for a moment to kill somebody in.
+#[derive(Debug)]
+pub(super) struct Ambush {
+    moment: Moment,
+    after: Duration,
+    lasts: Duration,
+}
+
+/// What ends by itself.
+#[derive(Debug)]
+pub(super) enum End {
+    Cut(u64),
+    Loss,
+    Duplicate,
+    Reorder,
+    Corrupt,
+    Collapse(HostId),
+    Slow(HostId),
+    /// The next cut of a link that flaps, with the time it has left.
+    Flap {
+        between: (HostId, HostId),
+        period: Duration,
+        lasts: Duration,
+    },
+}
+
+impl World {
+    pub(super) fn fault(&mut self, fault: Fault) {
+        self.trace.fault(self.now, &fault);
+        for observer in &mut self.observers {
+            observer.fault(self.now, &fault);
+        }
+        match fault {
+            Fault::Crash(id) => self.crash(id),
+            Fault::Restart { host: id, keep_disk } => {
+                if !keep_disk && !self.hosts[id.index()].runs() {
+                    self.hosts[id.index()].disk = Disk::default();
+                }
+                self.start(id);
+            }
+            Fault::Outage { hosts, lasts, keep_disk } => {
+                for host in hosts {
+                    self.crash(host);
+                    self.later(lasts, Fault::Restart { host, keep_disk });
+                }
+            }
+            Fault::Pause { host: id, lasts } => {
+                let until = self.now + lasts;
+                let host = &mut self.hosts[id.index()];
+                if host.runs() {
+                    host.paused_until = Some(host.paused_until.map_or(until, |old| old.max(until)));
+                    self.queue.push(until, Happening::Resume { host: id, life: host.life });
+                    self.watch_idle_all(self.network.pairs_of(id));
+                }
+            }
+            Fault::Slow { host, percent, lasts } => {
+                self.hosts[host.index()].executor.slow_percent = percent;
+                self.ends(lasts, End::Slow(host));
+            }
+            Fault::Stall { host, lasts } => {
+                let until = self.now + lasts;
+                let executor = &mut self.hosts[host.index()].executor;
+                executor.busy_until = executor.busy_until.max(until);
+            }
+            Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
+            Fault::Refuse { host, loads } => self.hosts[host.index()].executor.refusals += loads,
+            Fault::Drift { host, ppm } => {
+                let drifting = &mut self.hosts[host.index()];
+                drifting.clock = drifting.clock.drifting(self.now, ppm);
+                drifting.wake_at = None;
+                self.arm(host);
+            }
+            Fault::Partition { from, to, both } => {
+                self.cut(&from, &to, both);
+            }
+            Fault::Cut { from, to, both, lasts } => {
+                let cut = self.cut(&from, &to, both);
+                self.ends(lasts, End::Cut(cut));
+            }
+            Fault::Flap { between, period, lasts } => self.flap(between, period, lasts),
+            Fault::Heal => {
+                self.network.heal();
+                self.resend();
+            }
+            Fault::Break(a, b) => self.break_connection(pair(a, b)),
+            Fault::Loss(ppm) => self.network.set_loss(ppm),
+            Fault::LossBurst { ppm, lasts } => {
+                self.network.set_loss(ppm);
+                self.ends(lasts, End::Loss);
+            }
+            Fault::Duplicate { ppm, lasts } => {
+                self.network.options.duplicate_ppm = ppm;
+                self.ends(lasts, End::Duplicate);
+            }
+            Fault::Reorder { ppm, lasts } => {
+                self.network.options.reorder_ppm = ppm;
+                self.ends(lasts, End::Reorder);
+            }
+            Fault::Corrupt { ppm, lasts } => {
+                self.network.corrupt_ppm = ppm;
+                self.ends(lasts, End::Corrupt);
+            }
+            Fault::Collapse { host, bytes_per_second, lasts } => {
+                self.network.collapse(host, Some(bytes_per_second));
+                self.ends(lasts, End::Collapse(host));
+            }
+            Fault::Leave(id) => self.deliver(id, Input::Leave),
+            Fault::Depart { host, lasts } => {
+                self.deliver(host, Input::Leave);
+                self.later(GOODBYE, Fault::Crash(host));
+                self.later(GOODBYE + lasts, Fault::Restart { host, keep_disk: true });
+            }
+            Fault::JoinStorm { hosts } => {
+                let Some(spec) = self.hosts.first().map(|host| host.spec.clone()) else { return };
+                for host in self.add_hosts(hosts as usize, &spec) {
+                    self.start(host);
+                    self.introduce(host, HostId(0));
+                }
+            }
+            Fault::Ambush { moment, after, lasts } => self.ambushes.push(Ambush { moment, after, lasts }),
+            Fault::Mend => self.mend(),
+        }
+    }
+
+    /// Somebody is waited for, perhaps in this very moment.
+    pub(super) fn spring_ambushes(&mut self, host: HostId, output: &Output) {
+        let node = self.hosts[host.index()].node_id;
+        let mut sprung: Vec<(Ambush, NodeId)> = Vec::new();
+        let mut at = 0;
+        while let Some(ambush) = self.ambushes.get(at) {
+            // One death a moment, or two ambushes for one moment would be one.
+            match ambush.moment.victim(node, output).filter(|_| sprung.is_empty()) {
+                Some(victim) => sprung.push((self.ambushes.remove(at), victim)),
+                None => at += 1,
+            }
+        }
+        for (ambush, victim) in sprung {
+            let Some(victim) = self.host_of(victim) else { continue };
+            // The first host is the callers': it dies only where the moment is about heads.
+            if victim == HostId(0) && !ambush.moment.kills_head() {
+                self.ambushes.push(ambush);
+                continue;
+            }
+            let fault = Fault::Outage { hosts: vec![victim], lasts: ambush.lasts, keep_disk: true };
+            self.later(ambush.after, fault);
+        }
+    }
+
+    pub(super) fn end(&mut self, era: u32, end: End) {
+        if era != self.era {
+            return; // mended before
+        }
+        let usual = &self.options;
+        match end {
+            End::Cut(cut) => {
+                self.network.uncut(cut);
+                self.resend();
+            }
+            End::Loss => self.network.set_loss(usual.loss_ppm),
+            End::Duplicate => self.network.options.duplicate_ppm = usual.duplicate_ppm,
+            End::Reorder => self.network.options.reorder_ppm = usual.reorder_ppm,
+            End::Corrupt => self.network.corrupt_ppm = 0,
+            End::Collapse(host) => self.network.collapse(host, None),
+            End::Slow(host) => self.hosts[host.index()].executor.slow_percent = 100,
+            End::Flap { between, period, lasts } => self.flap(between, period, lasts),
+        }
+    }
+
+    fn ends(&mut self, after: Duration, end: End) {
+        self.queue.push(self.now + after, Happening::End { era: self.era, end });
+    }
+
+    fn later(&mut self, after: Duration, fault: Fault) {
+        self.queue.push(self.now + after, Happening::Fault { era: Some(self.era), fault });
+    }
+
+    fn crash(&mut self, id: HostId) {
+        let host = &mut self.hosts[id.index()];
+        if host.node.take().is_none() {
+            return;
+        }
+        host.paused_until = None;
+        host.inbox.clear();
+        host.disk.crash();
+        for observer in &mut self.observers {
+            observer.died(self.now, id);
+        }
+        self.watch_idle_all(self.network.pairs_of(id));
+    }
+
+    fn cut(&mut self, from: &[HostId], to: &[HostId], both: bool) -> u64 {
+        let cut = self.network.cut(from, to, both);
+        self.watch_idle_all(self.network.pairs());
+        cut
+    }
+
+    fn flap(&mut self, between: (HostId, HostId), period: Duration, lasts: Duration) {
+        let period = period.max(FLAP_MIN);
+        let cut = self.cut(&[between.0], &[between.1], true);
+        self.ends((period / 2).min(lasts), End::Cut(cut));
+        if lasts > period {
+            self.ends(period, End::Flap { between, period, lasts: lasts - period });
+        }
+    }
+
+    /// Everything works again.
+    fn mend(&mut self) {
+        self.era += 1;
+        self.ambushes.clear();
+        self.network.heal();
+        self.network.mend(&self.options);
+        for index in 0..self.hosts.len() {
+            let id = self.hosts[index].id;
+            let executor = &mut self.hosts[index].executor;
+            (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
+            self.start(id);
+            if self.hosts[index].paused_until.is_some() {
+                self.hosts[index].paused_until = Some(self.now);
+                self.resume(id, self.hosts[index].life);
+            }
+        }
+        self.resend();
+    }
+
+    /// What partitions held is sent again.
+    fn resend(&mut self) {
+        for pair in self.network.pairs() {
+            if self.network.connection(pair).is_some_and(|connection| connection.up) {
+                self.send_held(pair);
+            }
+        }
+    }
+
+    fn watch_idle_all(&mut self, pairs: Vec<Pair>) {
+        for pair in pairs {
+            self.watch_idle(pair);
+        }
+    }
+}
+
+/// From an operator's `leave` to the end of the process.
+const GOODBYE: Duration = Duration::from_secs(2);
+/// A link that flaps faster than this has no time to be anything.
+const FLAP_MIN: Duration = Duration::from_millis(2);
