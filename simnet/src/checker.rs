@@ -2,5 +2,8 @@
 
 pub mod bounds;
 pub mod epochs;
+pub mod frames;
 pub mod membership;
+pub mod owners;
 pub mod requests;
+pub mod rest;

@@ -215,7 +215,6 @@ pub enum Moment {
 
 impl Moment {
     /// Who dies, if this output of `host` makes the moment.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "a moment is one of many things")]
     pub fn victim(self, host: NodeId, output: &Output) -> Option<NodeId> {
         let message = |bytes: &[u8]| codec::decode_message(bytes).ok();
         match (self, output) {
@@ -306,15 +305,13 @@ impl Fault {
 impl std::fmt::Display for Fault {
     /// As in a scenario file, on one line.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let table: toml::Table = line(self).map_err(|_| std::fmt::Error)?.into_iter().collect();
-        let mut parts = Vec::new();
+        let toml::Value::Table(table) = toml::Value::try_from(self).map_err(|_| std::fmt::Error)? else {
+            return Err(std::fmt::Error);
+        };
         for (name, value) in table {
-            parts.push(match value {
-                toml::Value::Boolean(true) => name,
-                value => format!("{name} = {value}"),
-            });
+            if value == toml::Value::Boolean(true) { f.write_str(&name)? } else { write!(f, "{name} = {value}")? }
         }
-        f.write_str(&parts.join(", "))
+        Ok(())
     }
 }
 
@@ -339,20 +336,11 @@ struct Line {
     fault: BTreeMap<String, serde_json::Value>,
 }
 
-fn line(fault: &Fault) -> Result<BTreeMap<String, toml::Value>, toml::ser::Error> {
-    match toml::Value::try_from(fault)? {
-        toml::Value::String(name) => Ok(BTreeMap::from([(name, toml::Value::Boolean(true))])),
-        toml::Value::Table(table) => Ok(table.into_iter().collect()),
-        other => Ok(BTreeMap::from([("fault".into(), other)])),
-    }
-}
-
 impl Serialize for Timed {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let fault = match serde_json::to_value(&self.fault).map_err(serde::ser::Error::custom)? {
-            serde_json::Value::Object(object) => object.into_iter().collect(),
-            other => BTreeMap::from([("fault".to_string(), other)]),
-        };
+        let fault = serde_json::to_value(&self.fault).map_err(serde::ser::Error::custom)?;
+        let fault =
+            fault.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), value.clone())).collect();
         Line { at: self.at, fault }.serialize(to)
     }
 }

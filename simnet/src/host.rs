@@ -73,6 +73,8 @@ pub struct Host {
     pub paused_until: Option<Instant>,
     /// What arrived meanwhile.
     pub inbox: VecDeque<Input>,
+    /// Its node was asked to leave in this life.
+    pub leaves: bool,
     /// The earliest wakeup in the queue.
     pub wake_at: Option<Instant>,
     /// What it takes the time to be.
@@ -101,6 +103,7 @@ impl Host {
             life: 0,
             paused_until: None,
             inbox: VecDeque::new(),
+            leaves: false,
             wake_at: None,
             clock: Clock::default(),
             disk: Disk::default(),

@@ -17,13 +17,21 @@ pub mod faults;
 
 pub mod workload;
 
+pub mod case;
+pub mod minimize;
+pub mod run;
+pub mod soak;
+pub mod timeline;
+
 pub mod checker;
 pub mod trace;
 
 pub mod units;
 
-pub use faults::{Fault, Schedule};
+pub use case::Case;
+pub use faults::{Fault, Schedule, Timed};
 pub use host::{HostId, HostSpec};
 pub use options::Options;
+pub use run::{Outcome, run};
 pub use workload::Workload;
 pub use world::{Observer, Told, World};

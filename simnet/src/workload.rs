@@ -78,14 +78,40 @@ pub struct Workload {
 impl Workload {
     /// Ask a host to serve the model.
     pub fn deploy(world: &mut World, head: HostId, model: ModelSpec) -> Self {
-        let call = CallId(DEPLOY);
-        world.inject(head, Input::Deploy { call, model: Box::new(model.clone()), plan_only: false });
-        Workload { head, model, job: None, epoch: None, calls: BTreeMap::new(), notes: Vec::new(), next: DEPLOY }
+        let mut workload = Workload::of(head, model);
+        workload.turn_to(world, head);
+        workload
+    }
+
+    /// A model that nobody serves yet.
+    pub fn of(head: HostId, model: ModelSpec) -> Self {
+        let next = DEPLOY - 1;
+        Workload { head, model, job: None, epoch: None, calls: BTreeMap::new(), notes: Vec::new(), next }
     }
 
     /// Run until the model is served; `false` if that takes longer than `limit`.
     pub fn run_until_ready(&mut self, world: &mut World, limit: Duration) -> bool {
         self.run(world, limit, |workload, _| workload.job.is_some())
+    }
+
+    /// The host whose API was used died: its callers' connections broke. What it had not answered is over.
+    pub fn head_died(&mut self, at: Instant) -> Vec<CallId> {
+        self.job = None;
+        self.epoch = None;
+        let open = self.calls.iter_mut().filter(|(_, call)| call.ends.is_empty());
+        open.map(|(id, call)| {
+            call.ends.push((at, DoneReason::Failed(HEAD_DIED.into())));
+            *id
+        })
+        .collect()
+    }
+
+    /// Ask another host (or the same in a new life) to serve the model from now on.
+    pub fn turn_to(&mut self, world: &mut World, head: HostId) {
+        self.next += 1;
+        self.head = head;
+        let (call, model) = (CallId(self.next), Box::new(self.model.clone()));
+        world.inject(head, Input::Deploy { call, model, plan_only: false });
     }
 
     /// A request, now.
@@ -182,9 +208,11 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
     Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false }
 }
 
+/// Why a call ended whose host died.
+pub const HEAD_DIED: &str = "the node that took the request died";
 /// Model width of symbolic models: rows as large on the wire as a small model's.
 const WIDTH: u32 = 576;
 /// The call of `deploy`; requests count on from it.
-const DEPLOY: u64 = 1000;
+pub(crate) const DEPLOY: u64 = 1000;
 /// How often a workload looks at what was told.
 const LOOK: Duration = Duration::from_millis(1);

@@ -168,6 +168,7 @@ impl World {
             return;
         }
         host.life += 1;
+        host.leaves = false;
         host.paused_until = None;
         host.inbox.clear();
         host.wake_at = None;

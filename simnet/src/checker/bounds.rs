@@ -41,6 +41,10 @@ impl Observer for Bounds {
         }
     }
 
+    fn died(&mut self, _at: Instant, host: HostId) {
+        self.forget(host);
+    }
+
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         if let Output::Unload { job } = output {

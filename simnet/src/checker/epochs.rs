@@ -58,6 +58,10 @@ impl Observer for Epochs {
         }
     }
 
+    fn died(&mut self, _at: Instant, host: HostId) {
+        self.forget(host);
+    }
+
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {

@@ -22,7 +22,7 @@ pub struct Ground {
 pub fn any(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "any fault");
     let kinds: Vec<u32> = (0..ANY_KINDS).filter(|_| rng.random_bool(0.4)).collect();
-    let count = rng.random_range(1..=9);
+    let count = rng.random_range(1..=14);
     let span_us = u64::try_from(ground.span.as_micros()).unwrap_or(u64::MAX).max(1);
     let mut schedule: Schedule = Vec::new();
     for _ in 0..count {

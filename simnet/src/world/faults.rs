@@ -115,9 +115,9 @@ impl World {
                 self.network.collapse(host, Some(bytes_per_second));
                 self.ends(lasts, End::Collapse(host));
             }
-            Fault::Leave(id) => self.deliver(id, Input::Leave),
+            Fault::Leave(id) => self.leave(id),
             Fault::Depart { host, lasts } => {
-                self.deliver(host, Input::Leave);
+                self.leave(host);
                 self.later(GOODBYE, Fault::Crash(host));
                 self.later(GOODBYE + lasts, Fault::Restart { host, keep_disk: true });
             }
@@ -199,6 +199,11 @@ impl World {
         self.watch_idle_all(self.network.pairs_of(id));
     }
 
+    fn leave(&mut self, id: HostId) {
+        self.hosts[id.index()].leaves = true;
+        self.deliver(id, Input::Leave);
+    }
+
     fn cut(&mut self, from: &[HostId], to: &[HostId], both: bool) -> u64 {
         let cut = self.network.cut(from, to, both);
         self.watch_idle_all(self.network.pairs());
@@ -224,6 +229,9 @@ impl World {
             let id = self.hosts[index].id;
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
+            if self.hosts[index].leaves {
+                self.crash(id); // it had said goodbye and only waited for its end
+            }
             self.start(id);
             if self.hosts[index].paused_until.is_some() {
                 self.hosts[index].paused_until = Some(self.now);

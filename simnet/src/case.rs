@@ -1,0 +1,177 @@
+//! One world to try, as data: hosts, links, requests and faults. Scenario files are cases, and so is what a failing seed
+//! was reduced to. Next: `run.rs`.
+use crate::faults::Schedule;
+use crate::options::Options;
+use crate::units;
+use node_core::time::{Duration, Instant};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// A case. Times count from the moment at which the model is first served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Case {
+    /// For people: what is tried.
+    pub about: String,
+    /// Root of all chance that is left.
+    pub seed: u64,
+    /// How long faults and requests go on. Then everything is mended, and has to end well.
+    #[serde(with = "units")]
+    pub lasts: Duration,
+    /// The hosts, all of one kind.
+    pub mesh: Mesh,
+    /// The links.
+    pub network: Options,
+    /// What callers ask.
+    #[serde(rename = "request")]
+    pub requests: Vec<Ask>,
+    /// What goes wrong.
+    #[serde(rename = "fault")]
+    pub faults: Schedule,
+}
+
+/// Hosts and the model they serve.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Mesh {
+    /// How many. The callers are at the first one, host 0.
+    pub hosts: u32,
+    /// What each has for weights and caches.
+    pub memory_mib: u64,
+    /// Layers of the model, each of 20 MiB.
+    pub layers: u32,
+    /// Where hosts stand, from the first on; the rest are in region 0.
+    pub regions: Vec<u32>,
+}
+
+/// One request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Ask {
+    /// When.
+    #[serde(with = "units::moment")]
+    pub at: Instant,
+    /// Tokens of its prompt.
+    pub prompt: u32,
+    /// Tokens wanted.
+    pub tokens: u32,
+    /// The caller goes away after this time.
+    #[serde(with = "units::optional", skip_serializing_if = "Option::is_none")]
+    pub cancel_after: Option<Duration>,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Case {
+            about: String::new(),
+            seed: 0,
+            lasts: Duration::from_secs(20),
+            mesh: Mesh::default(),
+            network: Options::lan(0),
+            requests: Vec::new(),
+            faults: Vec::new(),
+        }
+    }
+}
+
+impl Default for Mesh {
+    /// Each holds at most five of twelve layers.
+    fn default() -> Self {
+        Mesh { hosts: 8, memory_mib: 330, layers: 12, regions: Vec::new() }
+    }
+}
+
+impl Default for Ask {
+    fn default() -> Self {
+        Ask { at: Instant(0), prompt: 100, tokens: 50, cancel_after: None }
+    }
+}
+
+/// Why a file is not a case.
+#[derive(Debug, thiserror::Error)]
+pub enum CaseError {
+    /// It cannot be read.
+    #[error("cannot read {path}: {why}")]
+    Read {
+        /// Which file.
+        path: String,
+        /// The system's words.
+        why: std::io::Error,
+    },
+    /// It is not TOML, or names what does not exist.
+    #[error("{path} is no scenario: {why}")]
+    Toml {
+        /// Which file.
+        path: String,
+        /// Where and why.
+        why: toml::de::Error,
+    },
+    /// It asks for what cannot be.
+    #[error("{path}: {what}")]
+    Wrong {
+        /// Which file.
+        path: String,
+        /// What.
+        what: String,
+    },
+}
+
+impl Case {
+    /// Reads a scenario file.
+    pub fn load(path: &Path) -> Result<Case, CaseError> {
+        let name = path.display().to_string();
+        let text = std::fs::read_to_string(path).map_err(|why| CaseError::Read { path: name.clone(), why })?;
+        let case: Case = toml::from_str(&text).map_err(|why| CaseError::Toml { path: name.clone(), why })?;
+        case.check().map_err(|what| CaseError::Wrong { path: name, what })?;
+        Ok(case)
+    }
+
+    /// The case as a scenario file.
+    pub fn to_toml(&self) -> String {
+        toml::to_string(self).unwrap_or_else(|error| format!("# cannot be written: {error}\n"))
+    }
+
+    /// Whether it can be tried at all.
+    pub fn check(&self) -> Result<(), String> {
+        let hosts = self.mesh.hosts;
+        if hosts == 0 || hosts > HOSTS_MAX {
+            return Err(format!("expected 1 to {HOSTS_MAX} hosts, found {hosts}"));
+        }
+        if self.mesh.layers == 0 || self.mesh.layers > LAYERS_MAX {
+            return Err(format!("expected 1 to {LAYERS_MAX} layers, found {}", self.mesh.layers));
+        }
+        if self.mesh.memory_mib > MEMORY_MIB_MAX || self.mesh.regions.iter().any(|region| *region > REGIONS_MAX) {
+            return Err(format!("expected at most {MEMORY_MIB_MAX} MiB of memory and regions 0 to {REGIONS_MAX}"));
+        }
+        if self.lasts > LASTS_MAX {
+            return Err(format!(
+                "expected at most {} of faults, found {}",
+                units::text(LASTS_MAX),
+                units::text(self.lasts)
+            ));
+        }
+        for timed in &self.faults {
+            if let Some(host) = timed.fault.hosts().into_iter().find(|host| host.0 >= hosts) {
+                return Err(format!("`{}` names host {}, there are {hosts}, counted from 0", timed.fault, host.0));
+            }
+        }
+        let long = |ask: &&Ask| ask.prompt == 0 || ask.prompt > PROMPT_MAX || ask.tokens > PROMPT_MAX;
+        match self.requests.iter().find(long) {
+            Some(ask) => Err(format!("expected a prompt of 1 to {PROMPT_MAX} tokens, found {}", ask.prompt)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// More than this takes longer than anybody waits.
+const HOSTS_MAX: u32 = 4096;
+/// As many as models have.
+const LAYERS_MAX: u32 = 256;
+/// A terabyte.
+const MEMORY_MIB_MAX: u64 = 1 << 20;
+/// Around the world.
+const REGIONS_MAX: u32 = 64;
+/// A virtual day.
+const LASTS_MAX: Duration = Duration::from_secs(86_400);
+/// The symbolic model's context.
+const PROMPT_MAX: u32 = 4096;

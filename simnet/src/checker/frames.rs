@@ -1,0 +1,86 @@
+//! No frame of an old epoch is accepted: it is thrown away while it is handled, never computed with, never sent on.
+use crate::host::HostId;
+use crate::world::Observer;
+use node_core::id::{Epoch, JobId, TensorId};
+use node_core::input::Input;
+use node_core::output::{Output, Payload};
+use node_core::time::Instant;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+/// Watches frames on every host. Clones share what they saw.
+#[derive(Clone, Default)]
+pub struct Frames {
+    seen: Rc<RefCell<Seen>>,
+}
+
+#[derive(Default)]
+struct Seen {
+    /// The epoch each host holds of a job.
+    held: BTreeMap<(HostId, JobId), Epoch>,
+    /// What came under a lower one and is not gone yet.
+    old: BTreeMap<(HostId, TensorId), (Epoch, Epoch)>,
+    violations: Vec<String>,
+}
+
+impl Frames {
+    /// What was seen that must not be.
+    pub fn violations(&self) -> Vec<String> {
+        self.seen.borrow().violations.clone()
+    }
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+impl Observer for Frames {
+    fn input(&mut self, at: Instant, host: HostId, input: &Input) {
+        let mut seen = self.seen.borrow_mut();
+        // All outputs of the input before have been seen by now.
+        while let Some((&(holder, tensor), &(came, held))) = seen.old.iter().find(|((holder, _), _)| *holder == host) {
+            seen.old.remove(&(holder, tensor));
+            let ms = at.0 / 1_000_000;
+            seen.violations.push(format!("{ms} ms, host {}: keeps a frame of {came:?}, holds {held:?}", host.0));
+        }
+        if let Input::Frame { header, tensor, .. } = input
+            && let Some(&held) = seen.held.get(&(host, header.job))
+            && header.epoch < held
+        {
+            seen.old.insert((host, *tensor), (header.epoch, held));
+        }
+    }
+
+    fn output(&mut self, at: Instant, host: HostId, output: &Output) {
+        let mut seen = self.seen.borrow_mut();
+        let used = |seen: &Seen, payload: &Payload| match payload {
+            Payload::Tensor(tensor) => seen.old.get(&(host, *tensor)).copied(),
+            Payload::Tokens(_) => None,
+        };
+        let wrong = match output {
+            Output::Load { job, epoch, .. } => {
+                seen.held.insert((host, *job), *epoch);
+                None
+            }
+            Output::Unload { job } => {
+                seen.held.remove(&(host, *job));
+                None
+            }
+            Output::Discard { tensor } => {
+                seen.old.remove(&(host, *tensor));
+                None
+            }
+            Output::Compute { items, .. } => items.iter().find_map(|item| used(&seen, &item.input)),
+            Output::SendFrame { payload, .. } => used(&seen, payload),
+            _ => None,
+        };
+        if let Some((came, held)) = wrong {
+            let ms = at.0 / 1_000_000;
+            seen.violations.push(format!("{ms} ms, host {}: uses a frame of {came:?}, holds {held:?}", host.0));
+        }
+    }
+
+    fn died(&mut self, _at: Instant, host: HostId) {
+        let mut seen = self.seen.borrow_mut();
+        seen.held.retain(|(holder, _), _| *holder != host);
+        seen.old.retain(|(holder, _), _| *holder != host);
+    }
+}

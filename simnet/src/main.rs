@@ -1,0 +1,336 @@
+//! The program `simnet`: scenarios and soaks of the virtual world, for people and for CI.
+#![expect(clippy::print_stdout, reason = "a program speaks to people")]
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use node_core::time::Duration;
+use serde_json::json;
+use simnet::minimize::minimize;
+use simnet::run::Outcome;
+use simnet::soak::{self, Size, draw, run_caught};
+use simnet::{Case, units};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Try a mesh in a virtual world: the very code that decides in a node, in seeded weather.
+#[derive(Parser)]
+#[command(name = "simnet", version)]
+#[command(after_help = "\
+Examples:
+  simnet run simnet/scenarios/lose-a-rack.toml     a timeline of what happens
+  simnet soak --seeds 300                          300 worlds of 8 nodes and 60 virtual seconds
+  simnet soak --seeds 1 --from 42                  one of them, told in full; if it fails, made smaller
+  simnet replay recording.mesh                     what a node decided, from `meshnode up --record`
+
+Exit codes: 0 ok, 2 usage, 5 something is wrong.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a scenario and print what happens
+    Run(RunArgs),
+    /// Run many worlds drawn from seeds and look for what must not be
+    Soak(SoakArgs),
+}
+
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  simnet run simnet/scenarios/kill-the-head.toml
+  simnet run simnet/scenarios/slow-node.toml --seed 7 --json | jq .ends
+
+A scenario names hosts, links, requests and faults; simnet/scenarios/ has some to begin with.")]
+struct RunArgs {
+    /// The scenario
+    #[arg(value_name = "SCENARIO.toml")]
+    scenario: PathBuf,
+    /// Another seed than the file's
+    #[arg(long, value_name = "S")]
+    seed: Option<u64>,
+    /// One object on stdout
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  simnet soak                                   300 seeds, as CI does
+  simnet soak --seeds 20000 --jobs 8
+  simnet soak --seeds 10 --nodes 16 --minutes 5
+  simnet soak --seeds 1 --from 42               the seed 42 alone: options, faults, timeline
+
+A seed that fails prints the command that runs it again, and the fewest faults that make it fail.")]
+struct SoakArgs {
+    /// How many seeds
+    #[arg(long, value_name = "N", default_value_t = 300)]
+    seeds: u64,
+    /// The first seed
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    from: u64,
+    /// Nodes of each world
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=256))]
+    nodes: u32,
+    /// Virtual minutes of each world [default: 1]
+    #[arg(long, value_name = "M", conflicts_with = "seconds")]
+    minutes: Option<u64>,
+    /// Virtual seconds of each world [default: 60]
+    #[arg(long, value_name = "S")]
+    seconds: Option<u64>,
+    /// Threads [default: one a core]
+    #[arg(long, value_name = "N")]
+    jobs: Option<usize>,
+    /// One object a line on stdout: each seed that fails, then the sums
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    // clap says what is wrong and ends with 2, or 0 for help and version.
+    let matches = Cli::command().get_matches();
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    match cli.command {
+        Command::Run(args) => run(&args),
+        Command::Soak(args) => soak(&args),
+    }
+}
+
+const FAILED: u8 = 5;
+const USAGE: u8 = 2;
+
+fn usage(what: impl std::fmt::Display) -> ExitCode {
+    eprintln!("simnet: {what}");
+    ExitCode::from(USAGE)
+}
+
+fn verdict(fine: bool) -> ExitCode {
+    if fine { ExitCode::SUCCESS } else { ExitCode::from(FAILED) }
+}
+
+fn run(args: &RunArgs) -> ExitCode {
+    let mut case = match Case::load(&args.scenario) {
+        Ok(case) => case,
+        Err(error) => return usage(error),
+    };
+    case.seed = args.seed.unwrap_or(case.seed);
+    let outcome = run_caught(&case);
+    if args.json {
+        say(&json!({ "scenario": case.about, "result": outcome, "timeline": outcome.timeline }).to_string());
+    } else {
+        say(&format!("{} (seed {})\n{}", case.about, case.seed, figures(&case)));
+        tell(&outcome);
+    }
+    verdict(outcome.violations.is_empty())
+}
+
+/// The figures that chance drew or a scenario named.
+fn figures(case: &Case) -> String {
+    let (mesh, network) = (&case.mesh, &case.network);
+    let part = |name: &str, ppm: u32| {
+        if ppm == 0 { String::new() } else { format!(", {name} {:.2} %", f64::from(ppm) / 10_000.0) }
+    };
+    let regions = match mesh.regions.is_empty() {
+        true => String::new(),
+        false => format!(", {} more a region {:?}", units::text(network.latency_per_region), mesh.regions),
+    };
+    format!(
+        "  {} hosts of {} MiB, {} layers; links of {} and up to {} of jitter, {} MB/s{}{}{}{regions}; {} requests; \
+         mended after {}\n",
+        mesh.hosts,
+        mesh.memory_mib,
+        mesh.layers,
+        units::text(network.latency),
+        units::text(network.jitter),
+        network.bandwidth / 1_000_000,
+        part("loss", network.loss_ppm),
+        part("duplicates", network.duplicate_ppm),
+        part("overtaken", network.reorder_ppm),
+        case.requests.len(),
+        units::text(case.lasts),
+    )
+}
+
+fn tell(outcome: &Outcome) {
+    for line in &outcome.timeline {
+        say(&line.to_string());
+    }
+    let ends: Vec<String> = outcome.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+    say(&format!(
+        "\nrequests: {}; longest pause between two tokens {} ms; at rest {} ms after the mending; {} virtual s, {} events, \
+         trace {}",
+        ends.join(", "),
+        outcome.pause_ms_max,
+        outcome.settled_ms,
+        outcome.virtual_ms / 1000,
+        outcome.events,
+        outcome.trace,
+    ));
+    if outcome.violations.is_empty() {
+        say("result: ok, nothing that must not be");
+    }
+    for violation in &outcome.violations {
+        say(&format!("VIOLATION: {violation}"));
+    }
+}
+
+fn soak(args: &SoakArgs) -> ExitCode {
+    let seconds = args.seconds.or(args.minutes.map(|minutes| minutes * 60)).unwrap_or(60);
+    if !(5..=86_400).contains(&seconds) {
+        return usage(format!("expected 5 s to a day of virtual time, found {seconds} s"));
+    }
+    let size = Size { hosts: args.nodes, time: Duration::from_secs(seconds) };
+    let Some(end) = args.from.checked_add(args.seeds) else { return usage("no so many seeds") };
+    std::panic::set_hook(Box::new(|_| {})); // a panic is a violation, told with its seed
+    if args.seeds == 1 && !args.json {
+        return one(args, size);
+    }
+    let began = Instant::now();
+    let mut sums = Sums::default();
+    let jobs = args.jobs.unwrap_or_else(soak::cores);
+    soak::soak(args.from..end, size, jobs, |outcome| {
+        sums.add(&outcome);
+        if !outcome.violations.is_empty() {
+            if args.json {
+                say(&serde_json::to_string(&outcome).unwrap_or_default());
+            } else {
+                say(&format!("seed {}: {}", outcome.seed, outcome.violations[0]));
+                say(&format!("  again: {}", again(args, outcome.seed)));
+            }
+        }
+        if !args.json && sums.seeds.is_multiple_of(100) {
+            eprint!("\r{} of {} seeds, {} fail ", sums.seeds, args.seeds, sums.failed.len());
+            let _ = std::io::stderr().flush();
+        }
+    });
+    let real = began.elapsed().as_secs_f64();
+    sums.failed.sort_unstable();
+    if args.json {
+        say(&sums.to_json(real).to_string());
+    } else {
+        eprintln!();
+        say(&sums.to_text(real, jobs));
+        if let Some(&seed) = sums.failed.first() {
+            say("\nthe first that fails, with the fewest faults that make it fail:");
+            shrink(args, size, seed);
+        }
+    }
+    verdict(sums.failed.is_empty())
+}
+
+/// One seed, told in full.
+fn one(args: &SoakArgs, size: Size) -> ExitCode {
+    let case = draw(args.from, size);
+    say(&format!("seed {}\n{}", case.seed, figures(&case)));
+    case.faults.iter().for_each(|timed| say(&format!("  {:>10} {}", ms(timed.at), timed.fault)));
+    let outcome = run_caught(&case);
+    tell(&outcome);
+    if !outcome.violations.is_empty() {
+        say(&format!("\nagain: {}\nthe fewest faults that make it fail:", again(args, args.from)));
+        shrink(args, size, args.from);
+    }
+    verdict(outcome.violations.is_empty())
+}
+
+fn shrink(args: &SoakArgs, size: Size, seed: u64) {
+    let case = draw(seed, size);
+    let outcome = run_caught(&case);
+    let least = minimize(&case, &outcome, MINIMIZE_RUNS);
+    for timed in &least.case.faults {
+        say(&format!("  {:>10} {}", ms(timed.at), timed.fault));
+    }
+    let (faults, requests) = (least.case.faults.len(), least.case.requests.len());
+    say(&format!(
+        "{faults} of {} faults and {requests} of {} requests are needed ({} runs): {}",
+        case.faults.len(),
+        case.requests.len(),
+        least.runs,
+        least.outcome.violations.first().map_or("", String::as_str),
+    ));
+    say(&format!("again: {}", again(args, seed)));
+    say(&format!("\n# as a scenario, for `simnet run FILE.toml`\n{}", least.case.to_toml()));
+}
+
+fn ms(at: node_core::time::Instant) -> String {
+    format!("{:.1} ms", at.0 as f64 / 1e6)
+}
+
+/// The command that runs a seed again.
+fn again(args: &SoakArgs, seed: u64) -> String {
+    let seconds = args.seconds.or(args.minutes.map(|minutes| minutes * 60)).unwrap_or(60);
+    let nodes = if args.nodes == 8 { String::new() } else { format!(" --nodes {}", args.nodes) };
+    let time = if seconds == 60 { String::new() } else { format!(" --seconds {seconds}") };
+    format!("cargo run --release -p simnet -- soak --seeds 1 --from {seed}{nodes}{time}")
+}
+
+#[derive(Default)]
+struct Sums {
+    seeds: u64,
+    events: u64,
+    virtual_ms: u64,
+    failed: Vec<u64>,
+    ends: BTreeMap<String, u32>,
+    pauses_ms: Vec<u64>,
+    settled_ms_max: u64,
+}
+
+impl Sums {
+    fn add(&mut self, outcome: &Outcome) {
+        self.seeds += 1;
+        self.events += outcome.events;
+        self.virtual_ms += outcome.virtual_ms;
+        if !outcome.violations.is_empty() {
+            self.failed.push(outcome.seed);
+        }
+        for (kind, count) in &outcome.ends {
+            *self.ends.entry(kind.clone()).or_insert(0) += count;
+        }
+        self.pauses_ms.push(outcome.pause_ms_max);
+        self.settled_ms_max = self.settled_ms_max.max(outcome.settled_ms);
+    }
+
+    fn pause(&self, percent: usize) -> u64 {
+        let mut sorted = self.pauses_ms.clone();
+        sorted.sort_unstable();
+        sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0)
+    }
+
+    fn to_json(&self, real_s: f64) -> serde_json::Value {
+        json!({
+            "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "events": self.events,
+            "virtual_s": self.virtual_ms / 1000, "real_s": real_s, "pause_ms_p50": self.pause(50),
+            "pause_ms_max": self.pause(100), "settled_ms_max": self.settled_ms_max,
+        })
+    }
+
+    fn to_text(&self, real_s: f64, jobs: usize) -> String {
+        let ends: Vec<String> = self.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+        format!(
+            "{} seeds, {} fail {:?}; requests: {}; longest pause a seed: median {} ms, worst {} ms; at rest at most {} ms after \
+             the mending; {:.0} virtual s in {real_s:.1} s on {jobs} threads ({:.0} ms a seed a thread), {} events",
+            self.seeds,
+            self.failed.len(),
+            self.failed,
+            ends.join(", "),
+            self.pause(50),
+            self.pause(100),
+            self.settled_ms_max,
+            self.virtual_ms as f64 / 1000.0,
+            real_s * 1000.0 * jobs as f64 / self.seeds.max(1) as f64,
+            self.events,
+        )
+    }
+}
+
+fn say(line: &str) {
+    println!("{line}");
+}
+
+/// What making a failing case smaller may cost: about ten seconds.
+const MINIMIZE_RUNS: u32 = 200;

@@ -1,0 +1,103 @@
+//! Many bad times, each drawn from its seed and run on any free core. Next: `minimize.rs`.
+use crate::case::{Ask, Case, Mesh};
+use crate::faults::{self, Ground};
+use crate::options::{Options, chance};
+use crate::run::{Outcome, run};
+use node_core::time::{Duration, Instant};
+use rand::RngExt;
+use std::any::Any;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+
+/// How large the worlds are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    /// Hosts of each.
+    pub hosts: u32,
+    /// Virtual time of each, setting up and settling included.
+    pub time: Duration,
+}
+
+impl Default for Size {
+    fn default() -> Self {
+        Size { hosts: 8, time: Duration::from_secs(60) }
+    }
+}
+
+/// The bad time of a seed: options, requests and faults, all drawn.
+pub fn draw(seed: u64, size: Size) -> Case {
+    let mut rng = chance(seed, "case");
+    let lasts = size.time * 11 / 20; // the rest is for setting up and for settling
+    let span_us = u64::try_from(lasts.as_micros()).unwrap_or(u64::MAX).max(1);
+    let mut network = Options { seed: 0, ..Options::swarm(seed) };
+    let mut regions = Vec::new();
+    if rng.random_bool(0.3) {
+        network.latency_per_region = Duration::from_micros(rng.random_range(500..15_000));
+        regions = (0..size.hosts).map(|_| rng.random_range(0..3)).collect();
+    }
+    let memory_mib = [330, 330, 420, 640, 1000][rng.random_range(0..5usize)];
+    let head_mortal = rng.random_bool(0.3);
+    let asks = rng.random_range(4..=20);
+    let ask = |_| {
+        let at = Instant(0) + Duration::from_micros(rng.random_range(0..span_us));
+        let prompt = if rng.random_bool(0.5) { rng.random_range(1..100) } else { rng.random_range(100..1500) };
+        let cancel_after = rng.random_bool(0.15).then(|| Duration::from_micros(rng.random_range(0..2_000_000)));
+        Ask { at, prompt, tokens: rng.random_range(1..300), cancel_after }
+    };
+    let mut requests: Vec<Ask> = (0..asks).map(ask).collect();
+    requests.sort_by_key(|ask| ask.at);
+    Case {
+        about: format!("seed {seed}"),
+        seed,
+        lasts,
+        mesh: Mesh { hosts: size.hosts, memory_mib, layers: 12, regions },
+        network,
+        requests,
+        faults: faults::any(seed, &Ground { hosts: size.hosts, span: lasts, head_mortal }),
+    }
+}
+
+/// Runs a case; a panic of the code under test is a violation like any other.
+pub fn run_caught(case: &Case) -> Outcome {
+    match catch_unwind(AssertUnwindSafe(|| run(case))) {
+        Ok(outcome) => outcome,
+        Err(panic) => Outcome {
+            seed: case.seed,
+            violations: vec![format!("panicked: {}", words(panic.as_ref()))],
+            ..Outcome::default()
+        },
+    }
+}
+
+fn words(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap_or_else(|| "no words".into())
+}
+
+/// Runs all seeds on so many threads, telling each outcome as it comes (not in order).
+pub fn soak(seeds: Range<u64>, size: Size, jobs: usize, mut told: impl FnMut(Outcome)) {
+    let next = AtomicU64::new(seeds.start);
+    let (sender, outcomes) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.max(1) {
+            let (sender, next, end) = (sender.clone(), &next, seeds.end);
+            scope.spawn(move || {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= end || sender.send(run_caught(&draw(seed, size))).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        outcomes.into_iter().for_each(&mut told);
+    });
+}
+
+/// Threads that this machine runs at once.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

@@ -1,0 +1,161 @@
+//! What happened, for people: one line an event, in virtual time.
+use crate::faults::Fault;
+use crate::host::HostId;
+use crate::workload::{Call, Workload};
+use crate::world::{Observer, World};
+use node_core::id::{CallId, NodeId};
+use node_core::output::{DoneReason, DownReason, Event, Output};
+use node_core::time::{Duration, Instant};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Line {
+    /// Virtual microseconds since the model was first served; negative before.
+    pub at_us: i64,
+    /// Which host told it, if one did.
+    pub host: Option<u32>,
+    /// What.
+    pub what: String,
+}
+
+impl std::fmt::Display for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let host = self.host.map_or(String::new(), |host| format!("host {host}"));
+        write!(f, "{:>11.1} ms  {host:<8}  {}", self.at_us as f64 / 1000.0, self.what)
+    }
+}
+
+/// Collects what is worth telling. Clones share what they saw.
+#[derive(Clone, Default)]
+pub struct Timeline {
+    seen: Rc<RefCell<Seen>>,
+}
+
+#[derive(Default)]
+struct Seen {
+    events: Vec<(Instant, Option<HostId>, What)>,
+    /// Members that somebody told down and nobody up since: the first word counts.
+    down: BTreeSet<NodeId>,
+}
+
+enum What {
+    Fault(Fault),
+    Died,
+    Event(Box<Event>),
+    Note(String),
+}
+
+impl Timeline {
+    /// Something that no host tells.
+    pub fn note(&self, at: Instant, what: String) {
+        self.seen.borrow_mut().events.push((at, None, What::Note(what)));
+    }
+
+    /// All lines in order of time, with the pauses that callers saw.
+    pub fn lines(&self, world: &World, workload: &Workload, origin: Instant) -> Vec<Line> {
+        let at_us = |at: Instant| (at.0 as i64 - origin.0 as i64) / 1000;
+        let seen = self.seen.borrow();
+        let mut lines: Vec<Line> = seen
+            .events
+            .iter()
+            .filter_map(|(at, host, what)| {
+                let what = match what {
+                    What::Fault(fault) => format!("** {fault}"),
+                    What::Died => "its process is gone".into(),
+                    What::Note(note) => note.clone(),
+                    What::Event(event) => told(world, event)?,
+                };
+                Some(Line { at_us: at_us(*at), host: host.map(|host| host.0), what })
+            })
+            .collect();
+        for (id, call) in &workload.calls {
+            let pauses = pauses(call).filter(|(_, _, pause)| *pause >= PAUSE_TOLD);
+            lines.extend(pauses.map(|(at, position, pause)| Line {
+                at_us: at_us(at),
+                host: None,
+                what: format!("call {} goes on at position {position} after {} ms", name(*id), pause.as_millis()),
+            }));
+        }
+        lines.sort_by_key(|line| line.at_us);
+        lines
+    }
+}
+
+impl Observer for Timeline {
+    fn output(&mut self, at: Instant, host: HostId, output: &Output) {
+        let Output::Notify(event) = output else { return };
+        let mut seen = self.seen.borrow_mut();
+        let worth = match event {
+            Event::PeerUp { node } => seen.down.remove(node),
+            Event::PeerDown { node, .. } => seen.down.insert(*node),
+            Event::Token { .. } => false,
+            Event::PlanReady { .. }
+            | Event::JobPlaced { .. }
+            | Event::JobReady { .. }
+            | Event::JobDegraded { .. }
+            | Event::JobEnded { .. }
+            | Event::Done { .. }
+            | Event::Lost { .. }
+            | Event::Refused { .. } => true,
+        };
+        if worth && seen.events.len() < EVENTS_MAX {
+            seen.events.push((at, Some(host), What::Event(Box::new(event.clone()))));
+        }
+    }
+
+    fn fault(&mut self, at: Instant, fault: &Fault) {
+        self.seen.borrow_mut().events.push((at, None, What::Fault(fault.clone())));
+    }
+
+    fn died(&mut self, at: Instant, host: HostId) {
+        self.seen.borrow_mut().events.push((at, Some(host), What::Died));
+    }
+}
+
+/// Waits between two tokens of a call: when it went on, at which position, how long it had waited.
+pub fn pauses(call: &Call) -> impl Iterator<Item = (Instant, u32, Duration)> + '_ {
+    call.tokens.windows(2).map(|pair| (pair[1].0, pair[1].1, pair[1].0.since(pair[0].0)))
+}
+
+/// How people name a call: counted from 1.
+pub fn name(call: CallId) -> u64 {
+    call.0.saturating_sub(crate::workload::DEPLOY)
+}
+
+fn told(world: &World, event: &Event) -> Option<String> {
+    let host = |node: NodeId| world.host_of(node).map_or_else(|| node.to_string(), |host| format!("host {}", host.0));
+    Some(match event {
+        Event::PeerUp { node } => format!("sees {} again", host(*node)),
+        Event::PeerDown { node, reason: DownReason::Left } => format!("{} has left", host(*node)),
+        Event::PeerDown { node, reason: DownReason::Failed } => format!("is the first to miss {}", host(*node)),
+        Event::JobPlaced { epoch, plan, .. } => {
+            let stages = plan.stages().iter();
+            let stages = stages.map(|stage| format!("{} {:?}", host(stage.device.into()), stage.layers));
+            format!("places epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", "))
+        }
+        Event::JobReady { epoch, .. } => format!("epoch {} is ready", epoch.counter),
+        Event::JobDegraded { reason, .. } => format!("cannot serve now: {reason}"),
+        Event::JobEnded { .. } => "the job has ended".into(),
+        Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
+        Event::Done { call, reason } => match reason {
+            DoneReason::Stop | DoneReason::Length => format!("call {} is done", name(*call)),
+            DoneReason::Cancelled => format!("call {} was cancelled", name(*call)),
+            DoneReason::Busy => format!("call {} is refused: busy", name(*call)),
+            DoneReason::Invalid(reason) => format!("call {} is refused: {reason}", name(*call)),
+            DoneReason::Failed(reason) => format!("call {} failed: {reason}", name(*call)),
+        },
+        Event::Refused { from, what } => match from {
+            Some(from) => format!("refused from {}: {what}", host(*from)),
+            None => format!("refused: {what}"),
+        },
+        Event::PlanReady { .. } | Event::Token { .. } => return None,
+    })
+}
+
+/// A shorter pause is not worth a line.
+const PAUSE_TOLD: Duration = Duration::from_millis(250);
+/// A storm of events is told by its beginning.
+const EVENTS_MAX: usize = 20_000;

@@ -1,0 +1,48 @@
+//! Many bad times, a seed each: nothing that must not be, in any of them, and the same seed is the same run.
+//!
+//! More at will: `SIMNET_SEEDS=20000 cargo test --release -p simnet --test soak -- --nocapture`, from `SIMNET_FROM` on.
+#![expect(clippy::print_stdout, reason = "figures for people")]
+use simnet::minimize::minimize;
+use simnet::run;
+use simnet::soak::{Size, cores, draw, run_caught, soak};
+use std::collections::BTreeMap;
+
+fn read(name: &str, usual: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(usual)
+}
+
+#[test]
+fn no_bad_time_breaks_a_promise() {
+    let (from, seeds, size) = (read("SIMNET_FROM", 0), read("SIMNET_SEEDS", 300), Size::default());
+    let began = std::time::Instant::now();
+    let mut failed = BTreeMap::new();
+    let mut ends: BTreeMap<String, u32> = BTreeMap::new();
+    soak(from..from + seeds, size, cores(), |outcome| {
+        outcome.ends.iter().for_each(|(kind, count)| *ends.entry(kind.clone()).or_default() += count);
+        if !outcome.violations.is_empty() {
+            failed.insert(outcome.seed, outcome);
+        }
+    });
+    println!("{seeds} seeds of 8 nodes and 60 virtual seconds in {:.1?}: requests {ends:?}", began.elapsed());
+    let Some((seed, outcome)) = failed.first_key_value() else { return };
+    let least = minimize(&draw(*seed, size), outcome, 100);
+    let faults: Vec<String> = least.case.faults.iter().map(|timed| format!("{:?} {}", timed.at, timed.fault)).collect();
+    panic!(
+        "seeds {:?} fail; seed {seed}: {:#?}\nfewest faults: {faults:#?}\nagain: cargo run --release -p simnet -- soak \
+         --seeds 1 --from {seed}",
+        failed.keys(),
+        outcome.violations,
+    );
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    for seed in 0..12 {
+        let case = draw(seed, Size::default());
+        let (one, other) = (run(&case), run(&case));
+        assert_eq!((&one.trace, one.events, &one.ends), (&other.trace, other.events, &other.ends), "seed {seed}");
+        assert_eq!(one.timeline, other.timeline, "seed {seed}");
+    }
+    let (one, other) = (run_caught(&draw(1, Size::default())), run_caught(&draw(2, Size::default())));
+    assert_ne!(one.trace, other.trace);
+}
