@@ -17,7 +17,7 @@ pub use draw::{Ground, any, mend, swarm};
 
 /// One thing that goes wrong, or right again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", rename_all_fields = "kebab-case")]
 pub enum Fault {
     /// The process dies without a word. Peers notice by silence only.
     Crash(HostId),

@@ -1,4 +1,4 @@
-//! One owner per shard and epoch; and who was told lost gets no stage before it was heard again.
+//! One owner per shard and epoch; and who was told lost gets no stage before it was heard (of) again.
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::id::{Epoch, JobId, NodeId};
@@ -69,6 +69,11 @@ impl Observer for Owners {
             Output::Load { job, epoch, stage } => seen.own(host, *job, *epoch, &stage.layers),
             Output::Notify(Event::Lost { node, .. }) => {
                 seen.lost.insert((host, *node), at);
+                None
+            }
+            // Others heard it: membership's word counts as well.
+            Output::Notify(Event::PeerUp { node }) => {
+                seen.lost.remove(&(host, *node));
                 None
             }
             Output::Notify(Event::JobPlaced { epoch, plan, .. }) => {

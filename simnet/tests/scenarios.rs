@@ -1,0 +1,51 @@
+//! Every scenario that people are given runs, and ends well.
+#![expect(clippy::print_stdout, reason = "figures for people")]
+use simnet::{Case, run};
+use std::path::Path;
+
+#[test]
+fn every_scenario_ends_well() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("scenarios");
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&folder).expect("the folder of scenarios") {
+        let path = entry.expect("an entry of it").path();
+        let case = Case::load(&path).unwrap_or_else(|error| panic!("{error}"));
+        let outcome = run(&case);
+        let timeline: Vec<String> = outcome.timeline.iter().map(ToString::to_string).collect();
+        assert!(outcome.violations.is_empty(), "{path:?}: {:#?}\n{}", outcome.violations, timeline.join("\n"));
+        assert!(!case.about.is_empty() && !case.faults.is_empty() && !case.requests.is_empty(), "{path:?} says little");
+        let faults = outcome.timeline.iter().filter(|line| line.what.starts_with("**")).count();
+        assert!(faults > case.faults.len(), "{path:?}: all its faults strike, then all is mended");
+        println!("{:<28} {:?}, pause {} ms", path.file_name().unwrap().display(), outcome.ends, outcome.pause_ms_max);
+        names.push(path);
+    }
+    assert!(names.len() >= 8, "{names:?}");
+}
+
+#[test]
+fn a_case_that_is_written_is_read_as_it_was() {
+    let case = simnet::soak::draw(5, simnet::soak::Size::default());
+    let written = case.to_toml();
+    let path = std::env::temp_dir().join(format!("simnet-case-{}.toml", std::process::id()));
+    std::fs::write(&path, &written).expect("a temporary file");
+    let read = Case::load(&path).unwrap_or_else(|error| panic!("{error}\n{written}"));
+    std::fs::remove_file(&path).expect("it is there");
+    assert_eq!(read, case);
+    assert_eq!(run(&read).trace, run(&case).trace);
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_said() {
+    for (text, expected) in [
+        ("lasts = \"five\"", "expected a time"),
+        ("[mesh]\nhosts = 3\n[[fault]]\nat = \"1s\"\ncrash = 3", "names host 3"),
+        ("hosts = 3", "unknown field"),
+        ("[mesh]\nhosts = 0", "expected 1 to"),
+    ] {
+        let path = std::env::temp_dir().join(format!("simnet-wrong-{}-{}.toml", std::process::id(), text.len()));
+        std::fs::write(&path, text).expect("a temporary file");
+        let error = Case::load(&path).expect_err(text).to_string();
+        std::fs::remove_file(&path).expect("it is there");
+        assert!(error.contains(expected), "{text}: {error}");
+    }
+}
