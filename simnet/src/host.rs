@@ -81,6 +81,8 @@ pub struct Host {
     pub clock: Clock,
     /// What survives.
     pub disk: Disk,
+    /// What happens to its node in this life, if that is recorded.
+    pub recording: Option<Vec<u8>>,
     /// Its device.
     pub executor: Executor,
 }
@@ -107,6 +109,7 @@ impl Host {
             wake_at: None,
             clock: Clock::default(),
             disk: Disk::default(),
+            recording: None,
         }
     }
 

@@ -23,6 +23,8 @@ pub mod run;
 pub mod soak;
 pub mod timeline;
 
+pub mod replay;
+
 pub mod checker;
 pub mod trace;
 

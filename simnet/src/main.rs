@@ -35,6 +35,8 @@ enum Command {
     Run(RunArgs),
     /// Run many worlds drawn from seeds and look for what must not be
     Soak(SoakArgs),
+    /// Run again what a node recorded with `meshnode up --record FILE`
+    Replay(ReplayArgs),
 }
 
 #[derive(Args)]
@@ -48,6 +50,9 @@ struct RunArgs {
     /// The scenario
     #[arg(value_name = "SCENARIO.toml")]
     scenario: PathBuf,
+    /// Tell every message of jobs and every frame, too
+    #[arg(long)]
+    messages: bool,
     /// Another seed than the file's
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
@@ -89,6 +94,22 @@ struct SoakArgs {
     json: bool,
 }
 
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  meshnode up --record lived.mesh        (on the machine that misbehaves; it holds prompts as token ids)
+  simnet replay lived.mesh
+
+Prints what people asked, what the node did, and a hash of all it decided: the same program decides the same again.")]
+struct ReplayArgs {
+    /// The recording
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// One object on stdout
+    #[arg(long)]
+    json: bool,
+}
+
 fn main() -> ExitCode {
     // clap says what is wrong and ends with 2, or 0 for help and version.
     let matches = Cli::command().get_matches();
@@ -99,6 +120,7 @@ fn main() -> ExitCode {
     match cli.command {
         Command::Run(args) => run(&args),
         Command::Soak(args) => soak(&args),
+        Command::Replay(args) => replay(&args),
     }
 }
 
@@ -120,7 +142,10 @@ fn run(args: &RunArgs) -> ExitCode {
         Err(error) => return usage(error),
     };
     case.seed = args.seed.unwrap_or(case.seed);
-    let outcome = run_caught(&case);
+    let outcome = match args.messages {
+        true => simnet::run::run_telling(&case, simnet::timeline::Timeline::with_messages()),
+        false => run_caught(&case),
+    };
     if args.json {
         say(&json!({ "scenario": case.about, "result": outcome, "timeline": outcome.timeline }).to_string());
     } else {
@@ -222,6 +247,43 @@ fn soak(args: &SoakArgs) -> ExitCode {
         }
     }
     verdict(sums.failed.is_empty())
+}
+
+fn replay(args: &ReplayArgs) -> ExitCode {
+    let bytes = match std::fs::read(&args.file) {
+        Ok(bytes) => bytes,
+        Err(error) => return usage(format!("cannot read {}: {error}", args.file.display())),
+    };
+    let replayed = match simnet::replay::replay(&bytes) {
+        Ok(replayed) => replayed,
+        Err(error) => return usage(format!("{}: {error}", args.file.display())),
+    };
+    let cut = replayed.cut.as_ref().map(ToString::to_string);
+    let lasted_ms = replayed.lasted_ns / 1_000_000;
+    let header = &replayed.header;
+    if args.json {
+        say(&json!({
+            "name": header.config.name, "node": header.config.node.to_string(), "program": header.program,
+            "inputs": replayed.inputs, "outputs": replayed.outputs, "lasted_ms": lasted_ms, "hash": replayed.hash,
+            "cut": cut, "timeline": replayed.timeline,
+        })
+        .to_string());
+    } else {
+        say(&format!("node `{}` ({}), recorded by {}\n", header.config.name, header.config.node, header.program));
+        replayed.timeline.iter().for_each(|line| say(&line.to_string()));
+        say(&format!(
+            "\n{} inputs in {:.3} s, {} outputs with the hash {}",
+            replayed.inputs,
+            lasted_ms as f64 / 1000.0,
+            replayed.outputs,
+            replayed.hash,
+        ));
+        if let Some(cut) = &cut {
+            say(cut);
+        }
+    }
+    // A recording that ends within an entry is what a kill leaves; one that is damaged is not to be relied on.
+    verdict(matches!(replayed.cut, None | Some(node_core::record::RecordError::CutShort { .. })))
 }
 
 /// One seed, told in full.

@@ -46,7 +46,12 @@ pub struct Outcome {
 
 /// Runs it.
 pub fn run(case: &Case) -> Outcome {
-    let mut run = Run::new(case);
+    run_telling(case, Timeline::default())
+}
+
+/// Runs it with a timeline of the caller's choice.
+pub fn run_telling(case: &Case, timeline: Timeline) -> Outcome {
+    let mut run = Run::new(case, timeline);
     if run.serve() {
         run.go_wrong();
         run.end_well();
@@ -90,7 +95,7 @@ impl Checks {
 }
 
 impl<'a> Run<'a> {
-    fn new(case: &'a Case) -> Self {
+    fn new(case: &'a Case, timeline: Timeline) -> Self {
         let mut world = World::new(Options { seed: case.seed, ..case.network.clone() });
         let checks = Checks::default();
         world.observe(Box::new(checks.epochs.clone()));
@@ -115,7 +120,7 @@ impl<'a> Run<'a> {
             case,
             work: Workload::of(HEAD, symbolic_model(case.mesh.layers, LAYER_BYTES)),
             checks,
-            timeline: Timeline::default(),
+            timeline,
             world,
             origin: Instant(0),
             mended: None,

@@ -3,7 +3,9 @@ use crate::faults::Fault;
 use crate::host::HostId;
 use crate::workload::{Call, Workload};
 use crate::world::{Observer, World};
+use node_core::codec;
 use node_core::id::{CallId, NodeId};
+use node_core::message::{FrameHeader, Message};
 use node_core::output::{DoneReason, DownReason, Event, Output};
 use node_core::time::{Duration, Instant};
 use std::cell::RefCell;
@@ -39,16 +41,26 @@ struct Seen {
     events: Vec<(Instant, Option<HostId>, What)>,
     /// Members that somebody told down and nobody up since: the first word counts.
     down: BTreeSet<NodeId>,
+    /// Control messages and frames too.
+    messages: bool,
 }
 
 enum What {
     Fault(Fault),
     Died,
     Event(Box<Event>),
+    Message(NodeId, String),
     Note(String),
 }
 
 impl Timeline {
+    /// With every control message of jobs and every frame, as they are sent.
+    pub fn with_messages() -> Self {
+        let timeline = Timeline::default();
+        timeline.seen.borrow_mut().messages = true;
+        timeline
+    }
+
     /// Something that no host tells.
     pub fn note(&self, at: Instant, what: String) {
         self.seen.borrow_mut().events.push((at, None, What::Note(what)));
@@ -67,6 +79,10 @@ impl Timeline {
                     What::Died => "its process is gone".into(),
                     What::Note(note) => note.clone(),
                     What::Event(event) => told(world, event)?,
+                    What::Message(to, text) => {
+                        let to = world.host_of(*to).map_or_else(|| to.to_string(), |host| host.0.to_string());
+                        format!("  -> {to}: {text}")
+                    }
                 };
                 Some(Line { at_us: at_us(*at), host: host.map(|host| host.0), what })
             })
@@ -86,8 +102,13 @@ impl Timeline {
 
 impl Observer for Timeline {
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
-        let Output::Notify(event) = output else { return };
         let mut seen = self.seen.borrow_mut();
+        if seen.messages
+            && let Some((to, text)) = message(output)
+        {
+            seen.events.push((at, Some(host), What::Message(to, text)));
+        }
+        let Output::Notify(event) = output else { return };
         let worth = match event {
             Event::PeerUp { node } => seen.down.remove(node),
             Event::PeerDown { node, .. } => seen.down.insert(*node),
@@ -112,6 +133,24 @@ impl Observer for Timeline {
 
     fn died(&mut self, at: Instant, host: HostId) {
         self.seen.borrow_mut().events.push((at, Some(host), What::Died));
+    }
+}
+
+/// What is sent about jobs, shortened.
+fn message(output: &Output) -> Option<(NodeId, String)> {
+    if let Output::SendFrame { to, header, .. } = output {
+        let FrameHeader { epoch, edge, request, position, count, sample, .. } = header;
+        let what = if *sample { "sample" } else { "chunk" };
+        let text = format!("frame e{} edge {edge} r{} {position}+{count} {what}", epoch.counter, request.0);
+        return Some((*to, text));
+    }
+    let Output::SendMessage { to, bytes } = output else { return None };
+    match codec::decode_message(bytes).ok()? {
+        Message::PushPull { .. } => None,
+        Message::Prepare { epoch, prepare, .. } => {
+            Some((*to, format!("Prepare e{} stage {}", epoch.counter, prepare.stage)))
+        }
+        other => Some((*to, format!("{other:?}").chars().take(MESSAGE_CHARS).collect())),
     }
 }
 
@@ -155,6 +194,8 @@ fn told(world: &World, event: &Event) -> Option<String> {
     })
 }
 
+/// Of a message's text.
+const MESSAGE_CHARS: usize = 200;
 /// A shorter pause is not worth a line.
 const PAUSE_TOLD: Duration = Duration::from_millis(250);
 /// A storm of events is told by its beginning.

@@ -17,6 +17,7 @@ use node_core::id::NodeId;
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::output::{Event as Notice, Output, Record};
+use node_core::record;
 use node_core::time::{Duration, Instant};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -174,6 +175,9 @@ impl World {
         host.wake_at = None;
         host.executor.reset(&host.spec);
         let config = host.config(now);
+        if let Some(recording) = &mut host.recording {
+            *recording = record::begin(&config, seed, concat!("simnet ", env!("CARGO_PKG_VERSION")));
+        }
         host.node = Some(Node::new(config, seed));
         let remembered: Vec<Input> = host.disk.records().iter().flat_map(found_again).collect();
         for input in remembered {
@@ -192,6 +196,11 @@ impl World {
             data: vec![other.data_addr],
         };
         self.inject(id, input);
+    }
+
+    /// Write down what happens to a host's node, from its next start on, as `meshnode up --record` does.
+    pub fn record(&mut self, id: HostId) {
+        self.hosts[id.index()].recording = Some(Vec::new());
     }
 
     /// From now on hosts find each other again and again, as multicast and tickets do: nobody stays alone for long.
@@ -359,7 +368,12 @@ impl World {
         for observer in &mut self.observers {
             observer.input(now, id, &input);
         }
-        node.handle(host.clock.local(now), input);
+        let local = host.clock.local(now);
+        if let Some(recording) = &mut host.recording {
+            record::append_input(recording, local, &input);
+            record::append_polled(recording);
+        }
+        node.handle(local, input);
         let mut outputs = std::mem::take(&mut self.outputs);
         outputs.extend(std::iter::from_fn(|| node.poll()));
         for output in outputs.drain(..) {

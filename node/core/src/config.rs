@@ -4,7 +4,7 @@ use alloc::{string::String, vec::Vec};
 use core::net::SocketAddr;
 
 /// Fixed facts about this node.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Config {
     /// This node.
     pub node: NodeId,

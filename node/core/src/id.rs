@@ -62,16 +62,16 @@ pub struct JobId(pub u64);
 pub struct RequestId(pub u64);
 
 /// A local caller waiting for an answer (an HTTP request, a command): minted by the shell, never sent to a peer.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct CallId(pub u64);
 
 /// A payload held by the shell; the core passes the name around and never sees bytes. The shell mints ids with the top
 /// bit set (arrivals), the core mints the others (results of `Compute`).
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct TensorId(pub u64);
 
 /// One piece of work given to the executor, counted by the core.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct WorkId(pub u64);
 
 /// One order to load or keep a stage, counted by the core: the same stage may be asked for twice under one epoch, and the

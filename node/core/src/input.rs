@@ -5,10 +5,11 @@ use crate::message::{FrameHeader, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use partitioner::{Plan, PlanError, Work};
+use serde::{Deserialize, Serialize};
 
 /// Something happened.
 #[allow(missing_docs)] // of fields: each variant says what they are
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Input {
     /// The clock reached `next_wakeup`.
     Wakeup,
@@ -69,7 +70,7 @@ pub enum Input {
 }
 
 /// A model as the head's shell describes it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSpec {
     /// Content id of its shard index.
     pub content: ContentId,
@@ -86,7 +87,7 @@ pub struct ModelSpec {
 }
 
 /// One generation request.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
     /// Prompt token ids, at least one.
     pub prompt: Vec<u32>,
@@ -99,7 +100,7 @@ pub struct Request {
 }
 
 /// What loading a stage brought.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadedStage {
     /// Bytes resident now: weights, cache, scratch.
     pub bytes: u64,
@@ -107,7 +108,7 @@ pub struct LoadedStage {
 
 /// Result of one item of a `Compute`.
 #[allow(missing_docs)] // of fields: each variant says what they are
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ItemResult {
     /// Hidden rows for the next stage, kept by the shell under the id the core named in `Item::output`.
     Hidden,

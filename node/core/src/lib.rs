@@ -21,6 +21,7 @@ pub mod node;
 pub mod output;
 pub mod pipeline;
 pub mod placement;
+pub mod record;
 pub mod time;
 
 pub use node::Node;

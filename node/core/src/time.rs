@@ -3,7 +3,7 @@ use core::ops::{Add, Sub};
 pub use core::time::Duration;
 
 /// Nanoseconds since an arbitrary start (CLOCK_BOOTTIME in the shell, the virtual clock in simnet).
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub struct Instant(pub u64);
 
 impl Instant {

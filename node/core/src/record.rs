@@ -1,0 +1,265 @@
+//! What happened to a node, written down: the same inputs at the same times make the same decisions again.
+//!
+//! A recording is its mark, a header (with what the node was told at start) and one entry after the other, each behind
+//! its length. It may end anywhere: the node it comes from may have been killed. Next: `simnet/src/replay.rs`.
+use crate::codec::{self, CodecError, PROTOCOL};
+use crate::config::Config;
+use crate::input::Input;
+use crate::limits::MESSAGE_BYTES_MAX;
+use crate::time::Instant;
+use alloc::{string::String, vec::Vec};
+use serde::{Deserialize, Serialize};
+
+/// What a recording begins with. The last byte is the version of its format.
+pub const MARK: &[u8; 8] = b"MESHREC\x01";
+/// Longest entry: the longest message and what stands around it.
+pub const ENTRY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 4096;
+
+/// With what the node began.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Header {
+    /// The program that wrote it: another one may decide otherwise.
+    pub program: String,
+    /// Version of the wire that the inputs speak.
+    pub protocol: u8,
+    /// What the node was told.
+    pub config: Config,
+    /// Root of its chance.
+    pub seed: u64,
+}
+
+/// One thing that its driver did.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Entry {
+    /// `handle` was called.
+    Input {
+        /// With this time.
+        at: Instant,
+        /// And this.
+        input: Input,
+    },
+    /// `poll` was called until there was nothing to do: what came together before runs together.
+    Polled,
+}
+
+/// The same, not owned.
+#[derive(Serialize)]
+enum EntryRef<'a> {
+    Input { at: Instant, input: &'a Input },
+    Polled,
+}
+
+/// Why a recording cannot be read on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// Something else.
+    #[error("expected a recording, which begins with {MARK:?}, found {found:?}")]
+    NotARecording {
+        /// The first bytes.
+        found: Vec<u8>,
+    },
+    /// The node speaks another protocol than this program.
+    #[error(
+        "expected inputs of protocol {PROTOCOL}, found {found}: replay it with the meshnode that recorded it ({program})"
+    )]
+    Protocol {
+        /// The recording's.
+        found: u8,
+        /// Its writer.
+        program: String,
+    },
+    /// It ends within an entry, as after a kill. Everything before has been read.
+    #[error("the recording ends within entry {entry}, {missing} bytes are missing: the node may have been killed")]
+    CutShort {
+        /// Counted from 0; the header is not counted.
+        entry: u64,
+        /// At least this many.
+        missing: usize,
+    },
+    /// An entry says that it is longer than any can be.
+    #[error("expected at most {ENTRY_BYTES_MAX} bytes in entry {entry}, found {found}: the recording is damaged")]
+    TooLong {
+        /// Counted from 0.
+        entry: u64,
+        /// Its length, as it says.
+        found: usize,
+    },
+    /// An entry is not one.
+    #[error("entry {entry} is damaged: {why}")]
+    Damaged {
+        /// Counted from 0.
+        entry: u64,
+        /// How.
+        why: CodecError,
+    },
+}
+
+/// The first bytes of a recording.
+pub fn begin(config: &Config, seed: u64, program: &str) -> Vec<u8> {
+    let header = Header { program: program.into(), protocol: PROTOCOL, config: config.clone(), seed };
+    let mut bytes = MARK.to_vec();
+    append(&mut bytes, &header);
+    bytes
+}
+
+/// Appends that `handle` was called.
+pub fn append_input(bytes: &mut Vec<u8>, at: Instant, input: &Input) {
+    append(bytes, &EntryRef::Input { at, input });
+}
+
+/// Appends that `poll` was called until there was nothing.
+pub fn append_polled(bytes: &mut Vec<u8>) {
+    append(bytes, &EntryRef::Polled);
+}
+
+fn append<T: Serialize>(bytes: &mut Vec<u8>, part: &T) {
+    let body = codec::encode_part(part);
+    bytes.extend_from_slice(&u32::try_from(body.len()).unwrap_or(u32::MAX).to_le_bytes());
+    bytes.extend_from_slice(&body);
+}
+
+/// Reads entries one after the other; ends after the first error.
+#[derive(Clone, Debug)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+    entries: u64,
+}
+
+impl<'a> Reader<'a> {
+    /// Reads the header.
+    pub fn open(bytes: &'a [u8]) -> Result<(Header, Reader<'a>), RecordError> {
+        let Some(rest) = bytes.strip_prefix(MARK) else {
+            return Err(RecordError::NotARecording { found: bytes[..bytes.len().min(MARK.len())].to_vec() });
+        };
+        let mut reader = Reader { rest, entries: 0 };
+        let missing = RecordError::CutShort { entry: 0, missing: LENGTH_BYTES };
+        let header: Header = reader.part("header of a recording")?.ok_or(missing)?;
+        if header.protocol != PROTOCOL {
+            return Err(RecordError::Protocol { found: header.protocol, program: header.program });
+        }
+        Ok((header, reader))
+    }
+
+    fn part<T: serde::de::DeserializeOwned>(&mut self, what: &'static str) -> Result<Option<T>, RecordError> {
+        let entry = self.entries;
+        if self.rest.is_empty() {
+            return Ok(None);
+        }
+        let Some((length, rest)) = self.rest.split_first_chunk::<LENGTH_BYTES>() else {
+            return Err(RecordError::CutShort { entry, missing: LENGTH_BYTES - self.rest.len() });
+        };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > ENTRY_BYTES_MAX {
+            return Err(RecordError::TooLong { entry, found: length });
+        }
+        let Some((body, rest)) = rest.split_at_checked(length) else {
+            return Err(RecordError::CutShort { entry, missing: length - rest.len() });
+        };
+        self.rest = rest;
+        codec::decode_part::<T, ENTRY_BYTES_MAX>(what, body)
+            .map(Some)
+            .map_err(|why| RecordError::Damaged { entry, why })
+    }
+}
+
+impl Iterator for Reader<'_> {
+    type Item = Result<Entry, RecordError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let entry = self.part("entry of a recording").transpose()?;
+        self.entries += 1;
+        if entry.is_err() {
+            self.rest = &[];
+        }
+        Some(entry)
+    }
+}
+
+/// Before each entry, little-endian.
+const LENGTH_BYTES: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Capacity;
+    use crate::id::{Generation, NodeId};
+    use alloc::vec;
+    use partitioner::PlanError;
+
+    fn recording() -> Vec<u8> {
+        let capacity = Capacity {
+            machine: 1,
+            device: "cpu".into(),
+            memory_total: 2,
+            memory_free: 1,
+            bytes_per_second: 3,
+            flops_per_second: 4,
+            step_ns: 5,
+            numerics: 6,
+        };
+        let config = Config {
+            node: NodeId([7; 16]),
+            generation: Generation(8),
+            peer_id: vec![9],
+            name: "a node".into(),
+            gossip_addrs: vec!["10.0.0.1:1".parse().unwrap()],
+            data_addrs: vec!["[::1]:2".parse().unwrap()],
+            capacity: capacity.clone(),
+        };
+        let mut bytes = begin(&config, 10, "test");
+        append_input(&mut bytes, Instant(1), &Input::CapacityChanged(capacity));
+        append_input(&mut bytes, Instant(2), &Input::Planned { token: 3, result: Err(PlanError::NoDevices) });
+        append_polled(&mut bytes);
+        append_input(&mut bytes, Instant(3), &Input::Message { from: NodeId([1; 16]), bytes: vec![1, 2, 3] });
+        bytes
+    }
+
+    #[test]
+    fn what_is_recorded_is_read() {
+        let bytes = recording();
+        let (header, reader) = Reader::open(&bytes).unwrap();
+        assert_eq!((header.seed, header.program.as_str(), header.config.node), (10, "test", NodeId([7; 16])));
+        let entries: Vec<Entry> = reader.map(Result::unwrap).collect();
+        assert_eq!(entries.len(), 4);
+        assert!(matches!(&entries[2], Entry::Polled));
+        assert!(
+            matches!(&entries[3], Entry::Input { at: Instant(3), input: Input::Message { bytes, .. } } if bytes.len() == 3)
+        );
+    }
+
+    #[test]
+    fn a_recording_cut_anywhere_is_read_up_to_there() {
+        let bytes = recording();
+        for end in 0..bytes.len() {
+            match Reader::open(&bytes[..end]) {
+                Err(RecordError::NotARecording { .. }) => assert!(end < MARK.len()),
+                Err(error) => assert!(matches!(error, RecordError::CutShort { .. }), "{end}: {error}"),
+                Ok((_, reader)) => {
+                    let read: Vec<_> = reader.collect();
+                    let broken = read.iter().filter(|entry| entry.is_err()).count();
+                    assert!(broken <= 1 && read.iter().rev().skip(1).all(Result::is_ok), "{end}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn damage_is_named_and_never_panics() {
+        let bytes = recording();
+        for at in 0..bytes.len() {
+            for bit in [1u8, 0x80, 0xff] {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= bit;
+                if let Ok((_, reader)) = Reader::open(&damaged) {
+                    reader.take(100).for_each(drop);
+                }
+            }
+        }
+        let mut long = bytes.clone();
+        let (_, reader) = Reader::open(&bytes).unwrap();
+        let first = bytes.len() - reader.rest.len();
+        long[first..first + 4].copy_from_slice(&u32::MAX.to_le_bytes());
+        let error = Reader::open(&long).unwrap().1.next().unwrap().unwrap_err();
+        assert_eq!(error, RecordError::TooLong { entry: 0, found: u32::MAX as usize });
+    }
+}

@@ -1,0 +1,57 @@
+//! What a node lived through makes the same decisions again, whatever it was.
+use node_core::output::Output;
+use node_core::time::{Duration, Instant};
+use simnet::replay::{Digest, replay};
+use simnet::workload::{request, symbolic_model};
+use simnet::{Fault, HostId, HostSpec, Observer, Options, Workload, World};
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// Hashes what each host does in its present life.
+#[derive(Clone, Default)]
+struct Done(Rc<RefCell<std::collections::BTreeMap<HostId, Digest>>>);
+
+impl Observer for Done {
+    fn output(&mut self, _at: Instant, host: HostId, output: &Output) {
+        self.0.borrow_mut().entry(host).or_default().add(output);
+    }
+    fn died(&mut self, _at: Instant, host: HostId) {
+        self.0.borrow_mut().remove(&host);
+    }
+}
+
+#[test]
+fn a_recorded_life_decides_the_same_again() {
+    let ms = Duration::from_millis;
+    let mut world = World::new(Options { loss_ppm: 10_000, ..Options::lan(11) });
+    let mut spec = HostSpec::default();
+    (spec.capacity.memory_total, spec.capacity.memory_free) = (330 << 20, 330 << 20);
+    let hosts = world.add_hosts(6, &spec);
+    let done = Done::default();
+    world.observe(Box::new(done.clone()));
+    hosts.iter().for_each(|&host| world.record(host));
+    hosts.iter().for_each(|&host| world.start(host));
+    hosts[1..].iter().for_each(|&host| world.introduce(host, hosts[0]));
+    world.run_for(ms(3000));
+    let mut work = Workload::deploy(&mut world, hosts[0], symbolic_model(12, 20 << 20));
+    assert!(work.run_until_ready(&mut world, ms(10_000)));
+    for n in 0..4 {
+        work.submit(&mut world, request(n, 20 + 200 * n as u32, 40));
+    }
+    work.run(&mut world, ms(700), |_, _| false);
+    let stage = work.stages(&world).into_iter().find(|&host| host != hosts[0]).expect("a stage elsewhere");
+    world.strike(Fault::Outage { hosts: vec![stage], lasts: ms(2000), keep_disk: true });
+    world.strike(Fault::Drift { host: hosts[0], ppm: 300 });
+    assert!(work.run_until_done(&mut world, ms(60_000)));
+    work.run(&mut world, ms(5000), |_, _| false);
+    for &host in &hosts {
+        let recording = world.host(host).recording.as_ref().expect("it was asked for");
+        let replayed = replay(recording).unwrap_or_else(|error| panic!("host {}: {error}", host.0));
+        assert!(replayed.cut.is_none() && replayed.outputs > 100, "host {}: {:?}", host.0, replayed.cut);
+        assert_eq!(replayed.hash, done.0.borrow()[&host].hash(), "host {}", host.0);
+        // As after a kill: everything before is there.
+        let cut = replay(&recording[..recording.len() - 3]).expect("its header is whole");
+        assert!(cut.cut.is_some() && cut.inputs + 1 >= replayed.inputs, "host {}", host.0);
+    }
+    assert!(replay(b"what is this").is_err());
+}
