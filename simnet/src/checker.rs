@@ -7,3 +7,4 @@ pub mod membership;
 pub mod owners;
 pub mod requests;
 pub mod rest;
+pub mod rings;

@@ -201,6 +201,11 @@ impl Executor {
         TensorId(self.arrivals)
     }
 
+    /// Names of tensors held, for messages.
+    pub fn tensor_ids(&self) -> impl Iterator<Item = TensorId> + '_ {
+        self.tensors.keys().copied()
+    }
+
     /// Tensors held: a checker of leaks looks at it.
     pub fn tensors_held(&self) -> usize {
         self.tensors.len()

@@ -131,6 +131,7 @@ fn worth_output(output: &Output) -> Option<String> {
         Output::Connect { node, .. } => Some(format!("< connect to {node}")),
         Output::Disconnect { node } => Some(format!("< disconnect from {node}")),
         Output::Load { epoch, stage, .. } => Some(format!("< load layers {:?}, epoch {}", stage.layers, epoch.counter)),
+        Output::Keep { epoch, stage, .. } => Some(format!("< keep layers {:?}, epoch {}", stage.layers, epoch.counter)),
         Output::Unload { job } => Some(format!("< unload the stage of job {:x}", job.0)),
         Output::Notify(Event::Token { .. }) => None,
         Output::Notify(Event::JobPlaced { epoch, plan, .. }) => {

@@ -4,6 +4,7 @@ use crate::checker::bounds::{Bounds, leaks};
 use crate::checker::epochs::Epochs;
 use crate::checker::frames::Frames;
 use crate::checker::owners::Owners;
+use crate::checker::rings::Rings;
 use crate::checker::{membership, requests, rest};
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
@@ -84,12 +85,18 @@ struct Checks {
     bounds: Bounds,
     frames: Frames,
     owners: Owners,
+    rings: Rings,
 }
 
 impl Checks {
     fn violations(&self) -> Vec<String> {
-        let all =
-            [self.epochs.violations(), self.bounds.violations(), self.frames.violations(), self.owners.violations()];
+        let all = [
+            self.epochs.violations(),
+            self.bounds.violations(),
+            self.frames.violations(),
+            self.owners.violations(),
+            self.rings.violations(),
+        ];
         all.into_iter().flatten().collect()
     }
 }
@@ -102,6 +109,7 @@ impl<'a> Run<'a> {
         world.observe(Box::new(checks.bounds.clone()));
         world.observe(Box::new(checks.frames.clone()));
         world.observe(Box::new(checks.owners.clone()));
+        world.observe(Box::new(checks.rings.clone()));
         let mut spec = HostSpec::default();
         spec.capacity.memory_total = case.mesh.memory_mib << 20;
         spec.capacity.memory_free = case.mesh.memory_mib << 20;

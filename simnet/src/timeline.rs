@@ -120,6 +120,8 @@ impl Observer for Timeline {
             | Event::JobEnded { .. }
             | Event::Done { .. }
             | Event::Lost { .. }
+            | Event::Standby { .. }
+            | Event::Promoted { .. }
             | Event::Refused { .. } => true,
         };
         if worth && seen.events.len() < EVENTS_MAX {
@@ -179,6 +181,13 @@ fn told(world: &World, event: &Event) -> Option<String> {
         Event::JobDegraded { reason, .. } => format!("cannot serve now: {reason}"),
         Event::JobEnded { .. } => "the job has ended".into(),
         Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
+        Event::Standby { stage, node, current, .. } => {
+            let does = if *current { "is current as" } else { "loads as" };
+            format!("{} {does} standby of stage {stage}", host(*node))
+        }
+        Event::Promoted { epoch, stage, node, .. } => {
+            format!("promotes {} to stage {stage} under epoch {}", host(*node), epoch.counter)
+        }
         Event::Done { call, reason } => match reason {
             DoneReason::Stop | DoneReason::Length => format!("call {} is done", name(*call)),
             DoneReason::Cancelled => format!("call {} was cancelled", name(*call)),

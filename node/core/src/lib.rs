@@ -21,7 +21,9 @@ pub mod node;
 pub mod output;
 pub mod pipeline;
 pub mod placement;
+pub mod planted;
 pub mod record;
 pub mod time;
 
 pub use node::Node;
+pub use planted::PLANTED;

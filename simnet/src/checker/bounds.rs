@@ -73,7 +73,11 @@ pub fn leaks(world: &World) -> Vec<String> {
     let live = world.hosts().filter(|host| host.runs());
     live.filter_map(|host| {
         let (tensors, caches) = (host.executor.tensors_held(), host.executor.caches_held());
-        (tensors + caches > 0).then(|| format!("host {} holds {tensors} tensors and {caches} caches", host.id.0))
+        let made = host.executor.tensor_ids().filter(|tensor| tensor.0 >> 63 == 0).count();
+        (tensors + caches > 0).then(|| {
+            let arrived = tensors - made;
+            format!("host {} holds {made} tensors that it made, {arrived} that arrived, {caches} caches", host.id.0)
+        })
     })
     .collect()
 }

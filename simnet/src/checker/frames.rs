@@ -53,10 +53,11 @@ impl Observer for Frames {
         let mut seen = self.seen.borrow_mut();
         let used = |seen: &Seen, payload: &Payload| match payload {
             Payload::Tensor(tensor) => seen.old.get(&(host, *tensor)).copied(),
+            Payload::Tensors(tensors) => tensors.iter().find_map(|tensor| seen.old.get(&(host, *tensor)).copied()),
             Payload::Tokens(_) => None,
         };
         let wrong = match output {
-            Output::Load { job, epoch, .. } => {
+            Output::Load { job, epoch, .. } | Output::Keep { job, epoch, .. } => {
                 seen.held.insert((host, *job), *epoch);
                 None
             }

@@ -1,14 +1,16 @@
-//! One owner per shard and epoch; and who was told lost gets no stage before it was heard (of) again.
+//! One owner per shard and epoch, who is not a standby as well; and who was told lost gets no stage before it was heard
+//! (of) again.
 use crate::host::HostId;
 use crate::world::Observer;
+use node_core::codec;
 use node_core::id::{Epoch, JobId, NodeId};
 use node_core::input::Input;
 use node_core::limits::EXCLUDED;
+use node_core::message::Message;
 use node_core::output::{Event, Output};
 use node_core::time::Instant;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::rc::Rc;
 
 /// Watches who is given what. Clones share what they saw.
@@ -19,15 +21,12 @@ pub struct Owners {
 
 #[derive(Default)]
 struct Seen {
-    /// Who was asked to load which layers of a job under an epoch.
-    owners: BTreeMap<(JobId, Epoch), Vec<Owner>>,
+    /// Who owns which stage of a job under an epoch, as its head said.
+    owners: BTreeMap<(JobId, Epoch), BTreeMap<u16, NodeId>>,
     /// Who a head told lost and has not heard since.
     lost: BTreeMap<(HostId, NodeId), Instant>,
     violations: Vec<String>,
 }
-
-/// A host and its layers.
-type Owner = (HostId, Range<u32>);
 
 impl Owners {
     /// What was seen that must not be.
@@ -37,15 +36,19 @@ impl Owners {
 }
 
 impl Seen {
-    fn own(&mut self, host: HostId, job: JobId, epoch: Epoch, layers: &Range<u32>) -> Option<String> {
+    fn own(&mut self, job: JobId, epoch: Epoch, stage: u16, node: NodeId) -> Option<String> {
         let owners = self.owners.entry((job, epoch)).or_default();
-        let overlaps = |other: &Range<u32>| other.start < layers.end && layers.start < other.end;
-        let other = owners.iter().find(|(owner, held)| *owner != host && overlaps(held));
-        let wrong = other.map(|(owner, held)| {
-            format!("loads layers {layers:?} under {epoch:?}, host {} holds {held:?} of them", owner.0)
-        });
-        owners.push((host, layers.clone()));
-        wrong
+        let before = owners.insert(stage, node).filter(|before| *before != node);
+        if let Some(before) = before {
+            return Some(format!("{node} and {before} own stage {stage} under {epoch:?}"));
+        }
+        let other = owners.iter().find(|(at, owner)| **at != stage && **owner == node);
+        other.map(|(at, _)| format!("{node} owns stages {stage} and {at} under {epoch:?}"))
+    }
+
+    fn stand_by(&self, job: JobId, epoch: Epoch, stage: u16, node: NodeId) -> Option<String> {
+        let owned = self.owners.get(&(job, epoch))?.iter().find(|(_, owner)| **owner == node);
+        owned.map(|(at, _)| format!("{node} stands by for stage {stage} and owns stage {at} under {epoch:?}"))
     }
 }
 
@@ -66,7 +69,14 @@ impl Observer for Owners {
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {
-            Output::Load { job, epoch, stage } => seen.own(host, *job, *epoch, &stage.layers),
+            Output::SendMessage { to, bytes } => match codec::decode_message(bytes) {
+                Ok(Message::Prepare { job, epoch, prepare }) if prepare.standby => {
+                    seen.stand_by(job, epoch, prepare.stage, *to)
+                }
+                Ok(Message::Prepare { job, epoch, prepare }) => seen.own(job, epoch, prepare.stage, *to),
+                Ok(Message::Standby { job, epoch, stage, node: Some(node) }) => seen.stand_by(job, epoch, stage, node),
+                _ => None,
+            },
             Output::Notify(Event::Lost { node, .. }) => {
                 seen.lost.insert((host, *node), at);
                 None
@@ -76,11 +86,12 @@ impl Observer for Owners {
                 seen.lost.remove(&(host, *node));
                 None
             }
-            Output::Notify(Event::JobPlaced { epoch, plan, .. }) => {
-                let nodes = plan.stages().iter().map(|stage| NodeId::from(stage.device));
+            Output::Notify(Event::JobPlaced { job, epoch, plan }) => {
+                let nodes: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
+                let owned = nodes.iter().zip(0..).find_map(|(node, stage)| seen.own(*job, *epoch, stage, *node));
                 let lost = |node: &NodeId| seen.lost.get(&(host, *node)).is_some_and(|since| at < *since + EXCLUDED);
-                let wrong: Vec<NodeId> = nodes.filter(lost).collect();
-                (!wrong.is_empty()).then(|| format!("places {epoch:?} on {wrong:?}, told lost and not heard since"))
+                let lost = nodes.into_iter().find(lost);
+                owned.or(lost.map(|node| format!("places {epoch:?} on {node}, told lost and not heard since")))
             }
             _ => None,
         };

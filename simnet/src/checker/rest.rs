@@ -11,7 +11,10 @@ pub fn orphans(world: &World) -> Vec<String> {
             holds = true;
             let head = world.host_of(stage.epoch.minter).and_then(|head| world.host(head).node.as_ref());
             let view = head.and_then(|head| head.jobs().find(|view| view.job == stage.job));
-            let counted = view.is_some_and(|view| view.stages.iter().any(|(node, _)| *node == host.node_id));
+            let counted = view.is_some_and(|view| {
+                let owners = view.stages.iter().map(|(node, _)| *node);
+                owners.chain(view.standbys.iter().filter_map(|standby| standby.node)).any(|node| node == host.node_id)
+            });
             if !counted {
                 let (layers, epoch) = (stage.layers, stage.epoch.counter);
                 wrong.push(format!("host {} holds layers {layers:?} of epoch {epoch}, its head does not", host.id.0));

@@ -4,6 +4,7 @@ use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{PREPARE_RETRY, SEQUENCES_MAX, STANDBY_LAG_MAX};
 use crate::message::Message;
 use crate::output::Event;
+use crate::planted::{self, Planted};
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -98,6 +99,9 @@ impl Standbys {
     pub(super) fn take(&mut self, stage: u16, lost: &BTreeSet<NodeId>) -> Option<Stage> {
         let ready = |standby: &Standby| standby.progress == Progress::Following && !lost.contains(&standby.node());
         self.by_stage.get(&stage).filter(|standby| ready(standby))?;
+        if planted::has(Planted::StandbyPromotedTwice) {
+            return self.by_stage.get(&stage).map(|standby| standby.place.clone());
+        }
         self.by_stage.remove(&stage).map(|standby| standby.place)
     }
 
@@ -105,7 +109,8 @@ impl Standbys {
     pub(super) fn refit(&mut self, now: Instant, stages: &[Stage]) -> Vec<(u16, NodeId)> {
         self.by_stage.retain(|&at, standby| {
             let same = stages.get(usize::from(at)).is_some_and(|stage| stage.layers == standby.place.layers);
-            same && stages.iter().all(|stage| stage.device != standby.place.device)
+            let twice = planted::has(Planted::StandbyPromotedTwice);
+            same && (twice || stages.iter().all(|stage| stage.device != standby.place.device))
         });
         self.tiers.retain(|&at, _| usize::from(at) < stages.len());
         for standby in self.by_stage.values_mut() {

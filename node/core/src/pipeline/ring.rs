@@ -6,6 +6,7 @@
 use crate::id::{NodeId, RequestId, TensorId};
 use crate::limits::RING_FRAMES_MAX;
 use crate::message::FrameHeader;
+use crate::planted::{self, Planted};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
@@ -72,6 +73,9 @@ impl Ring {
     }
 
     fn trim(&mut self, followers: &[NodeId], gone: &mut Vec<TensorId>) {
+        if planted::has(Planted::RingTrimmedEarly) {
+            self.trim_early(followers, gone);
+        }
         if !self.is_over() {
             return;
         }
@@ -87,6 +91,18 @@ impl Ring {
             match longest.and_then(|request| self.pop(request, true)) {
                 Some(tensor) => gone.push(tensor),
                 None => return,
+            }
+        }
+    }
+
+    /// The bug: what one of those who follow holds is dropped, though the other may ask for it.
+    fn trim_early(&mut self, followers: &[NodeId], gone: &mut Vec<TensorId>) {
+        let requests: Vec<RequestId> = self.frames.keys().copied().collect();
+        for request in requests {
+            let held = |node: &NodeId| self.acks.get(node).and_then(|held| held.get(&request)).copied();
+            let most = followers.iter().filter_map(held).max().unwrap_or(0);
+            while self.front_end(request).is_some_and(|end| end <= most) {
+                gone.extend(self.pop(request, true));
             }
         }
     }

@@ -1,0 +1,41 @@
+//! Bugs on purpose, so that it is known that the simulator would find them. Only builds with the feature `planted` have
+//! any, and only simnet turns it on: the node's program asserts that it was built without.
+
+/// A bug.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Planted {
+    /// Frames and messages of a lower epoch are let in.
+    EpochCheckLeftOut = 1,
+    /// A ring drops what one of its stage's successors holds, not what all of them do.
+    RingTrimmedEarly = 2,
+    /// A standby that became an owner stays listed as standby.
+    StandbyPromotedTwice = 3,
+}
+
+/// Whether this build can have any.
+pub const PLANTED: bool = cfg!(feature = "planted");
+
+/// Has this bug from now on, in the whole process, or none. Set before nodes are made: it is no input of theirs.
+#[cfg(feature = "planted")]
+pub fn plant(bug: Option<Planted>) {
+    present::BUG.store(bug.map_or(0, |bug| bug as u8), core::sync::atomic::Ordering::Relaxed);
+}
+
+/// Whether the bug is there: never, in builds that people use.
+#[inline]
+pub(crate) fn has(bug: Planted) -> bool {
+    #[cfg(feature = "planted")]
+    return present::BUG.load(core::sync::atomic::Ordering::Relaxed) == bug as u8;
+    #[cfg(not(feature = "planted"))]
+    {
+        let _ = bug;
+        false
+    }
+}
+
+/// Carrying a flag through every constructor would cost builds without it more than this costs builds with it.
+#[cfg(feature = "planted")]
+mod present {
+    pub(super) static BUG: core::sync::atomic::AtomicU8 = core::sync::atomic::AtomicU8::new(0);
+}
