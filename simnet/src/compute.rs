@@ -216,19 +216,23 @@ impl Executor {
         self.stages.values().map(|stage| stage.caches.len()).sum()
     }
 
-    /// Rows that arrived apart.
+    /// Rows, or tokens for the first stage, that arrived apart.
     fn join(&mut self, ids: &[TensorId]) -> Result<Cargo, String> {
-        let (mut all, mut bytes) = (Vec::new(), 0);
-        for id in ids {
-            match self.tensors.remove(id) {
-                Some(Cargo::Rows(rows, row_bytes)) => {
-                    all.extend(rows);
-                    bytes = row_bytes;
-                }
-                Some(Cargo::Tokens(_)) | None => return Err(format!("no rows {id:?} here")),
+        let mut parts = ids.iter().map(|id| self.tensors.remove(id).ok_or_else(|| format!("no rows {id:?} here")));
+        let first = parts.next().ok_or("nothing to join")??;
+        parts.try_fold(first, |all, part| match (all, part?) {
+            (Cargo::Rows(mut all, bytes), Cargo::Rows(rows, _)) => {
+                all.extend(rows);
+                Ok(Cargo::Rows(all, bytes))
             }
-        }
-        Ok(Cargo::Rows(all, bytes))
+            (Cargo::Tokens(mut all), Cargo::Tokens(tokens)) => {
+                all.extend(tokens);
+                Ok(Cargo::Tokens(all))
+            }
+            (Cargo::Rows(..), Cargo::Tokens(_)) | (Cargo::Tokens(_), Cargo::Rows(..)) => {
+                Err("rows and tokens do not join".into())
+            }
+        })
     }
 
     fn compute_item(&mut self, job: JobId, epoch: Epoch, item: Item) -> Result<ItemResult, String> {

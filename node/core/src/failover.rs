@@ -149,7 +149,13 @@ impl Failover {
 
     /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, reason: String) {
-        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.participants.contains(&node)) else { return };
+        let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
+        if guard.standbys.remove(&node) {
+            guard.excluded.insert(node, now + EXCLUDED);
+            let what = format!("standby of job {:x} failed: {reason}", job.0);
+            self.out.push_back(FailoverOutput::Refused { from: node, what });
+            return self.out.push_back(FailoverOutput::StandbyLost { job, node });
+        }
         if !guard.failed_now.insert(node) {
             return;
         }
@@ -278,6 +284,21 @@ mod tests {
         assert_eq!(failover.next_wakeup().map(|(at, _)| at), Some(at(3000)));
         failover.handle_wakeup(at(3000));
         assert_eq!(outputs(&mut failover).len(), 2);
+    }
+
+    #[test]
+    fn a_standby_whose_device_fails_is_let_go_and_the_job_goes_on() {
+        let mut failover = guarded();
+        let standby = NodeId([3; 16]);
+        failover.handle_standbys(JOB, [standby]);
+        failover.handle_stage_failed(at(0), JOB, standby, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, standby, "out of memory".into());
+        let outputs = outputs(&mut failover);
+        assert!(
+            matches!(outputs[..], [FailoverOutput::Refused { .. }, FailoverOutput::StandbyLost { .. }]),
+            "{outputs:?}"
+        );
+        assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![standby]);
     }
 
     #[test]

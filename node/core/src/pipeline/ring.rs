@@ -124,6 +124,12 @@ impl Ring {
         self.acks.insert(from, open.collect());
     }
 
+    /// Requests kept, and how many positions of each a follower said it holds.
+    pub(super) fn acked_by(&self, node: NodeId) -> Vec<(RequestId, u32)> {
+        let held = |request| self.acks.get(&node).and_then(|held| held.get(request)).copied().unwrap_or(0);
+        self.frames.keys().map(|request| (*request, held(request))).collect()
+    }
+
     /// Only these follow from now on.
     pub(super) fn retain_followers(&mut self, followers: &[NodeId]) {
         self.acks.retain(|node, _| followers.contains(node));

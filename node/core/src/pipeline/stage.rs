@@ -344,6 +344,12 @@ impl StageRun {
     }
 
     pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
+        if self.route.next == Some(node) && self.started && !self.route.shadow {
+            // It cannot ask for a request of which it never saw a row.
+            for (request, have) in self.ring.acked_by(node) {
+                self.replay(node, request, have, out);
+            }
+        }
         if (self.route.previous != node && self.route.head != node) || self.route.shadow {
             return; // what a shadow misses it notices at the next frame
         }
