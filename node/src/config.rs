@@ -39,6 +39,8 @@ pub struct UpOptions {
     pub join: Vec<String>,
     /// A node for one command in its own process: meets nobody.
     pub solo: bool,
+    /// Write down here what happens to the node, for `simnet replay`.
+    pub record: Option<PathBuf>,
 }
 
 impl UpOptions {
@@ -58,6 +60,7 @@ impl UpOptions {
             open: false,
             join: Vec::new(),
             solo: true,
+            record: None,
         }
     }
 }

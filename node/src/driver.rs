@@ -2,6 +2,7 @@
 //!
 //! One thread owns the `Node`; it never blocks on anything but its own queue. `simnet/src/world.rs` is the same loop in
 //! a virtual world.
+use crate::record::Recorder;
 use crate::shell::Shell;
 use crate::views::{JobView, PeerView, job_views, peer_views};
 use node_core::input::Input;
@@ -64,10 +65,19 @@ impl DriverHandle {
 /// waits longer than this many quick steps.
 const TOGETHER_MAX: usize = 64;
 
-/// Runs until told to stop.
-pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
+/// Runs until told to stop. What happens is written down if that is asked for.
+pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue, mut recorder: Option<Recorder>) {
     let mut stop_at: Option<Instant> = None;
+    let handle = |node: &mut Node, recorder: &mut Option<Recorder>, now: Instant, input: Input| {
+        if let Some(recorder) = recorder {
+            recorder.input(now, &input);
+        }
+        node.handle(now, input);
+    };
     loop {
+        if let Some(recorder) = &mut recorder {
+            recorder.polled(now());
+        }
         while let Some(output) = node.poll() {
             shell.carry_out(output);
         }
@@ -78,7 +88,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
         let wakeup = [node.next_wakeup().map(|(at, _who)| at), stop_at].into_iter().flatten().min();
         let first = match wakeup {
             Some(at) if at <= now => {
-                node.handle(now, Input::Wakeup);
+                handle(&mut node, &mut recorder, now, Input::Wakeup);
                 queue.events.try_recv().ok()
             }
             Some(at) => match queue.events.recv_timeout(at.since(now)) {
@@ -93,8 +103,8 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue) {
         };
         for event in first.into_iter().chain(queue.events.try_iter().take(TOGETHER_MAX)) {
             match event {
-                Event::Input(input) => node.handle(self::now(), input),
-                Event::Arrived(input, _credit) => node.handle(self::now(), input),
+                Event::Input(input) => handle(&mut node, &mut recorder, self::now(), input),
+                Event::Arrived(input, _credit) => handle(&mut node, &mut recorder, self::now(), input),
                 Event::Views(answer) => {
                     let _ = answer.send((peer_views(&node), job_views(&node)));
                 }

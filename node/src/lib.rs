@@ -20,6 +20,7 @@ pub mod links;
 pub mod measure;
 pub mod node;
 pub mod pull;
+pub mod record;
 pub mod renewal;
 pub mod residency;
 pub mod shell;
@@ -28,3 +29,7 @@ pub mod telemetry;
 pub mod tensors;
 pub mod transfer;
 pub mod views;
+
+// Bugs on purpose are for the simulator's tests: a program that has any does not compile.
+const _: () =
+    assert!(!node_core::PLANTED, "node-core was built with the feature `planted`, which only simnet may turn on");

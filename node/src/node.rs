@@ -6,6 +6,7 @@ use crate::driver::{self, DriverHandle};
 use crate::handle::{Inner, NodeError, NodeHandle, Serving};
 use crate::hub::Hub;
 use crate::links::Links;
+use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
 use crate::shell::Shell;
@@ -121,7 +122,13 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         residency,
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
-    let stopped = run(Node::new(config, seed), shell, queue)?;
+    let recorder = match &options.record {
+        None => None,
+        Some(path) => Some(Recorder::begin(path, &config, seed).map_err(|e| {
+            NodeError::Failed(format!("cannot record into {}: {e}; name a file that can be written", path.display()))
+        })?),
+    };
+    let stopped = run(Node::new(config, seed), shell, queue, recorder)?;
     driver.input(Input::Holdings(library.contents()));
     introduce(&driver, store.peers(), inviter);
     let discovery = if options.solo { None } else { Some(discover(&options, port, &identity, &driver).await?) };
@@ -261,12 +268,17 @@ fn introduce(driver: &DriverHandle, remembered: Option<Record>, inviter: Option<
     }
 }
 
-fn run(node: Node, shell: Shell, queue: driver::DriverQueue) -> Result<tokio::sync::oneshot::Receiver<()>, NodeError> {
+fn run(
+    node: Node,
+    shell: Shell,
+    queue: driver::DriverQueue,
+    recorder: Option<Recorder>,
+) -> Result<tokio::sync::oneshot::Receiver<()>, NodeError> {
     let (ended, stopped) = tokio::sync::oneshot::channel();
     std::thread::Builder::new()
         .name("driver".into())
         .spawn(move || {
-            driver::run(node, shell, &queue);
+            driver::run(node, shell, &queue, recorder);
             let _ = ended.send(());
         })
         .map_err(|e| NodeError::Failed(format!("no thread for the driver: {e}")))?;

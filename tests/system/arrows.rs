@@ -75,6 +75,29 @@ fn deciding_crates_are_pure() {
     }
 }
 
+/// Bugs on purpose are for the simulator's tests. `meshnode` asserts at compile time that it has none; this asserts that
+/// nobody else turns them on, by default or through a dependency.
+#[test]
+fn nobody_but_the_simulator_plants_bugs() {
+    for package in array(&metadata()["packages"]) {
+        let name = string(&package["name"]);
+        let features = package["features"].as_object().expect("features in cargo's metadata");
+        for (feature, turns_on) in features {
+            let plants = array(turns_on).iter().any(|on| string(on).contains("planted"));
+            assert!(!plants || (name == "simnet" && feature == "planted"), "{name}'s feature {feature} plants bugs");
+        }
+        for dependency in array(&package["dependencies"]) {
+            let on: Vec<String> = array(&dependency["features"]).iter().map(string).collect();
+            assert!(!on.contains(&"planted".into()), "{name} plants bugs in {}", string(&dependency["name"]));
+        }
+    }
+    let shell = read(&repository().join("node/src/lib.rs"));
+    assert!(
+        shell.contains("assert!(!node_core::PLANTED"),
+        "node/src/lib.rs asserts that its core has no bugs on purpose"
+    );
+}
+
 #[test]
 fn third_party_crates_stay_in_their_homes() {
     let packages = packages();

@@ -77,6 +77,9 @@ struct NodeArgs {
     /// Do not look for peers on the local network
     #[arg(long, env = "MESHNODE_NO_MDNS", value_parser = FalseyValueParser::new())]
     no_mdns: bool,
+    /// Write down here what happens to this node, for `simnet replay FILE`; it holds prompts, as token ids
+    #[arg(long, value_name = "FILE", env = "MESHNODE_RECORD")]
+    record: Option<PathBuf>,
     /// Admit every machine that asks; only for networks where you trust everybody
     #[arg(long, env = "MESHNODE_OPEN", value_parser = FalseyValueParser::new())]
     open: bool,
@@ -97,6 +100,7 @@ impl NodeArgs {
             open: self.open || file.open.unwrap_or(false),
             join,
             solo: false,
+            record: self.record.clone(),
         }
     }
 }
