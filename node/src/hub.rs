@@ -108,6 +108,8 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::JobPlaced { .. }
         | Event::JobEnded { .. }
         | Event::Lost { .. }
+        | Event::Standby { .. }
+        | Event::Promoted { .. }
         | Event::Refused { .. } => None,
     }
 }

@@ -92,7 +92,7 @@ impl Executor {
         let free = self.memory_free();
         if self.refusals > 0 {
             self.refusals -= 1;
-            return (now + Duration::from_millis(1), Input::Loaded { job, epoch, result: Err("out of memory".into()) });
+            return (now + Duration::from_millis(1), Input::Loaded { job, load, result: Err("out of memory".into()) });
         }
         if bytes > free {
             let reason = format!("a stage of {bytes} bytes, {free} are free");

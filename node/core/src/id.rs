@@ -76,7 +76,7 @@ pub struct WorkId(pub u64);
 
 /// One order to load or keep a stage, counted by the core: the same stage may be asked for twice under one epoch, and the
 /// answer to the first is not the answer to the second.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct LoadId(pub u64);
 
 /// blake3 of some content: a model's shard index, a chunk.
