@@ -42,6 +42,10 @@ pub struct Standby {
     pub stall_ns: Option<u64>,
 }
 
+/// How many times slower than the pipeline a hot standby's step may be: it computes the rows that wait in one pass over its
+/// weights, which costs little more than one row.
+const SLOWER_MAX: u64 = 8;
+
 /// Share of a link that the copy for a hot standby may take: one part in so many.
 const LINK_SHARE: u64 = 4;
 
@@ -113,7 +117,7 @@ impl Question<'_> {
         Some((rank, Standby { stage, tier, place: Some(place), same_machine, stall_ns: Some(stall_ns) }))
     }
 
-    /// Whether the device can compute each token before the next one comes, and be sent a copy of its rows.
+    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows.
     fn keeps_up(&self, device: &Device, step_ns: u64) -> Option<bool> {
         let token_ns = self.plan.token_ns().max(1);
         let (from, bytes) = match self.at.checked_sub(1) {
@@ -121,7 +125,7 @@ impl Question<'_> {
             None => (self.options.head, cost::TOKEN_BYTES),
         };
         let copy_ns = cost::busy_ns(self.fleet, from, device.id, bytes)?;
-        Some(step_ns <= token_ns && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
+        Some(step_ns <= token_ns.saturating_mul(SLOWER_MAX) && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
     /// The new epoch on disk, told to everybody, answered, begun.

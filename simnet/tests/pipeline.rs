@@ -200,6 +200,28 @@ fn a_dead_stage_with_a_standby_stalls_a_generation_for_as_long_as_it_takes_to_no
 }
 
 #[test]
+fn a_stage_that_drains_hands_over_while_it_serves() {
+    for seed in seeds(10) {
+        let what = format!("drain, seed {seed}");
+        let mut draw = chance(seed, "drain");
+        let mut room = Room::serving(Options::lan(seed), 6);
+        room.run_for(ms(1_500)); // standbys load
+        let call = room.submit(seed, draw.random_range(1..400), 300);
+        room.work.run(&mut room.world, ms(5_000), |work, _| work.calls[&call].tokens.len() > 20);
+        let leaver = room.some_stage(draw.random_range(0..100)).expect("a stage that is not the head's");
+        room.world.inject(leaver, node_core::input::Input::Drain(true));
+        room.run_for(ms(2_000));
+        let node = room.world.host(leaver).node.as_ref().expect("it runs");
+        assert_eq!(node.stages().count(), 0, "{what}: it holds nothing any more");
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        let tokens = &room.work.calls[&call].tokens;
+        let stall = tokens.windows(2).map(|pair| pair[1].0.since(pair[0].0)).max().unwrap_or_default();
+        assert!(stall < ms(150), "{what}: the caller waited {stall:?}");
+    }
+}
+
+#[test]
 fn two_deaths_and_a_death_while_loading() {
     for seed in seeds(30) {
         let what = format!("two deaths, seed {seed}");

@@ -196,9 +196,9 @@ impl Jobs {
     }
 
     /// A standby says what it holds.
-    pub fn handle_held(&mut self, from: NodeId, job: JobId, epoch: Epoch, held: &[(RequestId, u32)]) {
+    pub fn handle_held(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, held: &[(RequestId, u32)]) {
         if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.epoch() == epoch) {
-            job.handle_held(from, held, &mut self.out);
+            job.handle_held(now, from, held, &mut self.ids, &mut self.out);
         }
     }
 
@@ -265,9 +265,8 @@ impl Jobs {
     }
 
     /// A member is alive again, or for the first time.
-    pub fn handle_peer_up(&mut self, now: Instant, node: NodeId) {
+    pub fn handle_peer_up(&mut self, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_back(node, &mut self.out));
-        self.handle_fleet_changed(now);
     }
 
     /// Something of the present placement is lost: place the job anew.
@@ -299,12 +298,12 @@ impl Jobs {
     }
 
     /// A member joined, or memory became free: degraded jobs look for a plan again.
-    pub fn handle_fleet_changed(&mut self, now: Instant) {
+    pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
         for job in self.jobs.values_mut() {
             if job.is_degraded() {
                 job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
             } else {
-                job.handle_fleet_changed(now);
+                job.handle_fleet_changed(now, draining, &mut self.ids, &mut self.out);
             }
         }
     }
@@ -377,6 +376,11 @@ impl Jobs {
             self.end_idle_when_leaving();
         }
         Some(output)
+    }
+
+    /// Whether this node heads no job.
+    pub fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
     }
 
     /// Whether this node is the head of the job, and its epoch.

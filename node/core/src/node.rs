@@ -9,6 +9,7 @@ use crate::failover::{Failover, FailoverOutput};
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
 use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
+use crate::limits::LEASE;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
 use crate::message::{FrameHeader, Message};
@@ -70,6 +71,11 @@ impl Node {
 
     /// Something happened.
     pub fn handle(&mut self, now: Instant, input: Input) {
+        // A node with work hears from its own clock every heartbeat. A leap means that it was stopped (SIGSTOP, a closed
+        // lid), and may have been replaced.
+        if now.since(self.now) >= LEASE {
+            self.pipeline.withhold(self.me);
+        }
         self.now = self.now.max(now);
         self.route_input(input);
         self.settle();
@@ -163,7 +169,7 @@ impl Node {
             }
             Input::CapacityChanged(capacity) => {
                 self.membership.handle_capacity(now, capacity);
-                self.jobs.handle_fleet_changed(now);
+                self.fleet_changed();
             }
             Input::Holdings(holds) => self.membership.handle_holdings(now, holds),
             Input::Leave => {
@@ -206,7 +212,9 @@ impl Node {
             Ok(Datagram::Advert(advert)) => self.membership.handle_advert(from, advert),
             Ok(Datagram::Heartbeat(heartbeat)) => {
                 self.liveness.handle_heartbeat(now, from, heartbeat);
-                self.placement.head_heard(now, from, heartbeat.job, heartbeat.epoch);
+                if self.placement.head_heard(now, from, heartbeat.job, heartbeat.epoch) {
+                    self.pipeline.release(heartbeat.job);
+                }
             }
             Err(error) => self.refused(Some(from), format!("datagram: {error}")),
         }
@@ -252,7 +260,7 @@ impl Node {
                 }
             }
             Message::Held { job, epoch, held } => {
-                self.jobs.handle_held(from, job, epoch, &held);
+                self.jobs.handle_held(now, from, job, epoch, &held);
                 // It comes often and asks for nothing: what is out of date is not worth an answer.
                 if self.placement.admit(job, epoch) == Admission::Current {
                     self.pipeline.handle_held(from, job, held);
@@ -340,7 +348,6 @@ impl Node {
     }
 
     fn route_membership(&mut self, output: MembershipOutput) {
-        let now = self.now;
         match output {
             MembershipOutput::SendDatagram { to, addr, bytes } => {
                 self.out.push_back(Output::SendDatagram { to, addr, bytes });
@@ -359,11 +366,12 @@ impl Node {
             }
             MembershipOutput::PeerUp { node } => {
                 self.failover.handle_peer_up(node);
-                self.jobs.handle_peer_up(now, node);
+                self.jobs.handle_peer_up(node);
+                self.fleet_changed();
                 self.notify(Event::PeerUp { node });
             }
             MembershipOutput::PeerDown { node, reason } => self.peer_down(node, reason),
-            MembershipOutput::AdvertChanged { node: _ } => self.jobs.handle_fleet_changed(now),
+            MembershipOutput::AdvertChanged { node: _ } => self.fleet_changed(),
             MembershipOutput::Remember { peers } => {
                 self.remembered += 1;
                 let seq = (u64::from(TOKEN_TAG) << 56) | self.remembered;
@@ -371,6 +379,15 @@ impl Node {
             }
             MembershipOutput::Refused { from, what } => self.refused(Some(from), what.into()),
         }
+    }
+
+    fn fleet_changed(&mut self) {
+        if self.jobs.is_empty() {
+            return;
+        }
+        let fleet = self.membership.fleet();
+        let draining = fleet.devices.iter().filter(|device| device.excluded).map(|device| device.id.into()).collect();
+        self.jobs.handle_fleet_changed(self.now, &draining);
     }
 
     fn peer_down(&mut self, node: NodeId, reason: DownReason) {
@@ -402,7 +419,7 @@ impl Node {
             LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
             LivenessOutput::Back { job, node } if self.jobs.epoch_of(job).is_some() => {
                 self.failover.handle_back(job, node);
-                self.jobs.handle_fleet_changed(now);
+                self.fleet_changed();
             }
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
         }

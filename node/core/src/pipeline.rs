@@ -106,6 +106,18 @@ impl Pipeline {
         }
     }
 
+    /// This node was paused: of the stages that others head nothing leaves before their head is heard.
+    pub fn withhold(&mut self, me: NodeId) {
+        self.stages.values_mut().filter(|stage| stage.head() != me).for_each(StageRun::withhold);
+    }
+
+    /// A job's head is heard under the present epoch.
+    pub fn release(&mut self, job: JobId) {
+        if let Some(stage) = self.stages.get_mut(&job) {
+            stage.release(true, &mut self.out);
+        }
+    }
+
     /// Every stage of the route is ready. The stage after this one holds so many positions of these requests.
     pub fn go(&mut self, now: Instant, job: JobId, resume: &[(RequestId, u32)]) {
         if let Some(stage) = self.stages.get_mut(&job) {

@@ -321,11 +321,13 @@ impl Placement {
         }
     }
 
-    /// The head gave a sign of life about the job under this epoch.
-    pub fn head_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
-        if let Some(held) = self.held.get_mut(&job).filter(|held| held.head() == from && held.epoch == epoch) {
-            held.head_heard = now;
+    /// The head gave a sign of life about the job under this epoch; whether that is the epoch held here.
+    pub fn head_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) -> bool {
+        match self.held.get_mut(&job).filter(|held| held.head() == from && held.epoch == epoch) {
+            Some(held) => held.head_heard = now,
+            None => return false,
         }
+        true
     }
 
     /// Takes no new stages while set.

@@ -54,7 +54,8 @@ impl Demo {
         let mut dice = Dice(seed);
         let (mut stalls, mut lost, mut equal) = (Vec::with_capacity(kills), 0, true);
         for _ in 0..kills {
-            let victim = mesh.wait_hot()?;
+            let stages = mesh.wait_hot()?;
+            let victim = stages[(dice.next() % stages.len() as u64) as usize];
             let last = u64::from(self.options.tokens).saturating_sub(2 * MARGIN).max(1);
             let moment = MARGIN + dice.next() % last;
             let (run, killed) = mesh.generation(victim, moment as usize)?;
@@ -104,9 +105,9 @@ impl Mesh<'_> {
         Ok(())
     }
 
-    /// Waits until everybody is there and every stage but the head's has a standby that is current; returns the node that
-    /// holds such a stage.
-    fn wait_hot(&self) -> Result<usize> {
+    /// Waits until everybody is there and every stage but the head's has a standby that is current; returns the nodes that
+    /// hold such stages, at least one.
+    fn wait_hot(&self) -> Result<Vec<usize>> {
         let hot = |job: &Value| {
             let standbys = job["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
             job["state"] == "ready" && !standbys.is_empty() && standbys.iter().all(|s| s["state"] == "current")
@@ -119,8 +120,11 @@ impl Mesh<'_> {
         let state = self.nodes[0].wait_state(STANDBY_MAX, |state| alive(state) && hot(&state["jobs"][0]))?;
         let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
         let holds = |name: &str| stages.iter().any(|stage| stage["name"] == name);
-        let victim = (1..self.nodes.len()).find(|&at| holds(&self.nodes[at].name));
-        victim.ok_or_else(|| Error::other(format!("the job uses no node but the head: {}", state["jobs"])))
+        let victims: Vec<usize> = (1..self.nodes.len()).filter(|&at| holds(&self.nodes[at].name)).collect();
+        if victims.is_empty() {
+            return Err(Error::other(format!("the job uses no node but the head: {}", state["jobs"])));
+        }
+        Ok(victims)
     }
 
     /// One generation; a node is killed when so many tokens have come.

@@ -43,6 +43,8 @@ pub(super) struct ModelJob {
     /// Since when there has been no plan; none once it is ready again.
     degraded: Option<Degraded>,
     standbys: Standbys,
+    /// Nodes that take no new work.
+    draining: BTreeSet<NodeId>,
     /// When to look for standbys that are missing; none while nothing is missing or nobody new could help.
     standbys_due: Option<Instant>,
 }
@@ -119,6 +121,7 @@ impl ModelJob {
             attempts: 0,
             degraded: None,
             standbys: Standbys::default(),
+            draining: BTreeSet::new(),
             standbys_due: None,
         }
     }
@@ -334,7 +337,11 @@ impl ModelJob {
             return;
         }
         if matches!(self.state, State::Ready { .. }) {
-            return self.standby_prepared(from, &positions, out);
+            self.standby_prepared(from, &positions, out);
+            if !self.draining.is_empty() {
+                self.standbys_due = Some(now); // it may step in at once
+            }
+            return;
         }
         let State::Preparing { missing, held, .. } = &mut self.state else { return };
         if !missing.remove(&from) {
@@ -375,6 +382,20 @@ impl ModelJob {
         }
         self.state = State::Ready { plan };
         self.standbys_due = Some(now);
+    }
+
+    /// Stages of nodes that drain go to their standbys once those are current. Without such a one they stay where they are:
+    /// a stage that serves is better than none.
+    fn hand_over(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
+        let State::Ready { plan } = &self.state else { return };
+        let drains = |stage: &partitioner::Stage| self.draining.contains(&stage.device.into());
+        let at =
+            plan.stages().iter().position(|stage| drains(stage) && NodeId::from(stage.device) != self.epoch.minter);
+        let Some(stage) = at.and_then(|at| u16::try_from(at).ok()) else { return };
+        let node = NodeId::from(plan.stages()[usize::from(stage)].device);
+        if self.standbys.is_current(stage) {
+            self.replan(now, &BTreeSet::from([node]), ids, out);
+        }
     }
 
     // ---- standbys
@@ -449,15 +470,36 @@ impl ModelJob {
         }
     }
 
-    pub(super) fn handle_held(&mut self, from: NodeId, held: &[(crate::id::RequestId, u32)], out: &mut Out) {
+    pub(super) fn handle_held(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        held: &[(crate::id::RequestId, u32)],
+        ids: &mut Ids,
+        out: &mut Out,
+    ) {
         self.standbys.handle_held(from, held);
         if matches!(self.state, State::Ready { .. }) {
             self.standbys.judge(self.id, &self.requests.acked(), out);
+            self.hand_over(now, ids, out);
         }
     }
 
-    /// Somebody joined, or has memory free: perhaps a standby that is missing.
-    pub(super) fn handle_fleet_changed(&mut self, now: Instant) {
+    /// Somebody joined, or has memory free: perhaps a standby that is missing. Or somebody takes no new work any more:
+    /// who stands by for it steps in while it still serves, and one that stood by itself is let go.
+    pub(super) fn handle_fleet_changed(
+        &mut self,
+        now: Instant,
+        draining: &BTreeSet<NodeId>,
+        ids: &mut Ids,
+        out: &mut Out,
+    ) {
+        let leaving: Vec<NodeId> = self.standbys.nodes().intersection(draining).copied().collect();
+        for node in leaving {
+            self.handle_standby_lost(now, node, out);
+        }
+        self.draining.clone_from(draining);
+        self.hand_over(now, ids, out);
         if matches!(self.state, State::Ready { .. }) && self.standbys_due.is_none() {
             self.standbys_due = Some(now + STANDBY_RETRY);
         }
@@ -504,6 +546,7 @@ impl ModelJob {
                 }
                 if self.standbys_due.is_some_and(|due| due <= now) {
                     self.seek_standbys(now, out);
+                    self.hand_over(now, ids, out);
                 }
                 if let State::Ready { plan } = &self.state {
                     let plan = plan.clone();

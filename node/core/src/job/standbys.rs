@@ -141,6 +141,11 @@ impl Standbys {
         }
     }
 
+    /// Whether a stage has a standby that is current.
+    pub(super) fn is_current(&self, stage: u16) -> bool {
+        self.by_stage.get(&stage).is_some_and(|standby| standby.current)
+    }
+
     /// Looks which of them are current: they hold, but for a little, what `acked` says of each request.
     pub(super) fn judge(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
         for (&stage, standby) in &mut self.by_stage {

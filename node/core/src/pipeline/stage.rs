@@ -46,6 +46,8 @@ pub(super) struct StageRun {
     before: Option<NodeId>,
     /// Every stage is ready: work may run.
     started: bool,
+    /// This node was paused, and what it knows may be out of date: what it makes waits here until the head is heard.
+    withheld: Option<Out>,
     /// Of these requests the next stage holds so many positions already: no need to send them.
     send_from: BTreeMap<RequestId, u32>,
     /// What a standby asked for: when, so that it does not ask again at once.
@@ -145,6 +147,7 @@ impl StageRun {
             standby: None,
             before: None,
             started: false,
+            withheld: None,
             send_from: BTreeMap::new(),
             asked: BTreeMap::new(),
             reported: Vec::new(),
@@ -166,6 +169,10 @@ impl StageRun {
     /// Whether this batch is the one it waits for.
     pub(super) fn runs(&self, work: WorkId) -> bool {
         self.running == Some(work)
+    }
+
+    pub(super) fn head(&self) -> NodeId {
+        self.route.head
     }
 
     fn tell_head(&self, message: Message, out: &mut Out) {
@@ -335,6 +342,7 @@ impl StageRun {
     }
 
     pub(super) fn drop_everything(&mut self, out: &mut Out) {
+        self.release(false, out);
         self.opened.clear();
         self.outside.drain(..).for_each(|waiting| discard(waiting.payload, out));
         out.extend(self.ring.clear().into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
@@ -370,7 +378,7 @@ impl StageRun {
         work: WorkId,
         tensor_next: &mut u64,
     ) -> Option<(Batch, Vec<Item>)> {
-        if self.running.is_some() || self.waiting.is_empty() || !self.started {
+        if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
         let chosen = self.choose();
@@ -470,9 +478,12 @@ impl StageRun {
             }
         }
         self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
+        let mut withheld = self.withheld.take();
+        let to = withheld.as_mut().unwrap_or(out);
         for (&(header, output), result) in batch.items.iter().zip(results.unwrap_or_default()) {
-            self.deliver(header, output, result, out);
+            self.deliver(header, output, result, to);
         }
+        self.withheld = withheld;
     }
 
     /// The executor failed: no cache is to be trusted. The head places the job anew.
@@ -523,9 +534,23 @@ impl StageRun {
 
     // ---- another route, standbys, and what is sent again
 
+    /// Nothing leaves until `release`.
+    pub(super) fn withhold(&mut self) {
+        self.withheld.get_or_insert_with(Out::new);
+    }
+
+    /// The head was heard under the same epoch: what was withheld may leave. Or it is out of date: only what cleans up is done.
+    pub(super) fn release(&mut self, valid: bool, out: &mut Out) {
+        let outward =
+            |output: &PipelineOutput| matches!(output, PipelineOutput::Frame { .. } | PipelineOutput::Message { .. });
+        let withheld = self.withheld.take().unwrap_or_default();
+        out.extend(withheld.into_iter().filter(|output| valid || !outward(output)));
+    }
+
     /// Nothing more runs or leaves; what was computed stays.
     pub(super) fn quiesce(&mut self, out: &mut Out) {
         self.started = false;
+        self.release(false, out);
         self.opened.clear();
         let waiting = self.waiting.drain(..).chain(self.outside.drain(..));
         waiting.for_each(|waiting| discard(waiting.payload, out));
@@ -630,7 +655,7 @@ impl StageRun {
     /// Tells those before, and of a shadow the head, what is held, if that is news. A shadow tells the next stage too: so
     /// their connection stands before it is needed.
     pub(super) fn report(&mut self, now: Instant, out: &mut Out) {
-        if self.report_at().is_none_or(|at| at > now) {
+        if self.withheld.is_some() || self.report_at().is_none_or(|at| at > now) {
             return;
         }
         self.reported_at = now;
@@ -659,7 +684,7 @@ impl StageRun {
 
     /// When to report next, if anybody wants to hear it.
     pub(super) fn report_at(&self) -> Option<Instant> {
-        let heard = self.started && (self.route.shadow || self.hearers().next().is_some());
+        let heard = self.started && self.withheld.is_none() && (self.route.shadow || self.hearers().next().is_some());
         heard.then(|| self.reported_at + HELD_EVERY)
     }
 
