@@ -24,6 +24,7 @@ pub mod soak;
 pub mod timeline;
 
 pub mod replay;
+pub mod scale;
 
 pub mod checker;
 pub mod trace;

@@ -1,0 +1,93 @@
+//! How a large mesh lives and dies, and how fast the simulator is at it: many nodes join, some die, all others know.
+use crate::checker::membership::divergences;
+use crate::faults::Fault;
+use crate::host::{HostId, HostSpec};
+use crate::options::Options;
+use crate::world::World;
+use node_core::output::Event;
+use node_core::time::{Duration, Instant};
+
+/// What came of it.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct Scale {
+    /// Nodes.
+    pub nodes: u32,
+    /// From the first start until every view is whole, virtual milliseconds.
+    pub joined_ms: u64,
+    /// Real seconds that took.
+    pub joining_real_s: f64,
+    /// Nodes that died at once.
+    pub deaths: u32,
+    /// Until somebody told of the first of them, virtual milliseconds.
+    pub first_told_ms: u64,
+    /// Until all live nodes knew all of them, virtual milliseconds.
+    pub all_know_ms: u64,
+    /// Nodes that somebody took for dead though they lived.
+    pub false_deaths: usize,
+    /// Views that were not the truth at the end.
+    pub wrong_views: usize,
+    /// Virtual seconds watched, from before the deaths.
+    pub virtual_s: u64,
+    /// Real seconds that took, on one core.
+    pub real_s: f64,
+    /// Inputs that nodes handled meanwhile.
+    pub events: u64,
+}
+
+/// `nodes` join through a few of them; then `deaths` die within `watched`.
+pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration) -> Scale {
+    let mut world = World::new(Options::lan(seed));
+    let hosts = world.add_hosts(nodes as usize, &HostSpec::default());
+    let began = std::time::Instant::now();
+    for (index, &host) in hosts.iter().enumerate() {
+        world.start(host);
+        if index > 0 {
+            // A ticket names the machine that wrote it: not all the same one.
+            world.introduce(host, hosts[index / 8]);
+        }
+        if index % 16 == 15 {
+            world.run_for(Duration::from_millis(20));
+        }
+    }
+    let joined = world.run_while_not(JOIN_MAX, Duration::from_millis(500), |world| divergences(world, &[]).is_empty());
+    let mut scale = Scale { nodes, deaths: deaths.min(nodes.saturating_sub(1)), ..Scale::default() };
+    scale.joined_ms = if joined { world.now().0 / 1_000_000 } else { u64::MAX };
+    scale.joining_real_s = began.elapsed().as_secs_f64();
+    world.run_for(Duration::from_secs(2));
+    world.take_told();
+    let (began, events) = (std::time::Instant::now(), world.trace().events());
+    let (start, end) = (world.now(), world.now() + watched);
+    world.run_for((watched / 6).max(Duration::from_millis(100)));
+    let died = world.now();
+    let step = (hosts.len() / (scale.deaths.max(1) as usize + 1)).max(1);
+    let dead: Vec<HostId> = hosts.iter().copied().skip(step).step_by(step).take(scale.deaths as usize).collect();
+    dead.iter().for_each(|&host| world.strike(Fault::Crash(host)));
+    let mut last_told = died;
+    while world.now() < end {
+        world.run_until((world.now() + Duration::from_millis(100)).min(end));
+        for told in world.take_told() {
+            let Event::PeerDown { node, .. } = told.event else { continue };
+            if world.host_of(node).is_some_and(|host| dead.contains(&host)) {
+                last_told = last_told.max(told.at);
+                if scale.first_told_ms == 0 {
+                    scale.first_told_ms = ms(told.at, died);
+                }
+            } else {
+                scale.false_deaths += 1;
+            }
+        }
+    }
+    scale.all_know_ms = ms(last_told, died);
+    scale.wrong_views = divergences(&world, &[]).len();
+    scale.virtual_s = world.now().since(start).as_secs();
+    scale.real_s = began.elapsed().as_secs_f64();
+    scale.events = world.trace().events() - events;
+    scale
+}
+
+fn ms(at: Instant, since: Instant) -> u64 {
+    at.since(since).as_millis() as u64
+}
+
+/// Longer than any mesh should take to meet.
+const JOIN_MAX: Duration = Duration::from_secs(120);

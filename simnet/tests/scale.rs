@@ -1,0 +1,15 @@
+//! Large meshes: everybody who lives knows who died, and the simulator keeps up.
+//!
+//! The large one: `SIMNET_NODES=1000 cargo test --release -p simnet --test scale -- --nocapture`
+#![expect(clippy::print_stdout, reason = "figures for people")]
+use node_core::time::Duration;
+use simnet::scale::scale;
+
+#[test]
+fn ten_deaths_in_a_large_mesh_are_known_to_all() {
+    let nodes = std::env::var("SIMNET_NODES").ok().and_then(|nodes| nodes.parse().ok()).unwrap_or(150);
+    let scale = scale(7, nodes, 10, Duration::from_secs(60));
+    println!("{scale:?}");
+    assert_eq!((scale.wrong_views, scale.false_deaths), (0, 0), "{scale:?}");
+    assert!(scale.all_know_ms > 0 && scale.all_know_ms < 5_000, "{scale:?}");
+}
