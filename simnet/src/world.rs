@@ -66,7 +66,7 @@ pub struct World {
     outputs: Vec<Output>,
 }
 
-/// Something in the queue.
+/// Something in the queue. What is large is behind a pointer: the heap moves these about.
 #[derive(Debug)]
 enum Happening {
     Wake {
@@ -97,7 +97,7 @@ enum Happening {
         id: u64,
         from: HostId,
         number: u64,
-        parcel: Parcel,
+        parcel: Box<Parcel>,
     },
     /// Time to see whether a connection is broken.
     Idle {
@@ -112,7 +112,7 @@ enum Happening {
     /// Only in its era, if it has one.
     Fault {
         era: Option<u32>,
-        fault: Fault,
+        fault: Box<Fault>,
     },
     End {
         era: u32,
@@ -232,13 +232,13 @@ impl World {
     /// Let this go wrong later.
     pub fn schedule(&mut self, schedule: Schedule) {
         for timed in schedule {
-            self.queue.push(timed.at.max(self.now), Happening::Fault { era: None, fault: timed.fault });
+            self.queue.push(timed.at.max(self.now), Happening::Fault { era: None, fault: Box::new(timed.fault) });
         }
     }
 
     /// Let this go wrong now.
     pub fn strike(&mut self, fault: Fault) {
-        self.queue.push(self.now, Happening::Fault { era: None, fault });
+        self.queue.push(self.now, Happening::Fault { era: None, fault: Box::new(fault) });
     }
 
     /// Let this input reach a host now, if it runs.
@@ -336,7 +336,7 @@ impl World {
                 self.deliver(to, input);
             }
             Happening::Handshake { pair, id } => self.handshake(pair, id),
-            Happening::Parcel { pair, id, from, number, parcel } => self.arrive(pair, id, from, number, parcel),
+            Happening::Parcel { pair, id, from, number, parcel } => self.arrive(pair, id, from, number, *parcel),
             Happening::Idle { pair, id } => self.idle(pair, id),
             Happening::Synced { host, life, seq } => {
                 if self.hosts[host.index()].life == life && self.hosts[host.index()].disk.sync(seq) {
@@ -345,7 +345,7 @@ impl World {
             }
             Happening::Fault { era, fault } => {
                 if era.is_none_or(|era| era == self.era) {
-                    self.fault(fault);
+                    self.fault(*fault);
                 }
             }
             Happening::End { era, end } => self.end(era, end),

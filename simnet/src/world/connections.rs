@@ -88,7 +88,10 @@ impl World {
         let pair = pair(from, to);
         let Some(id) = self.network.connection(pair).map(|connection| connection.id) else { return };
         match self.network.send(self.now, from, to, parcel) {
-            Some((at, number, parcel)) => self.queue.push(at, Happening::Parcel { pair, id, from, number, parcel }),
+            Some((at, number, parcel)) => {
+                let parcel = Box::new(parcel);
+                self.queue.push(at, Happening::Parcel { pair, id, from, number, parcel });
+            }
             None => self.watch_idle(pair),
         }
     }

@@ -182,7 +182,7 @@ impl World {
     }
 
     fn later(&mut self, after: Duration, fault: Fault) {
-        self.queue.push(self.now + after, Happening::Fault { era: Some(self.era), fault });
+        self.queue.push(self.now + after, Happening::Fault { era: Some(self.era), fault: Box::new(fault) });
     }
 
     fn crash(&mut self, id: HostId) {
