@@ -139,6 +139,7 @@ impl Observer for Timeline {
 }
 
 /// What is sent about jobs, shortened.
+#[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are told as they are")]
 fn message(output: &Output) -> Option<(NodeId, String)> {
     if let Output::SendFrame { to, header, .. } = output {
         let FrameHeader { epoch, edge, request, position, count, sample, .. } = header;
@@ -148,7 +149,7 @@ fn message(output: &Output) -> Option<(NodeId, String)> {
     }
     let Output::SendMessage { to, bytes } = output else { return None };
     match codec::decode_message(bytes).ok()? {
-        Message::PushPull { .. } => None,
+        Message::PushPull { .. } | Message::Held { .. } => None,
         Message::Prepare { epoch, prepare, .. } => {
             Some((*to, format!("Prepare e{} stage {}", epoch.counter, prepare.stage)))
         }
