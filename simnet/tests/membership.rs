@@ -54,6 +54,34 @@ fn a_hundred_join_and_ten_die() {
     );
 }
 
+/// 200 nodes in every run; the full figure: `MESHNODE_NODES=1000 cargo test --release -p simnet --test membership thousand
+/// -- --nocapture`.
+#[test]
+fn a_thousand_nodes_miss_ten_deaths_faster_than_real_time() {
+    let n: usize = std::env::var("MESHNODE_NODES").ok().and_then(|n| n.parse().ok()).unwrap_or(200);
+    let began = std::time::Instant::now();
+    let (mut world, hosts) = mesh(Options::lan(6), n);
+    let joined = converge(&mut world, 60, &[], "all join");
+    world.run_for(Duration::from_secs(20)); // adverts and push-pulls of the beginning
+    let bootstrapped = began.elapsed();
+    let (began, from, events) = (std::time::Instant::now(), world.now(), world.trace().events());
+    let tenth = n / 11;
+    let dead: Vec<HostId> = (1..=10).map(|i| hosts[i * tenth]).collect();
+    dead.iter().for_each(|&host| world.strike(Fault::Crash(host)));
+    world.run_for(Duration::from_millis(100));
+    let noticed = converge(&mut world, 20, &[], "10 die");
+    world.run_until(from + Duration::from_secs(60));
+    assert!(converged(&world, &[]), "views stay as they are: {:?}", divergences(&world, &[]).first());
+    let real = began.elapsed();
+    println!(
+        "{n} nodes: all joined after {:?} (bootstrapped in {bootstrapped:.1?}), 10 deaths known to all after {:?}; \
+         60 virtual seconds in {real:.2?}, {} events",
+        joined.since(Instant(0)),
+        noticed.since(from),
+        world.trace().events() - events,
+    );
+}
+
 #[test]
 fn two_partitions_heal() {
     let (mut world, hosts) = mesh(Options::lan(2), 40);

@@ -3,6 +3,7 @@
 //! Every encoding begins with `PROTOCOL`, so that nodes of different versions refuse each other by name instead of
 //! misreading each other. Decoding never allocates more than the limit of its kind and never panics.
 //! Next: `membership.rs`.
+use crate::id::{Generation, NodeId};
 use crate::limits::{ADVERT_BYTES_MAX, DATAGRAM_BYTES_MAX, MESSAGE_BYTES_MAX};
 use crate::message::{Advert, Heartbeat, Message, SignedAdvert};
 use alloc::{string::ToString, vec::Vec};
@@ -95,6 +96,14 @@ pub fn encode_advert(advert: &Advert) -> Result<Vec<u8>, CodecError> {
 pub fn decode_advert(bytes: &[u8]) -> Result<Advert, CodecError> {
     within(bytes.len(), ADVERT_BYTES_MAX)?;
     decode::<Advert, ADVERT_BYTES_MAX>("advert", versioned(bytes)?)
+}
+
+/// Whose advert it is and which version, from its first bytes: the rest may still be nonsense.
+pub(crate) fn decode_advert_age(bytes: &[u8]) -> Result<(NodeId, Generation, u64), CodecError> {
+    within(bytes.len(), ADVERT_BYTES_MAX)?;
+    // In the order of `Advert`'s fields.
+    let decoded = bincode::serde::decode_from_slice(versioned(bytes)?, limited::<SWIM_ITEM_BYTES_MAX>());
+    decoded.map(|(age, _)| age).map_err(|e| CodecError::Malformed { what: "advert", why: e.to_string() })
 }
 
 /// Encode a datagram.

@@ -10,7 +10,7 @@ use crate::limits::{MEMBERS_MAX, MESSAGE_BYTES_MAX, PUSH_PULL};
 use crate::message::{Message, SignedAdvert};
 use crate::output::DownReason;
 use crate::time::{Duration, Instant};
-use adverts::{AdvertOutput, Adverts};
+use adverts::{AdvertOutput, Adverts, Heard};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 use core::net::SocketAddr;
@@ -96,6 +96,8 @@ struct Peer {
     source: Option<SocketAddr>,
     /// Which advertised address to try next while `source` is unknown.
     tries: usize,
+    /// How often something that it sent was nonsense or forged.
+    refused: u32,
 }
 
 struct Found {
@@ -147,15 +149,9 @@ impl Membership {
             return;
         }
         if NodeId::of_peer(&peer_id) != node {
-            self.output
-                .push_back(MembershipOutput::Refused { from: node, what: "a found peer whose key is not its own" });
-            return;
+            return self.refuse(node, "a found peer whose key is not its own");
         }
-        if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
-            let oldest = self.contacts.iter().min_by_key(|(_, found)| found.at).map(|(node, _)| *node);
-            oldest.map(|node| self.contacts.remove(&node));
-        }
-        self.contacts.insert(node, Found { peer_id, gossip, data, at: now });
+        self.keep_contact(node, Found { peer_id, gossip, data, at: now });
         if !self.is_alive(node) {
             self.announce_to(now, node);
         }
@@ -179,7 +175,7 @@ impl Membership {
             }
             Err(what) => {
                 self.settle(now, out);
-                self.output.push_back(MembershipOutput::Refused { from, what });
+                self.refuse(from, what);
             }
         }
     }
@@ -198,46 +194,65 @@ impl Membership {
     /// An advert, perhaps of a third node.
     pub fn handle_advert(&mut self, from: NodeId, signed: SignedAdvert) {
         let mut out = Vec::new();
-        let result = self.adverts.handle_heard(signed, &mut out);
+        let result = self.adverts.handle_heard(from, signed, &mut out);
         self.settle_adverts(out);
         if let Err(what) = result {
-            self.output.push_back(MembershipOutput::Refused { from, what });
+            self.refuse(from, what);
         }
     }
 
-    /// Full state of a peer; answered with ours if `reply`.
+    /// A peer's members and adverts; answered with ours if `reply`, and with the adverts that it lacks.
     pub fn handle_push_pull(
         &mut self,
         now: Instant,
         from: NodeId,
         members: &[u8],
+        heard: &[u8],
         adverts: Vec<SignedAdvert>,
         reply: bool,
     ) {
         if self.left {
             return;
         }
+        let result = self.take_state(now, members, &adverts).and_then(|()| {
+            adverts.into_iter().for_each(|signed| self.handle_advert(from, signed));
+            self.answer_push_pull(from, heard, reply)
+        });
+        if let Err(what) = result {
+            self.refuse(from, what);
+        }
+    }
+
+    fn take_state(&mut self, now: Instant, members: &[u8], adverts: &[SignedAdvert]) -> Result<(), &'static str> {
         if adverts.len() > MEMBERS_MAX {
-            self.output.push_back(MembershipOutput::Refused { from, what: "a push-pull with too many adverts" });
-            return;
+            return Err("a push-pull with too many adverts");
         }
-        match codec::decode_part::<Vec<foca::Member<Life>>, MESSAGE_BYTES_MAX>("member list", members) {
-            Ok(state) if state.len() <= MEMBERS_MAX => {
-                let mut out = Vec::new();
-                self.swim.handle_state(now, state, &mut out);
-                self.settle(now, out);
-            }
-            Ok(_) | Err(_) => {
-                self.output.push_back(MembershipOutput::Refused { from, what: "a push-pull with a bad member list" });
-                return;
-            }
+        if members.is_empty() {
+            return Ok(()); // the last word of an exchange: adverts only
         }
-        for signed in adverts {
-            self.handle_advert(from, signed);
+        let state = codec::decode_part::<Vec<foca::Member<Life>>, MESSAGE_BYTES_MAX>("member list", members);
+        let state =
+            state.ok().filter(|state| state.len() <= MEMBERS_MAX).ok_or("a push-pull with a bad member list")?;
+        let mut out = Vec::new();
+        self.swim.handle_state(now, state, &mut out);
+        self.settle(now, out);
+        Ok(())
+    }
+
+    fn answer_push_pull(&mut self, to: NodeId, heard: &[u8], reply: bool) -> Result<(), &'static str> {
+        if heard.is_empty() {
+            return Ok(());
         }
+        let heard = codec::decode_part::<Heard, MESSAGE_BYTES_MAX>("list of adverts", heard);
+        let heard = heard.ok().filter(|heard| heard.len() <= MEMBERS_MAX + 1);
+        let adverts = self.adverts.beyond(heard.ok_or("a push-pull with a bad list of adverts")?, |n| self.is_alive(n));
         if reply {
-            self.push_pull(from, false);
+            self.push_pull(to, adverts, false);
+        } else if !adverts.is_empty() {
+            let message = Message::PushPull { members: Vec::new(), heard: Vec::new(), adverts, reply: false };
+            self.output.push_back(MembershipOutput::SendMessage { to, message });
         }
+        Ok(())
     }
 
     /// The peer says goodbye on its control stream. Its datagrams say the same to everybody.
@@ -303,7 +318,7 @@ impl Membership {
                     self.connect_small_mesh(now, node);
                 }
             }
-            Err(what) => self.output.push_back(MembershipOutput::Refused { from: self.node, what }),
+            Err((from, what)) => self.refuse(from, what),
         }
     }
 
@@ -377,6 +392,14 @@ impl Membership {
 
     // ---- inside
 
+    /// Something of a peer was not taken: told, and counted against it.
+    fn refuse(&mut self, from: NodeId, what: &'static str) {
+        if let Some(peer) = self.peers.get_mut(&from) {
+            peer.refused = peer.refused.saturating_add(1);
+        }
+        self.output.push_back(MembershipOutput::Refused { from, what });
+    }
+
     fn settle(&mut self, now: Instant, out: Vec<SwimOutput>) {
         for output in out {
             match output {
@@ -388,6 +411,7 @@ impl Membership {
                 SwimOutput::Down(life, left) => {
                     self.peer_down(now, life, if left { DownReason::Left } else { DownReason::Failed });
                 }
+                SwimOutput::Forgotten(node) => self.forget(node),
                 SwimOutput::Active => {
                     self.announce_pause = ANNOUNCE;
                     self.next_push_pull = Some(now);
@@ -411,7 +435,8 @@ impl Membership {
     fn peer_up(&mut self, now: Instant, life: Life) {
         let known = self.peers.get(&life.node).copied();
         let source = known.filter(|peer| peer.down.is_none()).and_then(|peer| peer.source);
-        self.peers.insert(life.node, Peer { life, down: None, source, tries: 0 });
+        let refused = known.map_or(0, |peer| peer.refused);
+        self.peers.insert(life.node, Peer { life, down: None, source, tries: 0, refused });
         if known.is_some_and(|peer| peer.down.is_none()) {
             return; // the same member under a new generation: what it held is judged by its leases
         }
@@ -449,17 +474,37 @@ impl Membership {
         }
     }
 
+    /// A member has been down for long: nothing is left of it but where it was, unless it left of its own will. Two halves
+    /// of a mesh find each other again by that.
+    fn forget(&mut self, node: NodeId) {
+        let Some(reason) = self.peers.get(&node).and_then(|peer| peer.down) else { return };
+        let (gossip, contact) = (self.gossip_addr(node), self.data_contact(node));
+        if let (DownReason::Failed, Some((peer_id, data))) = (reason, contact) {
+            let at = self.contacts.get(&node).map_or(Instant(0), |found| found.at);
+            self.keep_contact(node, Found { peer_id, gossip: gossip.into_iter().collect(), data, at });
+        }
+        self.peers.remove(&node);
+        self.adverts.forget(node);
+        self.connected.remove(&node);
+        self.dialled.remove(&node);
+        self.output.push_back(MembershipOutput::Disconnect { node });
+    }
+
+    fn keep_contact(&mut self, node: NodeId, found: Found) {
+        if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
+            let oldest = self.contacts.iter().min_by_key(|(_, found)| found.at).map(|(node, _)| *node);
+            oldest.map(|node| self.contacts.remove(&node));
+        }
+        self.contacts.insert(node, found);
+    }
+
     /// The table of members follows SWIM's bound.
     fn forget_excess(&mut self) {
         if self.peers.len() <= MEMBERS_MAX {
             return;
         }
-        let down = self.peers.iter().find(|(_, peer)| peer.down.is_some()).map(|(node, _)| *node);
-        if let Some(node) = down {
-            self.peers.remove(&node);
-            self.connected.remove(&node);
-            self.dialled.remove(&node);
-            self.output.push_back(MembershipOutput::Disconnect { node });
+        if let Some(node) = self.peers.iter().find(|(_, peer)| peer.down.is_some()).map(|(node, _)| *node) {
+            self.forget(node);
         }
         let peers = &self.peers;
         self.adverts.bound(|node| peers.contains_key(&node));
@@ -582,6 +627,8 @@ impl Membership {
 
     fn push_pull_tick(&mut self, now: Instant) {
         self.next_push_pull = Some(now + PUSH_PULL + Duration::from_millis(self.rng.random_range(0..1000)));
+        let peers = &self.peers;
+        self.adverts.sweep(|node| peers.contains_key(&node));
         if self.misses_adverts() {
             self.arm_repair(now);
         }
@@ -594,13 +641,16 @@ impl Membership {
         }
         let partner = partners[self.rng.random_range(0..partners.len())];
         self.connect(now, partner);
-        self.push_pull(partner, true);
+        self.push_pull(partner, Vec::new(), true);
     }
 
-    fn push_pull(&mut self, to: NodeId, reply: bool) {
+    fn push_pull(&mut self, to: NodeId, adverts: Vec<SignedAdvert>, reply: bool) {
         let members = codec::encode_part(&self.swim.state());
-        let message = Message::PushPull { members, adverts: self.adverts.signed(), reply };
-        self.output.push_back(MembershipOutput::SendMessage { to, message });
+        let heard = codec::encode_part(&self.adverts.heard());
+        self.output.push_back(MembershipOutput::SendMessage {
+            to,
+            message: Message::PushPull { members, heard, adverts, reply },
+        });
     }
 
     fn remember(&mut self) {

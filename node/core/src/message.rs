@@ -27,8 +27,9 @@ pub struct FrameHeader {
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
-    /// Full member and advert state; `reply` asks for the other side's.
-    PushPull { members: Vec<u8>, adverts: Vec<SignedAdvert>, reply: bool },
+    /// All members known, which adverts have been heard, and those that the other side lacks; `reply` asks for the same.
+    /// Whoever hears what the other has heard sends what it lacks.
+    PushPull { members: Vec<u8>, heard: Vec<u8>, adverts: Vec<SignedAdvert>, reply: bool },
     /// Head to participant: hold this stage under this epoch.
     Prepare { job: JobId, epoch: Epoch, prepare: Prepare },
     /// Participant to head: the bytes resident and, where caches outlived the epoch before, what they hold.

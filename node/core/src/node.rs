@@ -223,8 +223,8 @@ impl Node {
     fn route_message(&mut self, from: NodeId, message: Message) {
         let now = self.now;
         match message {
-            Message::PushPull { members, adverts, reply } => {
-                self.membership.handle_push_pull(now, from, &members, adverts, reply);
+            Message::PushPull { members, heard, adverts, reply } => {
+                self.membership.handle_push_pull(now, from, &members, &heard, adverts, reply);
             }
             Message::Leaving => self.membership.handle_leaving(now, from),
             Message::Prepare { job, epoch, prepare } => {

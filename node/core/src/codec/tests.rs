@@ -20,6 +20,7 @@ fn messages() -> Vec<Message> {
     vec![
         Message::PushPull {
             members: vec![1, 2, 3],
+            heard: vec![4, 5],
             adverts: vec![SignedAdvert { bytes: encode_advert(&advert()).unwrap(), signature: vec![5; 64] }],
             reply: true,
         },
@@ -147,7 +148,8 @@ fn each_refusal_says_why() {
     let long = vec![PROTOCOL; DATAGRAM_BYTES_MAX + 1];
     let refused = CodecError::TooLong { max: DATAGRAM_BYTES_MAX, found: DATAGRAM_BYTES_MAX + 1 };
     assert_eq!(decode_datagram(&long), Err(refused));
-    let huge = Message::PushPull { members: vec![0; MESSAGE_BYTES_MAX], adverts: Vec::new(), reply: false };
+    let huge =
+        Message::PushPull { members: vec![0; MESSAGE_BYTES_MAX], heard: Vec::new(), adverts: Vec::new(), reply: false };
     assert!(matches!(encode_message(&huge), Err(CodecError::TooLong { .. })));
 }
 

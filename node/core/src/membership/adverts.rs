@@ -6,7 +6,7 @@ use crate::id::{ContentId, Generation, NodeId};
 use crate::limits::{ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, MEMBERS_MAX};
 use crate::message::{Advert, SignedAdvert};
 use crate::time::{Duration, Instant};
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -26,14 +26,19 @@ pub(super) struct Adverts {
     last_signed: Option<Instant>,
     /// Verified ones, and the own one once signed.
     known: BTreeMap<NodeId, (Advert, SignedAdvert)>,
-    /// Being verified, by token.
-    verifying: BTreeMap<u64, (Advert, SignedAdvert)>,
+    /// Being verified, by token, and who sent it.
+    verifying: BTreeMap<u64, (Advert, SignedAdvert, NodeId)>,
     /// Newest version being verified for each node, so that a rumour heard ten times is checked once.
     pending: BTreeMap<NodeId, (Generation, u64)>,
     tokens: u64,
     /// To be passed on, and how many more times.
     rumours: VecDeque<(NodeId, u32)>,
+    /// Of no member when `sweep` looked last: their rumour may have come before the one of their being there.
+    strangers: BTreeSet<NodeId>,
 }
+
+/// Which adverts somebody has heard, as push-pull tells it.
+pub(super) type Heard = Vec<(NodeId, Generation, u64)>;
 
 impl Adverts {
     pub(super) fn new(config: &Config, now: Instant) -> Self {
@@ -59,6 +64,7 @@ impl Adverts {
             pending: BTreeMap::new(),
             tokens: u64::from(super::TOKEN_TAG) << 56,
             rumours: VecDeque::new(),
+            strangers: BTreeSet::new(),
         }
     }
 
@@ -72,8 +78,34 @@ impl Adverts {
         self.known.get(&node).map(|(advert, _)| advert)
     }
 
-    pub(super) fn signed(&self) -> Vec<SignedAdvert> {
-        self.known.values().map(|(_, signed)| signed.clone()).collect()
+    /// Which versions are known here.
+    pub(super) fn heard(&self) -> Heard {
+        self.known.values().map(|(advert, _)| (advert.node, advert.generation, advert.version)).collect()
+    }
+
+    /// What somebody who has heard those lacks of what these nodes say, and of what this one says.
+    pub(super) fn beyond(&self, heard: Heard, of: impl Fn(NodeId) -> bool) -> Vec<SignedAdvert> {
+        let heard: BTreeMap<NodeId, _> =
+            heard.into_iter().map(|(node, life, version)| (node, (life, version))).collect();
+        let newer = |advert: &Advert| heard.get(&advert.node) < Some(&(advert.generation, advert.version));
+        let wanted = |advert: &Advert| (advert.node == self.own.node || of(advert.node)) && newer(advert);
+        self.known.values().filter(|(advert, _)| wanted(advert)).map(|(_, signed)| signed.clone()).collect()
+    }
+
+    /// A node is gone for good.
+    pub(super) fn forget(&mut self, node: NodeId) {
+        self.known.remove(&node);
+    }
+
+    /// Forgets what nodes say that have not been members since the last look.
+    pub(super) fn sweep(&mut self, is_member: impl Fn(NodeId) -> bool) {
+        let own = self.own.node;
+        let strangers: BTreeSet<NodeId> =
+            self.known.keys().copied().filter(|node| *node != own && !is_member(*node)).collect();
+        for node in strangers.intersection(&self.strangers) {
+            self.known.remove(node);
+        }
+        self.strangers = strangers;
     }
 
     /// Free memory moves with every request, so small moves wait until something else is worth telling.
@@ -107,18 +139,21 @@ impl Adverts {
     /// An advert heard from anybody: worth verifying if it is newer than what is known.
     pub(super) fn handle_heard(
         &mut self,
+        from: NodeId,
         signed: SignedAdvert,
         out: &mut Vec<AdvertOutput>,
     ) -> Result<(), &'static str> {
-        let advert = codec::decode_advert(&signed.bytes).map_err(|_| "an advert that cannot be decoded")?;
+        const BAD: &str = "an advert that cannot be decoded";
+        // Most are heard several times: their beginning says so.
+        let (node, generation, version) = codec::decode_advert_age(&signed.bytes).map_err(|_| BAD)?;
+        let age = (generation, version);
+        let known = self.known.get(&node).map(|(known, _)| (known.generation, known.version));
+        if known.max(self.pending.get(&node).copied()) >= Some(age) {
+            return Ok(());
+        }
+        let advert = codec::decode_advert(&signed.bytes).map_err(|_| BAD)?;
         if advert.gossip_addrs.len() > ADVERT_ADDRS_MAX || advert.data_addrs.len() > ADVERT_ADDRS_MAX {
             return Err("an advert with more addresses than allowed");
-        }
-        let age = (advert.generation, advert.version);
-        let known = self.known.get(&advert.node).map(|(known, _)| (known.generation, known.version));
-        let newest = known.max(self.pending.get(&advert.node).copied());
-        if newest >= Some(age) {
-            return Ok(());
         }
         if NodeId::of_peer(&advert.peer_id) != advert.node {
             return Err("an advert whose key does not belong to its node");
@@ -134,24 +169,24 @@ impl Adverts {
             bytes: signed.bytes.clone(),
             signature: signed.signature.clone(),
         });
-        self.verifying.insert(self.tokens, (advert, signed));
+        self.verifying.insert(self.tokens, (advert, signed, from));
         Ok(())
     }
 
-    /// Returns the node whose advert changed.
+    /// Returns the node whose advert changed, or who sent the forgery.
     pub(super) fn handle_verified(
         &mut self,
         now: Instant,
         token: u64,
         valid: bool,
-    ) -> Result<Option<NodeId>, &'static str> {
-        let Some((advert, signed)) = self.verifying.remove(&token) else { return Ok(None) };
+    ) -> Result<Option<NodeId>, (NodeId, &'static str)> {
+        let Some((advert, signed, from)) = self.verifying.remove(&token) else { return Ok(None) };
         let (node, age) = (advert.node, (advert.generation, advert.version));
         if self.pending.get(&node) == Some(&age) {
             self.pending.remove(&node);
         }
         if !valid {
-            return Err("an advert with a wrong signature");
+            return Err((from, "an advert with a wrong signature"));
         }
         if node == self.own.node {
             // Said in an earlier life whose store is lost, or by a twin: outrank it.

@@ -17,13 +17,17 @@ pub(super) enum Verdict {
     Supersede,
 }
 
-/// Weighs a claim against what is known about the same life.
+/// Weighs a claim against what is known about the same node.
 pub(super) fn weigh(known: Option<&Member<Life>>, claim: &Member<Life>) -> Verdict {
     let says_down = claim.state() == State::Down;
     if !says_down && claim.incarnation() == LEFT {
         return Verdict::Drop;
     }
-    let Some(known) = known else { return Verdict::Keep };
+    // The death of an unknown node is no news: whoever passed it on would keep the dead going round for ever.
+    let Some(known) = known else { return if says_down { Verdict::Drop } else { Verdict::Keep } };
+    if known.id() != claim.id() {
+        return Verdict::Keep; // of two lives the later one wins, as foca has it
+    }
     let is_down = known.state() == State::Down;
     if is_down && known.incarnation() != LEFT && claim.incarnation() > known.incarnation() {
         Verdict::Supersede
@@ -31,6 +35,20 @@ pub(super) fn weigh(known: Option<&Member<Life>>, claim: &Member<Life>) -> Verdi
         Verdict::Drop
     } else {
         Verdict::Keep
+    }
+}
+
+/// Whether a claim could change what is known: a peer's whole table is mostly what everybody knows.
+pub(super) fn is_news(known: Option<&Member<Life>>, claim: &Member<Life>) -> bool {
+    let Some(known) = known else { return claim.state() != State::Down };
+    if known.id() != claim.id() {
+        return claim.id().generation > known.id().generation;
+    }
+    let higher = claim.incarnation() > known.incarnation();
+    match (known.state(), claim.state()) {
+        (State::Alive | State::Suspect, State::Down) => true,
+        (State::Alive, State::Suspect) => claim.incarnation() >= known.incarnation(),
+        (State::Alive, State::Alive) | (State::Suspect | State::Down, _) => higher,
     }
 }
 
@@ -78,7 +96,35 @@ mod tests {
         ] {
             assert_eq!(weigh(Some(&known), &heard), verdict, "{known:?} known, {heard:?} heard");
         }
-        assert_eq!(weigh(None, &claim(3, Down)), Keep);
+        assert_eq!(weigh(None, &claim(3, Alive)), Keep);
+        assert_eq!(weigh(None, &claim(3, Down)), Drop, "the dead do not come back as rumours");
+        let later = Member::new(Life { generation: Generation(8), ..LIFE }, 0, Down);
+        assert_eq!(weigh(Some(&claim(3, Alive)), &later), Keep, "a later life was there and is gone, so this one is");
+    }
+
+    #[test]
+    fn only_what_changes_something_is_news() {
+        use State::{Alive, Down, Suspect};
+        for known in [claim(5, Alive), claim(5, Suspect), claim(5, Down), claim(LEFT, Down)] {
+            for (incarnation, state) in [4, 5, 6, LEFT].into_iter().flat_map(|i| [Alive, Suspect, Down].map(|s| (i, s)))
+            {
+                let heard = claim(incarnation, state);
+                // foca's own order, after ours has let the claim through.
+                let changes = match (weigh(Some(&known), &heard), known.state(), state) {
+                    (Verdict::Drop, _, _) => false,
+                    (Verdict::Supersede, _, _) => true,
+                    (Verdict::Keep, Down, _) => false,
+                    (Verdict::Keep, _, Down) => true,
+                    (Verdict::Keep, Alive, Suspect) => incarnation >= known.incarnation(),
+                    (Verdict::Keep, Alive | Suspect, _) => incarnation > known.incarnation(),
+                };
+                assert!(!changes || is_news(Some(&known), &heard), "{known:?} known, {heard:?} heard");
+            }
+        }
+        assert!(is_news(None, &claim(0, Alive)) && !is_news(None, &claim(0, Down)));
+        let (earlier, later) = (Generation(6), Generation(8));
+        let of = |generation| Member::new(Life { generation, ..LIFE }, 0, Alive);
+        assert!(is_news(Some(&claim(5, Down)), &of(later)) && !is_news(Some(&claim(5, Down)), &of(earlier)));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! foca behind four methods: its timers, its packets and its notices, with the LAN profile and its widening.
-use super::claims::{LEFT, Verdict, answer, weigh};
+use super::claims::{LEFT, Verdict, answer, is_news, weigh};
 use super::health::Health;
 use crate::codec::SwimCodec;
 use crate::id::{Generation, NodeId};
@@ -55,6 +55,8 @@ pub(super) enum SwimOutput {
     Up(Life),
     /// A member is gone; `true` if it said so itself.
     Down(Life, bool),
+    /// It has been gone for so long that nothing is known of it any more.
+    Forgotten(NodeId),
     /// This node was taken for dead and goes on under a new generation.
     Renewed,
     /// The first member is known.
@@ -163,10 +165,16 @@ impl Swim {
         if header.dst != self.life() && !(announce && header.dst.node == self.life().node) {
             return None; // of no interest to foca either
         }
-        self.admit(Member::new(header.src, header.src_incarnation, State::Alive));
-        let given_up = |member: &Member<Life>| member.id().node == header.src.node && member.state() == State::Down;
-        if updates.len() < 2 || self.foca.iter_membership_state().any(given_up) {
-            return None; // foca reads nothing that such a sender says
+        let known = self.known(header.src.node);
+        let alive = Member::new(header.src, header.src_incarnation, State::Alive);
+        let outranked = known.as_ref().is_some_and(|known| {
+            known.state() == State::Down
+                && (*known.id() == header.src || known.id().generation > header.src.generation)
+                && weigh(Some(known), &alive) != Verdict::Supersede
+        });
+        self.admit_beside(known, alive);
+        if outranked || updates.len() <= 2 {
+            return None; // foca reads nothing that such a sender says, or there is nothing to read
         }
         let mut claims = Vec::new();
         for _ in 0..updates.get_u16() {
@@ -186,13 +194,23 @@ impl Swim {
         Some(packet)
     }
 
+    /// What foca knows of a node: one life at most.
+    fn known(&self, node: NodeId) -> Option<Member<Life>> {
+        self.foca.iter_membership_state().find(|member| member.id().node == node).cloned()
+    }
+
     /// What foca may know of a claim.
     fn admit(&mut self, claim: Member<Life>) -> Option<Member<Life>> {
+        let known = self.known(claim.id().node);
+        self.admit_beside(known, claim)
+    }
+
+    /// The same, where what is known of the node has been looked up.
+    fn admit_beside(&mut self, known: Option<Member<Life>>, claim: Member<Life>) -> Option<Member<Life>> {
         if *claim.id() == self.life() {
             return Some(answer(self.life(), self.incarnation, &claim));
         }
-        let known = self.foca.iter_membership_state().find(|member| member.id() == claim.id());
-        match weigh(known, &claim) {
+        match weigh(known.as_ref(), &claim) {
             Verdict::Keep => Some(claim),
             Verdict::Drop => None,
             Verdict::Supersede => {
@@ -240,6 +258,15 @@ impl Swim {
     pub(super) fn handle_state(&mut self, now: Instant, state: Vec<Member<Life>>, out: &mut Vec<SwimOutput>) {
         self.observe(now);
         let mut outbox = Outbox::default();
+        // Most of what a peer knows is known here too: one sorted look spares a search of the whole table for each claim.
+        let known: BTreeMap<NodeId, &Member<Life>> =
+            self.foca.iter_membership_state().map(|member| (member.id().node, member)).collect();
+        let me = self.life().node;
+        let news = |claim: &Member<Life>| {
+            let node = claim.id().node;
+            node == me || is_news(known.get(&node).copied(), claim)
+        };
+        let state: Vec<Member<Life>> = state.into_iter().filter(news).collect();
         let state: Vec<Member<Life>> = state.into_iter().filter_map(|claim| self.admit(claim)).collect();
         let _ = self.foca.apply_many(state.into_iter(), true, &mut outbox);
         self.settle(now, outbox, out);
@@ -276,6 +303,7 @@ impl Swim {
         self.observe(now);
         while let Some(entry) = self.timers.first_entry().filter(|entry| entry.key().0 <= now) {
             let timer = entry.remove();
+            let mut forgotten = None;
             match &timer {
                 Timer::ProbeRandomMember(_) => self.health.probed(),
                 Timer::SendIndirectProbe { .. } => self.health.judged(),
@@ -285,14 +313,14 @@ impl Swim {
                         continue;
                     }
                 }
-                Timer::PeriodicAnnounce(_)
-                | Timer::PeriodicAnnounceDown(_)
-                | Timer::PeriodicGossip(_)
-                | Timer::RemoveDown(_) => {}
+                Timer::RemoveDown(life) => forgotten = Some(life.node),
+                Timer::PeriodicAnnounce(_) | Timer::PeriodicAnnounceDown(_) | Timer::PeriodicGossip(_) => {}
             }
             let mut outbox = Outbox::default();
             let _ = self.foca.handle_timer(timer, &mut outbox);
             self.settle(now, outbox, out);
+            // It may have come back under another life since.
+            out.extend(forgotten.filter(|node| self.known(*node).is_none()).map(SwimOutput::Forgotten));
         }
         self.tell_suspects(now, out);
     }
@@ -378,8 +406,10 @@ impl Swim {
             return SwimOutput::Send(to, packet);
         };
         self.incarnation = header.src_incarnation;
-        let known = || self.foca.iter_membership_state().find(|member| member.id().node == to.node);
-        match known().filter(|_| header.message == Message::TurnUndead) {
+        if header.message != Message::TurnUndead {
+            return SwimOutput::Send(to, packet);
+        }
+        match self.known(to.node) {
             Some(known) => SwimOutput::Tell(*known.id(), known.incarnation()),
             None => SwimOutput::Send(to, packet),
         }
@@ -432,6 +462,7 @@ impl Swim {
             let mut outbox = Outbox::default();
             let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut outbox);
             self.settle(now, outbox, out);
+            out.push(SwimOutput::Forgotten(life.node));
         }
     }
 
@@ -486,7 +517,7 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
         max_transmissions: u8::try_from(transmissions).ok().and_then(NonZeroU8::new).unwrap_or(NonZeroU8::MAX),
         max_packet_size: NonZeroUsize::new(DATAGRAM_BYTES_MAX - 2).unwrap_or(NonZeroUsize::MAX),
         notify_down_members: true,
-        remove_down_after: Some(Duration::from_secs(24 * 3600)),
+        remove_down_after: Some(FORGET),
         periodic_gossip: every(Duration::from_millis(50), 3),
         periodic_announce: every(Duration::from_secs(5), 1),
         // What heals a partition: without it both halves are dead to each other for good.
@@ -495,6 +526,9 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
     }
 }
 
+/// How long a dead member is remembered, shown to people and greeted in case only the path to it was cut. What is heard
+/// of the death of a node that nobody here knows is not remembered at all, so that the dead do not go round for ever.
+pub(super) const FORGET: Duration = Duration::from_secs(15 * 60);
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
 const PROBE_RTT: Duration = Duration::from_millis(30);
 /// With a probe's 100 ms before it, a stall or a cut of 250 ms ends while there is time for five answers.

@@ -1,7 +1,7 @@
 //! A few nodes on a perfect wire with a hand-turned clock: joining, silence, goodbyes, forgeries.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use super::*;
-use crate::message::SignedAdvert;
+use crate::message::{Advert, SignedAdvert};
 use alloc::format;
 use alloc::string::String;
 use alloc::vec;
@@ -41,6 +41,11 @@ fn config(n: usize) -> Config {
             numerics: 1,
         },
     }
+}
+
+/// A signature that only fits its key and its bytes; nobody here forges it but by a byte.
+fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
+    blake3::hash(&[peer_id, bytes].concat()).as_bytes().to_vec()
 }
 
 impl Bench {
@@ -103,8 +108,8 @@ impl Bench {
                     return;
                 };
                 match message {
-                    Message::PushPull { members, adverts, reply } => {
-                        self.nodes[to].handle_push_pull(now, me, &members, adverts, reply);
+                    Message::PushPull { members, heard, adverts, reply } => {
+                        self.nodes[to].handle_push_pull(now, me, &members, &heard, adverts, reply);
                     }
                     Message::Leaving => self.nodes[to].handle_leaving(now, me),
                     other => panic!("membership says {other:?}"),
@@ -112,11 +117,10 @@ impl Bench {
             }
             MembershipOutput::Connect { node, .. } => self.nodes[i].handle_connected(now, node, 100_000),
             MembershipOutput::Sign { token, bytes } => {
-                let signature = [&config(i).peer_id, bytes.as_slice()].concat();
-                self.nodes[i].handle_signed(now, token, blake3::hash(&signature).as_bytes().to_vec());
+                self.nodes[i].handle_signed(now, token, sign(&config(i).peer_id, &bytes));
             }
             MembershipOutput::Verify { token, peer_id, bytes, signature } => {
-                let valid = blake3::hash(&[peer_id, bytes].concat()).as_bytes() == signature.as_slice();
+                let valid = sign(&peer_id, &bytes) == signature;
                 self.nodes[i].handle_verified(now, token, valid);
             }
             other => self.told.push((i, other)),
@@ -183,6 +187,74 @@ fn silence_is_death_within_a_second() {
     assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation == Generation(1000)));
 }
 
+/// Everybody who ever died here is gone from every list after a while, and whoever joins meanwhile hears nothing of it.
+#[test]
+fn the_long_dead_are_forgotten_everywhere_and_do_not_come_back() {
+    let mut bench = Bench::new(5);
+    bench.pass(ms(5000));
+    bench.deaf.push(4);
+    bench.pass(ms(3000));
+    let dead = bench.ids[4];
+    assert!(
+        (0..4).all(|i| bench.nodes[i].member(dead).is_some_and(|m| m.state == MemberState::Down(DownReason::Failed)))
+    );
+    // One that comes late, under a new life.
+    bench.pass(swim::FORGET - ms(60_000));
+    let late = Config { generation: Generation(2000), ..config(3) };
+    bench.nodes[3] = Membership::new(&late, bench.now, 77);
+    bench.introduce(3, 0);
+    bench.pass(ms(50_000));
+    assert!(bench.nodes[0].member(dead).is_some(), "still shown");
+    assert!(bench.nodes[3].member(dead).is_none(), "a newcomer is not told of the dead");
+    bench.told.clear();
+    bench.pass(ms(300_000));
+    for i in 0..4 {
+        assert!(bench.nodes[i].member(dead).is_none(), "node {i} remembers it");
+        assert!(bench.nodes[i].adverts.get(dead).is_none(), "node {i} remembers what it said");
+        assert!(bench.nodes[i].swim.state().iter().all(|member| member.id().node != dead));
+    }
+    let up = MembershipOutput::PeerUp { node: dead };
+    assert!(bench.told.iter().all(|(_, told)| *told != up), "nobody takes it for alive");
+    // It was only deaf: they find each other again without an operator.
+    bench.deaf.clear();
+    bench.pass(ms(40_000));
+    assert!((0..5).all(|i| bench.alive(i) == 4), "{:?}", (0..5).map(|i| bench.alive(i)).collect::<Vec<_>>());
+}
+
+#[test]
+fn what_is_stale_replaces_nothing() {
+    let mut bench = Bench::new(3);
+    bench.pass(ms(5000));
+    let id = bench.ids[1];
+    let current = |bench: &Bench| bench.nodes[0].member(id).and_then(|m| m.advert).cloned().unwrap();
+    let kept = bench.nodes[0].adverts.beyond(Vec::new(), |node| node == id).pop().unwrap();
+    let mut capacity = config(1).capacity;
+    capacity.memory_free /= 2;
+    bench.nodes[1].handle_capacity(bench.now, capacity);
+    bench.pass(ms(2000));
+    let newer = current(&bench);
+    assert!(newer.version > codec::decode_advert(&kept.bytes).unwrap().version);
+    // Signed by the right key, but said before: by a datagram, by push-pull, and while the newer one is being verified.
+    bench.nodes[0].handle_advert(bench.ids[2], kept.clone());
+    bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &[], &[], vec![kept.clone()], false);
+    let mut newest = bench.nodes[1].own().clone();
+    newest.version += 5;
+    let bytes = codec::encode_advert(&newest).unwrap();
+    let signature = sign(&newest.peer_id, &bytes);
+    bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature });
+    bench.nodes[0].handle_advert(bench.ids[2], kept.clone());
+    bench.settle();
+    assert_eq!(current(&bench), newest);
+    // An earlier life's high version is stale too.
+    let former = Advert { generation: Generation(999), version: 1_000_000, ..newest.clone() };
+    let bytes = codec::encode_advert(&former).unwrap();
+    let signature = sign(&former.peer_id, &bytes);
+    bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature });
+    bench.settle();
+    assert_eq!(current(&bench), newest);
+    assert!(bench.refusals().is_empty(), "stale is not forged: {:?}", bench.refusals());
+}
+
 #[test]
 fn a_goodbye_is_believed_at_once() {
     let mut bench = Bench::new(4);
@@ -240,13 +312,15 @@ fn what_is_forged_is_refused() {
     bench.nodes[0].handle_advert(bench.ids[2], SignedAdvert { bytes, signature: vec![0; 32] });
     bench.settle();
     assert_eq!(bench.refusals()[1], "an advert whose key does not belong to its node");
+    let refused = |bench: &Bench, i: usize| bench.nodes[0].member(bench.ids[i]).map(|member| member.refused);
+    assert_eq!((refused(&bench, 2), refused(&bench, 1)), (Some(2), Some(0)), "counted against who sent it");
     assert_eq!(version(&bench), before);
     // A packet in another's name, and garbage.
     let packet = bench.nodes[1].swim.goodbye(Life { node: bench.ids[0], generation: Generation(1000), addr: None });
     let (now, source) = (bench.now, config(2).gossip_addrs[0]);
     bench.nodes[0].handle_swim(now, bench.ids[2], source, &packet);
     bench.nodes[0].handle_swim(now, bench.ids[2], source, &[7; 100]);
-    bench.nodes[0].handle_push_pull(now, bench.ids[2], &[255; 40], Vec::new(), false);
+    bench.nodes[0].handle_push_pull(now, bench.ids[2], &[255; 40], &[], Vec::new(), false);
     bench.settle();
     assert_eq!(
         bench.refusals()[2..],
@@ -268,7 +342,7 @@ fn a_forged_death_is_refuted_without_a_new_identity() {
     let said = |incarnation| codec::encode_part(&[Claim::new(victim, incarnation, State::Down)].to_vec());
     let lose = |bench: &mut Bench, incarnation| {
         bench.told.clear();
-        bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &said(incarnation), Vec::new(), false);
+        bench.nodes[0].handle_push_pull(bench.now, bench.ids[2], &said(incarnation), &[], Vec::new(), false);
         bench.settle();
         let told = bench.told.iter().map(|(_, output)| output).find_map(|output| match output {
             MembershipOutput::PeerDown { node, reason } if *node == victim.node => Some(*reason),

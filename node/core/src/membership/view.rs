@@ -28,6 +28,8 @@ pub struct Member<'a> {
     pub rtt_ns: Option<u64>,
     /// What the link to it carries, once measured.
     pub bytes_per_second: Option<u64>,
+    /// How often something that it sent was nonsense or forged.
+    pub refused: u32,
 }
 
 /// Whether a member is there.
@@ -78,6 +80,7 @@ impl Membership {
                 .get(&node)
                 .map(|link| link.bytes_per_second)
                 .filter(|bytes| *bytes != UNMEASURED.bytes_per_second),
+            refused: peer.refused,
         })
     }
 
