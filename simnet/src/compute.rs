@@ -36,8 +36,8 @@ pub struct Executor {
     skew_percent: u32,
     bytes_per_second: u64,
     step_ns: u64,
-    /// Bytes that stages may take.
-    memory: u64,
+    /// Bytes that stages may take, whatever the node's advert says.
+    pub memory: u64,
     stages: BTreeMap<JobId, Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
     /// The next arrival's name, top bit set.

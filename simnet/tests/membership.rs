@@ -1,5 +1,6 @@
 //! Membership at scale: joining, dying, partitions that heal, and runs that repeat themselves.
 #![expect(clippy::print_stdout, reason = "figures for people")]
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::time::{Duration, Instant};
 use simnet::checker::membership::{converged, divergences, informed};
 use simnet::{Fault, HostId, HostSpec, Options, World, faults};
@@ -135,6 +136,51 @@ fn a_restarted_node_comes_back_without_a_ghost() {
         converge(&mut world, 15, &[], "the restarted node is a member again");
         assert!(world.run_while_not(Duration::from_secs(10), Duration::from_millis(100), |w| informed(w, &[])));
     }
+}
+
+/// SIGSTOP, a laptop's lid: for longer than it takes to be given up, and for longer than it takes to be forgotten.
+#[test]
+fn a_node_that_slept_comes_back_by_itself() {
+    for seconds in [2, 90, 20 * 60] {
+        let (mut world, hosts) = mesh(Options::lan(7), 8);
+        converge(&mut world, 20, &[], "8 join");
+        world.run_for(Duration::from_secs(5));
+        world.take_told();
+        world.strike(Fault::Pause { host: hosts[3], lasts: Duration::from_secs(seconds) });
+        world.run_for(Duration::from_secs(seconds));
+        let woke = converge(&mut world, 30, &[], "it wakes");
+        assert!(world.run_while_not(Duration::from_secs(40), Duration::from_millis(100), |w| informed(w, &[])));
+        let sleeper = world.host(hosts[3]).node_id;
+        let others = world.take_told().into_iter().filter(|told| told.host != hosts[3]);
+        let wrong = others.filter(|told| match told.event {
+            node_core::output::Event::PeerDown { node, .. } => node != sleeper,
+            _ => false,
+        });
+        assert_eq!(wrong.count(), 0, "it took nobody with it");
+        println!("8 nodes, one asleep for {seconds} s: one view {:?} after it woke", woke.since(Instant(0)));
+    }
+}
+
+/// Both halves have forgotten each other as members, not where they were.
+#[test]
+fn halves_that_forgot_each_other_meet_again() {
+    let (mut world, hosts) = mesh(Options::lan(8), 12);
+    converge(&mut world, 20, &[], "12 join");
+    world.run_for(Duration::from_secs(5));
+    let (left, right) = hosts.split_at(5);
+    world.strike(Fault::Partition { from: left.to_vec(), to: right.to_vec(), both: true });
+    world.run_for(Duration::from_secs(20 * 60));
+    let members = |host: HostId, world: &World| world.host(host).node.as_ref().map(|node| node.members().count());
+    assert_eq!(
+        (members(left[1], &world), members(right[1], &world)),
+        (Some(4), Some(6)),
+        "nothing is left of the others"
+    );
+    world.strike(Fault::Heal);
+    let healed = world.now();
+    world.run_for(Duration::from_millis(1));
+    let whole = converge(&mut world, 60, &[], "the halves meet");
+    println!("12 nodes, 5 and 7 apart for 20 minutes: whole again after {:?}", whole.since(healed));
 }
 
 #[test]

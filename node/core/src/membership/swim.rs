@@ -326,7 +326,10 @@ impl Swim {
     }
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        let timer = self.timers.first_key_value().map(|((at, _), _)| (*at, "membership timer"));
+        // A round of gossip with nothing to say waits for the next timer, or for something to say: half of all wakeups.
+        let silent = self.foca.updates_backlog() == 0;
+        let idle = |timer: &Timer<Life>| silent && matches!(timer, Timer::PeriodicGossip(_));
+        let timer = self.timers.iter().find(|(_, timer)| !idle(timer)).map(|((at, _), _)| (*at, "membership timer"));
         let tell = self.suspicions.values().map(|s| s.next_tell).min().map(|at| (at, "suspect to be told"));
         timer.into_iter().chain(tell).min()
     }
