@@ -119,6 +119,7 @@ fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
         .route("/api/v1/generate", post(management::generate::<E>))
         .route("/api/v1/invite", post(management::invite::<E>))
         .route("/api/v1/approve", post(management::approve::<E>))
+        .route("/api/v1/ban", post(management::ban::<E>))
         .route("/api/v1/drain", post(management::drain::<E>))
         .route("/api/v1/leave", post(management::leave::<E>))
         .fallback(|request: Request| async move {

@@ -108,6 +108,8 @@ enum Command {
     Invite(mesh::InviteArgs),
     /// Let a peer in that asked to join without a ticket
     Approve(mesh::ApproveArgs),
+    /// Take a member's membership back, in the whole mesh
+    Ban(mesh::BanArgs),
     /// Show the node, its mesh and its jobs
     Status,
     /// Show the members of the mesh
@@ -148,6 +150,7 @@ impl Command {
             Command::Drain(args) => mesh::drain(global, &args),
             Command::Invite(args) => mesh::invite(global, &args),
             Command::Approve(args) => mesh::approve(global, &args),
+            Command::Ban(args) => mesh::ban(global, &args),
             Command::Status => mesh::status(global),
             Command::Peers => mesh::peers(global),
             Command::Jobs => mesh::jobs(global),
@@ -294,12 +297,12 @@ mod tests {
     fn every_command_of_the_plan_is_there() {
         let names: Vec<String> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve status peers jobs pull plan run serve bench selftest demo doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull plan run serve bench selftest demo doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 18, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 19, "a command that the plan does not have: {names:?}");
     }
 
     #[test]
@@ -312,6 +315,7 @@ mod tests {
             "serve m --stop",
             "invite --ttl 1h --uses 1",
             "approve 12D3",
+            "ban old-laptop",
             "status --json --api 127.0.0.1:9",
             "pull smollm2-135m --json",
             "plan smollm2-135m --json",

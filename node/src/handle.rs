@@ -1,5 +1,6 @@
 //! What the API and the commands see of a running node: ask for a model, submit to it, look at the mesh.
 use crate::admission::Admission;
+use crate::bans::Bans;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::transfer::{Held, Library};
@@ -43,6 +44,7 @@ pub(crate) struct Inner {
     pub(crate) hub: Arc<Hub>,
     pub(crate) library: Arc<Library>,
     pub(crate) admission: Arc<Admission>,
+    pub(crate) bans: Arc<Bans>,
     pub(crate) models_dir: PathBuf,
     pub(crate) serving: Serving,
     /// Says goodbye soon: no new work.
@@ -318,6 +320,38 @@ impl NodeHandle {
     /// No such peer waits.
     pub async fn approve(&self, peer: String) -> Result<(), NodeError> {
         Ok(self.inner.admission.approve(&peer)?)
+    }
+
+    /// Takes a member's membership back, in the whole mesh: by PeerId, or the name or id that one member has. Returns its
+    /// PeerId, and those of connected members that it had invited, who are out with it.
+    ///
+    /// # Errors
+    /// No such member, several of that name, or this node may not.
+    pub async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
+        let named = match peer.parse::<transport::PeerId>() {
+            Ok(named) => named,
+            Err(_) => self.find_peer(&peer).await?,
+        };
+        let bans = self.inner.bans.clone();
+        // It waits for the disk.
+        let with_it = tokio::task::spawn_blocking(move || bans.ban(named)).await;
+        let with_it = with_it.map_err(|e| NodeError::Failed(format!("the ban was interrupted: {e}")))??;
+        Ok((named.to_string(), with_it.iter().map(ToString::to_string).collect()))
+    }
+
+    async fn find_peer(&self, peer: &str) -> Result<transport::PeerId, NodeError> {
+        let (members, _) = self.inner.driver.views().await;
+        let others: Vec<PeerView> = members.into_iter().filter(|member| !member.this_node).collect();
+        let exact: Vec<&PeerView> = others.iter().filter(|member| member.name == peer).collect();
+        let begins = |member: &&PeerView| !peer.is_empty() && member.node.starts_with(peer);
+        let found = if exact.is_empty() { others.iter().filter(begins).collect() } else { exact };
+        match found.as_slice() {
+            [one] => {
+                one.peer_id.parse().map_err(|_| NodeError::NotFound(format!("the key of `{peer}` is not known yet")))
+            }
+            [] => Err(NodeError::NotFound(format!("no member `{peer}`: `meshnode peers` shows names and ids"))),
+            several => Err(NodeError::Invalid(format!("`{peer}` means {} members: give the PeerId", several.len()))),
+        }
     }
 
     /// Leaves the mesh: takes no new work, lets running requests end for a while, says goodbye; then the process ends.

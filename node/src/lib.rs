@@ -4,6 +4,7 @@
 //! `handle`, what the API and the commands see. Next: `node.rs`.
 pub mod admission;
 pub mod api;
+pub mod bans;
 pub mod cli;
 pub mod client;
 pub mod cluster;

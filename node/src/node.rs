@@ -1,5 +1,6 @@
 //! Puts a node together: identity, membership, sockets, threads. Everything it starts ends with it.
 use crate::admission::{self, Admission, AdmissionError};
+use crate::bans::{self, Bans};
 use crate::config::UpOptions;
 use crate::device::Compute;
 use crate::driver::{self, DriverHandle};
@@ -45,14 +46,21 @@ pub struct Running {
     _discovery: Option<Discovery>,
     _links: Links,
     _renewal: Renewal,
+    bans: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.bans.abort();
+    }
 }
 
 impl Running {
     /// Says goodbye to the peers, lets it arrive, and ends.
-    pub async fn shutdown(self) {
+    pub async fn shutdown(mut self) {
         self.driver.input(Input::Leave);
         self.driver.stop_after(Duration::from_millis(200));
-        let _ = self.stopped.await;
+        let _ = (&mut self.stopped).await;
         self.endpoint.shutdown().await;
     }
 }
@@ -78,7 +86,9 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let tensors = Arc::new(Tensors::default());
     let admission: Arc<OnceLock<Arc<Admission>>> = Arc::default();
     let port = choose_port(&options)?;
-    let endpoint = bind(&options, port, &identity, &driver, &tensors, &admission, &library)?;
+    let told_bans: Arc<OnceLock<Arc<Bans>>> = Arc::default();
+    let ways_in = WaysIn { admission: admission.clone(), bans: told_bans.clone() };
+    let endpoint = bind(&options, port, &identity, &driver, &tensors, &ways_in, &library)?;
     let (credentials, inviter) = membership(&options, &identity, &endpoint).await?;
     endpoint.set_credentials(credentials.clone());
 
@@ -91,6 +101,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         })
         .map_err(|e| bind_error(port, &e))?
     };
+    let gossip = Arc::new(gossip);
     let reachable = reachable_at(options.listen);
     let config = Config {
         node: me,
@@ -103,6 +114,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     };
     let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
     let guests = admission.get_or_init(|| Arc::new(guests)).clone();
+    let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), options.data_dir.clone())?;
+    let bans = told_bans.get_or_init(|| bans).clone();
     let hub = Arc::new(Hub::new());
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
@@ -145,12 +158,23 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             hub,
             library,
             admission: guests,
+            bans: bans.clone(),
             models_dir: options.models_dir,
             serving,
             leaving: AtomicBool::new(false),
         }),
     };
-    Ok((handle, Running { ticket, stopped, endpoint, driver, _discovery: discovery, _links: links, _renewal: renewal }))
+    let running = Running {
+        ticket,
+        stopped,
+        endpoint,
+        driver,
+        _discovery: discovery,
+        _links: links,
+        _renewal: renewal,
+        bans: bans.watch(),
+    };
+    Ok((handle, running))
 }
 
 /// A peer to get to know first.
@@ -285,25 +309,33 @@ fn run(
     Ok(stopped)
 }
 
+/// Who decides about those who come; there before the endpoint is, filled once the node has a mesh.
+#[derive(Clone)]
+struct WaysIn {
+    admission: Arc<OnceLock<Arc<Admission>>>,
+    bans: Arc<OnceLock<Arc<Bans>>>,
+}
+
 fn bind(
     options: &UpOptions,
     port: u16,
     identity: &Identity,
     driver: &DriverHandle,
     tensors: &Arc<Tensors>,
-    admission: &Arc<OnceLock<Arc<Admission>>>,
+    ways_in: &WaysIn,
     library: &Arc<Library>,
 ) -> Result<Arc<Endpoint>, NodeError> {
     let (driver, tensors, library) = (driver.clone(), tensors.clone(), library.clone());
-    let (admission, guests) = (admission.clone(), admission.clone());
-    let sink = move |event: Event| arrive(event, &driver, &tensors, &admission);
+    let (sunk, served) = (ways_in.clone(), ways_in.clone());
+    let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
-        let (library, guests) = (library.clone(), guests.get().cloned());
+        let (library, guests, bans) = (library.clone(), served.admission.get().cloned(), served.bans.get().cloned());
         // Reading a chunk may wait for the disk.
         tokio::task::spawn_blocking(move || {
-            let answer = match guests {
-                Some(guests) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
-                Some(_) | None => library.answer(&request),
+            let answer = match (guests, bans) {
+                (Some(guests), _) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
+                (_, Some(bans)) if bans::is_request(&request) => bans.answer(&request),
+                _ => library.answer(&request),
             };
             if reply.blocking_send(answer.into()) {
                 reply.finish();
@@ -320,11 +352,14 @@ fn bind(
 }
 
 /// Turns what the network brings into inputs of the core.
-fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, admission: &OnceLock<Arc<Admission>>) {
+fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &WaysIn) {
     match event {
         Event::Connected { node, rtt, .. } => {
             let rtt_ns = u64::try_from(rtt.as_nanos()).unwrap_or(u64::MAX);
             driver.input(Input::Connected { node: NodeId(node), rtt_ns });
+            if let Some(bans) = ways_in.bans.get() {
+                bans.connected(node);
+            }
         }
         Event::Disconnected { node, reason } => {
             tracing::debug!("{} is disconnected: {reason}", NodeId(node));
@@ -351,7 +386,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, admission: &On
                 route.epoch.counter
             );
         }
-        Event::Join(request) => match admission.get() {
+        Event::Join(request) => match ways_in.admission.get() {
             Some(guests) => {
                 let guests = guests.clone();
                 // Admitting writes to the disk.

@@ -22,7 +22,7 @@ pub struct Shell {
     pub(crate) driver: DriverHandle,
     pub(crate) runtime: tokio::runtime::Handle,
     pub(crate) identity: Identity,
-    pub(crate) gossip: GossipSocket,
+    pub(crate) gossip: Arc<GossipSocket>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) executor: mpsc::Sender<Command>,
     pub(crate) tensors: Arc<Tensors>,

@@ -48,6 +48,11 @@ impl Trace {
                 self.hasher.update(&node.0);
                 self.numbers(&[*rtt_ns, *bytes_per_second]);
             }
+            Input::Banned(nodes) => {
+                for node in nodes {
+                    self.hasher.update(&node.0);
+                }
+            }
             Input::Wakeup | Input::CapacityChanged(_) | Input::Holdings(_) | Input::Leave | Input::Drain(_) => {}
         }
     }
@@ -110,5 +115,6 @@ fn kind(input: &Input) -> u8 {
         Input::Computed { .. } => 20,
         Input::Persisted { .. } => 21,
         Input::PersistFailed { .. } => 22,
+        Input::Banned(_) => 23,
     }
 }

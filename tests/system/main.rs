@@ -1,5 +1,6 @@
 //! The system tests, one module each: what only the whole repository, or real processes, can show.
 mod arrows;
+mod bans;
 mod commands;
 mod harness;
 mod joining;

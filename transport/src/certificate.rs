@@ -101,6 +101,11 @@ impl Chain {
         }
     }
 
+    /// Everybody whose word or name is in it.
+    pub fn peers(&self) -> impl Iterator<Item = PeerId> + '_ {
+        self.0.iter().flat_map(|certificate| certificate.issuer.into_iter().chain([certificate.subject]))
+    }
+
     /// The presenter's own certificate.
     pub fn own(&self) -> Option<&Certificate> {
         self.0.last()
@@ -271,7 +276,7 @@ impl MeshCredentials {
         Some(Self { chain: Chain(vec![own]), ..self.clone() })
     }
 
-    fn root(&self) -> Option<ed25519::Keypair> {
+    pub(crate) fn root(&self) -> Option<ed25519::Keypair> {
         let mut secret = self.root_secret?;
         ed25519::SecretKey::try_from_bytes(&mut secret).ok().map(ed25519::Keypair::from)
     }
@@ -364,6 +369,12 @@ pub enum CertificateError {
     Expired {
         /// How long ago.
         seconds: u64,
+    },
+    /// Its presenter was banned, or one of those who certified it.
+    #[error("{peer} was banned from this mesh, and whoever it certified with it; ask another member for a ticket")]
+    Banned {
+        /// Who was banned.
+        peer: Box<PeerId>,
     },
     /// One more link would be too many.
     #[error(

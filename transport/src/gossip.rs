@@ -5,15 +5,15 @@ use std::{
     io,
     net::{IpAddr, SocketAddr, UdpSocket},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use thiserror::Error;
 
-pub use seal::{Opener, Sealer, Unsealed};
+pub use seal::{Opener, SealError, Sealer, Unsealed};
 
 mod seal;
 
@@ -32,7 +32,13 @@ pub struct GossipSocket {
 
 struct Shared {
     socket: UdpSocket,
-    sealer: Sealer,
+    sealer: RwLock<Sealer>,
+    /// Whose life the seals are of.
+    node: NodeId,
+    generation: u64,
+    /// A key that the thread is to open with from now on.
+    next_key: Mutex<Option<[u8; 32]>>,
+    rekeyed: AtomicBool,
     stop: AtomicBool,
     sent: AtomicU64,
     received: AtomicU64,
@@ -72,7 +78,18 @@ impl GossipSocket {
         let sealer = Sealer::new(mesh_key, node, generation);
         let counters = || AtomicU64::new(0);
         let (sent, received, refused) = (counters(), counters(), counters());
-        let shared = Arc::new(Shared { socket, sealer, stop: AtomicBool::new(false), sent, received, refused });
+        let shared = Arc::new(Shared {
+            socket,
+            sealer: RwLock::new(sealer),
+            node,
+            generation,
+            next_key: Mutex::default(),
+            rekeyed: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sent,
+            received,
+            refused,
+        });
         let opener = Opener::new(mesh_key, node);
         let worker = shared.clone();
         let thread =
@@ -88,10 +105,23 @@ impl GossipSocket {
         if payload.len() > PAYLOAD_BYTES_MAX {
             return Err(GossipError::TooLong { bytes: payload.len() });
         }
-        let packet = self.shared.sealer.seal(to, payload).ok_or(GossipError::Spent)?;
+        let sealed = self.shared.sealer.read().unwrap_or_else(PoisonError::into_inner).seal(to, payload);
+        let packet = sealed.ok_or(GossipError::Spent)?;
         self.shared.socket.send_to(&packet, self.reachable(addr)).map_err(|error| GossipError::Io { addr, error })?;
         self.shared.sent.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Opens what is sealed with this key of the mesh from now on, and for [`OVERLAP`] still what is sealed with the last.
+    pub fn open_with(&self, mesh_key: &[u8; 32]) {
+        *self.shared.next_key.lock().unwrap_or_else(PoisonError::into_inner) = Some(*mesh_key);
+        self.shared.rekeyed.store(true, Ordering::Release);
+    }
+
+    /// Seals with this key of the mesh from now on: once the others can be expected to have it too.
+    pub fn seal_with(&self, mesh_key: &[u8; 32]) {
+        let sealer = Sealer::new(mesh_key, self.shared.node, self.shared.generation);
+        *self.shared.sealer.write().unwrap_or_else(PoisonError::into_inner) = sealer;
     }
 
     /// An IPv6 socket reaches IPv4 peers by their mapped address.
@@ -135,6 +165,7 @@ impl Shared {
     fn receive(&self, mut opener: Opener, incoming: impl Fn(NodeId, SocketAddr, Vec<u8>)) {
         // One byte more than allowed, so that a longer packet is seen to be longer.
         let mut packet = [0; PACKET_BYTES_MAX + 1];
+        let mut last: Option<(Opener, Instant)> = None;
         while !self.stop.load(Ordering::Acquire) {
             let (length, source) = match self.socket.recv_from(&mut packet) {
                 Ok(received) => received,
@@ -146,7 +177,18 @@ impl Shared {
                     continue;
                 }
             };
-            match opener.open(&packet[..length]) {
+            if self.rekeyed.swap(false, Ordering::AcqRel)
+                && let Some(key) = self.next_key.lock().unwrap_or_else(PoisonError::into_inner).take()
+            {
+                last = Some((std::mem::replace(&mut opener, Opener::new(&key, self.node)), Instant::now()));
+            }
+            let opened = match (opener.open(&packet[..length]), &mut last) {
+                (Err(SealError::Forged), Some((last, since))) if since.elapsed() < OVERLAP => {
+                    last.open(&packet[..length])
+                }
+                (opened, _) => opened,
+            };
+            match opened {
                 Ok(Unsealed { from, payload }) => {
                     self.received.fetch_add(1, Ordering::Relaxed);
                     incoming(from, SocketAddr::new(source.ip().to_canonical(), source.port()), payload);
@@ -165,6 +207,8 @@ fn is_passing(error: &io::Error) -> bool {
     [WouldBlock, TimedOut, ConnectionRefused, ConnectionReset, Interrupted].contains(&error.kind())
 }
 
+/// How long the last key of the mesh still opens: everybody has the new one by then, or asks for it.
+pub const OVERLAP: Duration = Duration::from_secs(10);
 /// How often the thread looks whether it should stop.
 const STOP_CHECK: Duration = Duration::from_millis(50);
 /// Longest wait for room in the kernel's send buffer.
@@ -226,6 +270,32 @@ mod tests {
         b.send(&[1; 16], a.local_addr(), b"still here").unwrap();
         assert_eq!(told.recv().unwrap().2, b"still here");
         assert_eq!(a.stats(), GossipStats { sent: 0, received: 2, refused: 3 });
+    }
+
+    #[test]
+    fn a_new_key_is_taken_over_without_a_gap() {
+        const NEXT: [u8; 32] = [9; 32];
+        let (tell, told) = mpsc::channel();
+        let a =
+            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| tell.send(payload).unwrap()).unwrap();
+        let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
+        let banned = GossipSocket::spawn(local(), [3; 16], 1, &KEY, |_, _, _| {}).unwrap();
+        let say = |from: &GossipSocket, what: &[u8]| from.send(&[1; 16], a.local_addr(), what).unwrap();
+        say(&b, b"old");
+        assert_eq!(told.recv().unwrap(), b"old");
+        a.open_with(&NEXT);
+        say(&b, b"still old");
+        assert_eq!(told.recv().unwrap(), b"still old");
+        b.seal_with(&NEXT);
+        say(&b, b"new");
+        assert_eq!(told.recv().unwrap(), b"new");
+        // Another change: two keys ago is too long ago.
+        a.open_with(&[10; 32]);
+        b.seal_with(&[10; 32]);
+        say(&banned, b"let me in");
+        say(&b, b"newer");
+        assert_eq!(told.recv().unwrap(), b"newer");
+        assert_eq!(a.stats().refused, 1);
     }
 
     #[test]

@@ -116,12 +116,19 @@ pub enum JoinRefusal {
     /// Too many at once, or the inviter is going down.
     #[error("the inviter is busy or leaving; try again")]
     Busy = 7,
+    /// It was banned.
+    #[error(
+        "this node was banned from the mesh; a member can let its machine in again under a new key (a fresh --data-dir)"
+    )]
+    Banned = 8,
 }
 
 impl JoinRefusal {
     fn from_wire(byte: u8) -> Option<Self> {
-        use JoinRefusal::{Busy, Expired, NotAMember, NotApproved, OtherMesh, Unknown, UsedUp};
-        [Unknown, Expired, UsedUp, NotApproved, OtherMesh, NotAMember, Busy].into_iter().find(|r| *r as u8 == byte)
+        use JoinRefusal::{Banned, Busy, Expired, NotAMember, NotApproved, OtherMesh, Unknown, UsedUp};
+        [Unknown, Expired, UsedUp, NotApproved, OtherMesh, NotAMember, Busy, Banned]
+            .into_iter()
+            .find(|r| *r as u8 == byte)
     }
 }
 

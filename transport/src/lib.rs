@@ -17,6 +17,7 @@ pub mod join;
 mod lane;
 mod probe;
 pub mod quic;
+pub mod revocation;
 mod socket;
 mod throttle;
 pub mod ticket;
@@ -34,5 +35,6 @@ pub use quic::{
     CloseCode, DialError, Disconnect, Endpoint, JoinError, Limits, MESSAGE_BYTES_MAX, Options, PeerStats, Priority,
     SendError,
 };
+pub use revocation::Revocation;
 pub use socket::{BindError, Buffers};
 pub use ticket::{Ticket, TicketError, ticket_id};

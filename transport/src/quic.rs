@@ -15,7 +15,7 @@ use config::Configs;
 use peer::Peer;
 use slots::{Outgoing, Slots};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
@@ -72,6 +72,8 @@ struct Inner {
     /// Random: tells this life of the endpoint from the last.
     instance: u64,
     slots: Mutex<Slots>,
+    /// Nobody of these, nor whom they certified, is let in.
+    banned: RwLock<BTreeSet<PeerId>>,
     expectations: RwLock<BTreeMap<u64, BTreeMap<Route, Expectation>>>,
 }
 
@@ -106,6 +108,7 @@ impl Endpoint {
             buffers,
             instance: u64::from_le_bytes(instance),
             slots: Mutex::default(),
+            banned: RwLock::default(),
             expectations: RwLock::default(),
         });
         if let Some(advice) = inner.buffers.advice() {
@@ -129,6 +132,23 @@ impl Endpoint {
     /// Membership of this node, once it has one (or a newer one).
     pub fn set_credentials(&self, credentials: MeshCredentials) {
         *self.0.credentials.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(credentials));
+    }
+
+    /// From now on these are out, and whoever was certified by one of them: their connections end, and no other is made.
+    pub fn ban(&self, banned: BTreeSet<PeerId>) {
+        *self.0.banned.write().unwrap_or_else(PoisonError::into_inner) = banned;
+        let peers: Vec<_> = self.0.slots().peers().cloned().collect();
+        for peer in peers {
+            if let Some(banned) = self.0.banned_of(peer.through.iter().copied().chain([peer.peer_id])) {
+                peer.close(CloseCode::Banned, &format!("{banned} was banned"));
+            }
+        }
+    }
+
+    /// Connected peers whose membership runs through this one: they would be out with it.
+    pub fn certified_by(&self, peer_id: PeerId) -> Vec<PeerId> {
+        let through = |peer: &Arc<Peer>| peer.peer_id != peer_id && peer.through.contains(&peer_id);
+        self.0.slots().peers().filter(|peer| through(peer)).map(|peer| peer.peer_id).collect()
     }
 
     /// Remembers where a peer may be reached, for the next `connect` or message to it.
@@ -273,6 +293,12 @@ impl Inner {
 
     fn chain(&self) -> Option<Chain> {
         self.credentials().map(|c| c.chain.clone())
+    }
+
+    /// The first of these that is banned.
+    fn banned_of(&self, peers: impl IntoIterator<Item = PeerId>) -> Option<PeerId> {
+        let banned = self.banned.read().unwrap_or_else(PoisonError::into_inner);
+        peers.into_iter().find(|peer| banned.contains(peer))
     }
 
     fn expected(&self, route: &Route) -> Option<Expectation> {

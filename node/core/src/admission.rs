@@ -46,6 +46,31 @@ pub enum Refusal {
     NotApproved,
 }
 
+/// What a revocation says whose signature holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Revoked {
+    /// Who said so; `None` is the mesh's root key.
+    pub by: Option<NodeId>,
+    /// Since when, unix seconds.
+    pub at: u64,
+    /// Who is out.
+    pub banned: NodeId,
+}
+
+/// Who is out, of all that was said: the same for everybody who heard the same, in whatever order. The root's word holds
+/// before all others', then the earlier one; whoever is out has nothing to say.
+pub fn in_force(said: impl IntoIterator<Item = Revoked>) -> BTreeSet<NodeId> {
+    let mut said: Vec<Revoked> = said.into_iter().collect();
+    said.sort_by_key(|revoked| (revoked.by.is_some(), revoked.at, revoked.by, revoked.banned));
+    let mut out = BTreeSet::new();
+    for Revoked { by, banned, .. } in said {
+        if by.is_none_or(|by| !out.contains(&by)) {
+            out.insert(banned);
+        }
+    }
+    out
+}
+
 /// The invitations of one node.
 #[derive(Clone, Debug, Default)]
 pub struct InviteBook {
@@ -170,6 +195,27 @@ mod tests {
         }
         assert_eq!(book.waiting().count(), WAITING_MAX);
         assert!(book.invites().len() <= INVITES_MAX);
+    }
+
+    #[test]
+    fn who_is_out_does_not_depend_on_who_was_heard_first() {
+        let node = |n: u8| NodeId([n; 16]);
+        let say = |by: Option<u8>, at, banned| Revoked { by: by.map(node), at, banned: node(banned) };
+        let cases: [(&[Revoked], &[u8]); 5] = [
+            (&[say(Some(1), 5, 2)], &[2]),
+            // Two that ban each other: the earlier word holds.
+            (&[say(Some(1), 5, 2), say(Some(2), 6, 1)], &[2]),
+            // It bans others after it was banned, and one before.
+            (&[say(Some(1), 5, 2), say(Some(2), 6, 3), say(Some(2), 4, 4)], &[2, 4]),
+            // It dates its revenge back; the founder's word undoes it.
+            (&[say(Some(1), 5, 2), say(Some(2), 1, 1)], &[1]),
+            (&[say(Some(1), 5, 2), say(Some(2), 1, 1), say(None, 9, 2)], &[2]),
+        ];
+        for (said, out) in cases {
+            let expected: BTreeSet<NodeId> = out.iter().copied().map(node).collect();
+            assert_eq!(in_force(said.iter().copied()), expected, "{said:?}");
+            assert_eq!(in_force(said.iter().rev().copied()), expected, "{said:?} the other way round");
+        }
     }
 
     #[test]

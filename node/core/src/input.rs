@@ -36,6 +36,8 @@ pub enum Input {
     CapacityChanged(Capacity),
     /// This node holds (all of) these contents on disk: model indices by content id.
     Holdings(Vec<ContentId>),
+    /// These, and nobody else, are banned from the mesh: the list as it stands.
+    Banned(Vec<NodeId>),
     /// `leave`, SIGTERM: announce, take no new work, hand over.
     Leave,
     /// `drain`: stay a member, take no new work. `false` ends it.

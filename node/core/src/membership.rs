@@ -11,7 +11,7 @@ use crate::message::{Message, SignedAdvert};
 use crate::output::DownReason;
 use crate::time::{Duration, Instant};
 use adverts::{AdvertOutput, Adverts, Heard};
-use alloc::collections::{BTreeMap, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 use core::net::SocketAddr;
 use partitioner::Link;
@@ -72,6 +72,8 @@ pub struct Membership {
     /// Found by discovery or remembered, members or not.
     contacts: BTreeMap<NodeId, Found>,
     connected: BTreeMap<NodeId, Link>,
+    /// Out for good: nothing of them or about them is heard.
+    banned: BTreeSet<NodeId>,
     /// When this node last tried to connect.
     dialled: BTreeMap<NodeId, Instant>,
     rng: ChaCha8Rng,
@@ -120,6 +122,7 @@ impl Membership {
             peers: BTreeMap::new(),
             contacts: BTreeMap::new(),
             connected: BTreeMap::new(),
+            banned: BTreeSet::new(),
             dialled: BTreeMap::new(),
             rng,
             output: VecDeque::new(),
@@ -145,7 +148,7 @@ impl Membership {
         gossip: Vec<SocketAddr>,
         data: Vec<SocketAddr>,
     ) {
-        if node == self.node || self.left {
+        if node == self.node || self.left || self.banned.contains(&node) {
             return;
         }
         if NodeId::of_peer(&peer_id) != node {
@@ -162,7 +165,7 @@ impl Membership {
 
     /// A membership packet; `from` is proven by its seal.
     pub fn handle_swim(&mut self, now: Instant, from: NodeId, source: SocketAddr, packet: &[u8]) {
-        if self.left {
+        if self.left || self.banned.contains(&from) {
             return;
         }
         self.heard_from(from, source);
@@ -182,7 +185,7 @@ impl Membership {
 
     /// A peer doubts that this node lives.
     pub fn handle_suspected(&mut self, now: Instant, from: NodeId, generation: u64, incarnation: u16) {
-        if self.left {
+        if self.left || self.banned.contains(&from) {
             return;
         }
         let by = self.peers.get(&from).map(|peer| peer.life);
@@ -193,6 +196,9 @@ impl Membership {
 
     /// An advert, perhaps of a third node.
     pub fn handle_advert(&mut self, from: NodeId, signed: SignedAdvert) {
+        if self.banned.contains(&from) {
+            return;
+        }
         let mut out = Vec::new();
         let result = self.adverts.handle_heard(from, signed, &mut out);
         self.settle_adverts(out);
@@ -231,8 +237,9 @@ impl Membership {
             return Ok(()); // the last word of an exchange: adverts only
         }
         let state = codec::decode_part::<Vec<foca::Member<Life>>, MESSAGE_BYTES_MAX>("member list", members);
-        let state =
-            state.ok().filter(|state| state.len() <= MEMBERS_MAX).ok_or("a push-pull with a bad member list")?;
+        let state = state.ok().filter(|state| state.len() <= MEMBERS_MAX);
+        let mut state = state.ok_or("a push-pull with a bad member list")?;
+        state.retain(|member| !self.banned.contains(&member.id().node));
         let mut out = Vec::new();
         self.swim.handle_state(now, state, &mut out);
         self.settle(now, out);
@@ -261,6 +268,17 @@ impl Membership {
         let mut out = Vec::new();
         self.swim.handle_departure(now, peer.life, &mut out);
         self.settle(now, out);
+    }
+
+    /// The list of those who are out. Whoever is new on it goes as if it had left: jobs are placed anew at once.
+    pub fn handle_banned(&mut self, now: Instant, nodes: Vec<NodeId>) {
+        let banned: BTreeSet<NodeId> = nodes.into_iter().filter(|node| *node != self.node).collect();
+        for node in banned.difference(&core::mem::take(&mut self.banned)) {
+            self.handle_leaving(now, *node);
+            self.contacts.remove(node);
+            self.adverts.forget(*node);
+        }
+        self.banned = banned;
     }
 
     /// A data-plane connection stands.
@@ -433,6 +451,12 @@ impl Membership {
     }
 
     fn peer_up(&mut self, now: Instant, life: Life) {
+        if self.banned.contains(&life.node) {
+            // Somebody who has not heard of the ban yet passed it on.
+            let mut out = Vec::new();
+            self.swim.handle_departure(now, life, &mut out);
+            return;
+        }
         let known = self.peers.get(&life.node).copied();
         let source = known.filter(|peer| peer.down.is_none()).and_then(|peer| peer.source);
         let refused = known.map_or(0, |peer| peer.refused);

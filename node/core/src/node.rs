@@ -172,6 +172,7 @@ impl Node {
                 self.fleet_changed();
             }
             Input::Holdings(holds) => self.membership.handle_holdings(now, holds),
+            Input::Banned(nodes) => self.membership.handle_banned(now, nodes),
             Input::Leave => {
                 self.placement.set_draining(true);
                 self.membership.handle_leave(now);

@@ -37,6 +37,8 @@ pub trait Engine: Clone + Send + Sync + 'static {
     fn invite(&self, ttl: Duration, uses: u32) -> impl Future<Output = Result<String, NodeError>> + Send;
     /// Lets a waiting peer in.
     fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
+    /// Bans a member: its PeerId, and those of members that are out with it.
+    fn ban(&self, peer: String) -> impl Future<Output = Result<(String, Vec<String>), NodeError>> + Send;
     /// Takes no new work, or takes it again.
     fn drain(&self, draining: bool);
     /// Says goodbye and ends the node.
@@ -151,6 +153,10 @@ impl Engine for NodeHandle {
 
     async fn approve(&self, peer: String) -> Result<(), NodeError> {
         NodeHandle::approve(self, peer).await
+    }
+
+    async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
+        NodeHandle::ban(self, peer).await
     }
 
     fn drain(&self, draining: bool) {

@@ -118,12 +118,18 @@ pub(crate) async fn invite<E: Engine>(State(app): State<App<E>>, request: Reques
 }
 
 #[derive(Deserialize)]
-struct ApproveBody {
+struct PeerBody {
     peer: String,
 }
 
+pub(crate) async fn ban<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
+    let wanted: PeerBody = body(request).await?;
+    let (banned, with_it) = app.engine.ban(wanted.peer).await?;
+    Ok(Json(json!({"banned": banned, "with_it": with_it})))
+}
+
 pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: ApproveBody = body(request).await?;
+    let wanted: PeerBody = body(request).await?;
     app.engine.approve(wanted.peer.clone()).await?;
     Ok(Json(json!({"approved": wanted.peer})))
 }

@@ -148,6 +148,10 @@ impl Engine for Pretended {
         Err(NodeError::NotFound(format!("no peer {peer} waits")))
     }
 
+    async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
+        Ok((peer, vec!["12D3guest".into()]))
+    }
+
     fn drain(&self, draining: bool) {
         self.stopped.lock().unwrap().push(format!("draining: {draining}"));
     }
@@ -436,6 +440,8 @@ fn monitors_and_commands_get_their_answers() {
     assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 2})).1["ticket"], "mesh160x2");
     assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 0})).0, 400);
     assert_eq!(server.post("/api/v1/approve", json!({"peer": "12D3"})).0, 404);
+    let (status, banned) = server.post("/api/v1/ban", json!({"peer": "12D3"}));
+    assert_eq!((status, banned), (200, json!({"banned": "12D3", "with_it": ["12D3guest"]})));
     let (status, answer) = server.post("/api/v1/plan", json!({"model": "tiny"}));
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_plan")));
     assert!(answer["error"]["message"].as_str().unwrap().contains("6 bytes are missing"), "{answer}");

@@ -35,6 +35,22 @@ pub(super) struct ApproveArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
+  meshnode peers                  shows names and ids
+  meshnode ban old-laptop         by its name, if only one member has it
+  meshnode ban 12D3KooWQ…         by its PeerId
+
+The ban reaches all members within a second, those that are away when they come back. The key of the mesh is changed, and
+the banned are not told the new one. Whoever joined by a ticket of the banned member is out with it: invite them again.
+There is no way back for the banned key; its machine can join anew with a ticket and a fresh --data-dir. Of two members
+that ban each other the first one's word holds, and the founder's before all others'.")]
+pub(super) struct BanArgs {
+    /// Name, id or PeerId of a member; PeerId of one that is away
+    peer: String,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
   meshnode drain          before an update: what runs goes on, new work goes elsewhere
   meshnode drain --off    takes work again
 
@@ -71,6 +87,18 @@ pub(super) fn invite(global: &Global, args: &InviteArgs) -> Result<(), Failure> 
 pub(super) fn approve(global: &Global, args: &ApproveArgs) -> Result<(), Failure> {
     let value = global.client().post("/api/v1/approve", &json!({"peer": args.peer}))?;
     answer(global, &value, |_| format!("{} may join", args.peer));
+    Ok(())
+}
+
+pub(super) fn ban(global: &Global, args: &BanArgs) -> Result<(), Failure> {
+    let value = global.client().post("/api/v1/ban", &json!({"peer": args.peer}))?;
+    answer(global, &value, |v| {
+        let mut text = format!("{} is banned, and the key of the mesh is changed", string(&v["banned"]));
+        for guest in list(&v["with_it"]) {
+            let _ = write!(text, "\nout with it, because it was invited by it: {}", string(guest));
+        }
+        text
+    });
     Ok(())
 }
 

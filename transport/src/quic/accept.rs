@@ -96,13 +96,13 @@ async fn admit(
     if hello.purpose == Purpose::Member(None) {
         return refuse(CloseCode::NoCertificate, "no certificate was presented");
     }
-    let expiry = match dial::check_member(inner, &hello, peer_id) {
-        Ok(expiry) => expiry,
+    let (expiry, through) = match dial::check_member(inner, &hello, peer_id) {
+        Ok(checked) => checked,
         Err(error) => return refuse((&error).into(), &error.to_string()),
     };
     yield_to_own_dial(inner, peer_id).await;
     let greeting = Hello { instance: inner.instance, purpose: Purpose::Member(Some(chain)) }.encode();
-    let parts = Parts { connection, peer_id, dialer: peer_id, instance: hello.instance, expiry, control };
+    let parts = Parts { connection, peer_id, dialer: peer_id, instance: hello.instance, expiry, through, control };
     // A duplicate was closed with that reason; the caller knows what to do.
     let _ = dial::establish(inner, parts, recv, Some(greeting));
 }

@@ -39,15 +39,17 @@ pub enum CloseCode {
     WrongPeer = 13,
     /// The node that was asked is in no mesh.
     NotAMember = 14,
+    /// The peer, or whoever certified it, was banned from the mesh.
+    Banned = 15,
 }
 
 impl CloseCode {
     pub(crate) fn from_wire(code: u64) -> Option<Self> {
         use CloseCode::{
-            BadCertificate, BadFrame, BadHello, BadMessage, Busy, Bye, CertificateExpired, Duplicate, NoCertificate,
-            NotAMember, OtherMesh, OtherVersion, Removed, TooSlow, WrongPeer,
+            BadCertificate, BadFrame, BadHello, BadMessage, Banned, Busy, Bye, CertificateExpired, Duplicate,
+            NoCertificate, NotAMember, OtherMesh, OtherVersion, Removed, TooSlow, WrongPeer,
         };
-        const ALL: [CloseCode; 15] = [
+        const ALL: [CloseCode; 16] = [
             Bye,
             Duplicate,
             NoCertificate,
@@ -63,6 +65,7 @@ impl CloseCode {
             Busy,
             WrongPeer,
             NotAMember,
+            Banned,
         ];
         ALL.into_iter().find(|c| *c as u64 == code)
     }
@@ -88,6 +91,10 @@ impl CloseCode {
             CloseCode::Removed => "the peer dropped this node",
             CloseCode::Busy => "the peer has too many connections: try again",
             CloseCode::WrongPeer => "the peer expected another node at this address",
+            CloseCode::Banned => {
+                "this node, or whoever invited it, was banned from the mesh: ask a member for a ticket and join with a \
+                 fresh --data-dir"
+            }
             CloseCode::NotAMember => "that node is in no mesh itself yet",
         }
     }
@@ -98,6 +105,7 @@ impl From<&CertificateError> for CloseCode {
         match error {
             CertificateError::Expired { .. } => CloseCode::CertificateExpired,
             CertificateError::OtherMesh { .. } => CloseCode::OtherMesh,
+            CertificateError::Banned { .. } => CloseCode::Banned,
             CertificateError::Malformed
             | CertificateError::OtherPeer { .. }
             | CertificateError::Forged { .. }

@@ -46,6 +46,10 @@ pub(super) fn connect(inner: &Arc<Inner>, node: NodeId) {
 
 async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Result<(), DialError> {
     let Some(chain) = inner.chain() else { return Err(DialError::NoCredentials) };
+    if let Some(banned) = inner.banned_of([peer_id]) {
+        let error = CertificateError::Banned { peer: banned.into() };
+        return Err(DialError::BadCertificate { peer: peer_id.into(), error });
+    }
     if addrs.is_empty() {
         return Err(DialError::NoAddress { peer: peer_id.into() });
     }
@@ -55,15 +59,15 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
         Ok(greeted) => greeted?,
         Err(_) => return Err(DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX }),
     };
-    let expiry = match check_member(inner, &theirs, peer_id) {
-        Ok(expiry) => expiry,
+    let (expiry, through) = match check_member(inner, &theirs, peer_id) {
+        Ok(checked) => checked,
         Err(error) => {
             connection.close(peer::code((&error).into()), error.to_string().as_bytes());
             return Err(DialError::BadCertificate { peer: peer_id.into(), error });
         }
     };
     let (dialer, instance) = (inner.identity.peer_id(), theirs.instance);
-    let parts = Parts { connection, peer_id, dialer, instance, expiry, control };
+    let parts = Parts { connection, peer_id, dialer, instance, expiry, through, control };
     match establish(inner, parts, recv, None) {
         Ok(()) => Ok(()),
         Err(code) => Err(DialError::Refused { code, text: String::new() }),
@@ -168,11 +172,17 @@ pub(super) fn refusal(error: &HelloError) -> (CloseCode, String) {
     }
 }
 
-/// Whether a greeting makes its sender a member of our mesh, and until when.
-pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<u64, CertificateError> {
+/// Whether a greeting makes its sender a member of our mesh, until when, and through whom.
+pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result<(u64, Vec<PeerId>), CertificateError> {
     let Some(credentials) = inner.credentials() else { return Err(CertificateError::Malformed) };
     match &hello.purpose {
-        Purpose::Member(Some(chain)) => chain.verify(credentials.mesh, peer, super::now_unix()).map(|_| chain.expiry()),
+        Purpose::Member(Some(chain)) => {
+            chain.verify(credentials.mesh, peer, super::now_unix())?;
+            match inner.banned_of(chain.peers().chain([peer])) {
+                Some(banned) => Err(CertificateError::Banned { peer: banned.into() }),
+                None => Ok((chain.expiry(), chain.peers().collect())),
+            }
+        }
         Purpose::Member(None) | Purpose::Join(_) => Err(CertificateError::Malformed),
     }
 }
@@ -204,6 +214,10 @@ pub(super) fn establish(
     if let Some(old) = replaced {
         let reason = old.connection.close_reason().map_or(Disconnect::Lost, |error| old.reason(error));
         inner.sink.event(Event::Disconnected { node: old.node, reason });
+    }
+    // A ban that came while this connection was being checked has not seen it.
+    if inner.banned_of(peer.through.iter().copied().chain([peer.peer_id])).is_some() {
+        peer.close(CloseCode::Banned, "banned");
     }
     inner.sink.event(connected(&peer));
     super::receive::spawn(inner, &peer, recv);

@@ -146,6 +146,9 @@ async fn decide(
     ask: Ask,
 ) -> Result<Admission, JoinRefusal> {
     let mesh = inner.credentials().ok_or(JoinRefusal::NotAMember)?.mesh;
+    if inner.banned_of([peer_id]).is_some() {
+        return Err(JoinRefusal::Banned);
+    }
     if ask.ticket.is_some_and(|(theirs, _, _)| theirs != mesh) {
         return Err(JoinRefusal::OtherMesh);
     }

@@ -77,6 +77,8 @@ pub(super) struct Peer {
     pub(super) throttle: Throttle,
     /// When its certificate ends, unix seconds.
     pub(super) expiry: u64,
+    /// Everybody in its chain of certificates.
+    pub(super) through: Vec<PeerId>,
     /// Credit for frames that arrived: given back when the node drops them.
     pub(super) frames_arrived: Arc<Semaphore>,
     /// The same for messages, so that they never wait for frames.
@@ -107,12 +109,14 @@ pub(super) struct Parts {
     pub(super) dialer: PeerId,
     pub(super) instance: u64,
     pub(super) expiry: u64,
+    /// Everybody in its chain of certificates.
+    pub(super) through: Vec<PeerId>,
     pub(super) control: SendStream,
 }
 
 impl Peer {
     pub(super) fn new(parts: Parts, limits: &Limits, sink: Arc<dyn Sink>, runtime: Handle) -> Self {
-        let Parts { connection, peer_id, dialer, instance, expiry, control } = parts;
+        let Parts { connection, peer_id, dialer, instance, expiry, through, control } = parts;
         // Only fails on a closed stream, which the first write will find out.
         let _ = control.set_priority(CONTROL);
         let messages_held = Arc::new(Budget::new(limits.message_queue_bytes));
@@ -134,6 +138,7 @@ impl Peer {
             instance,
             throttle: Throttle::default(),
             expiry,
+            through,
             frames_arrived: Arc::new(Semaphore::new(limits.arrived_bytes)),
             messages_arrived: Arc::new(Semaphore::new(limits.message_queue_bytes)),
             since: Instant::now(),

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+mod bans;
 mod join;
 mod members;
 mod outlaws;

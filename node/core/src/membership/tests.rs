@@ -221,6 +221,35 @@ fn the_long_dead_are_forgotten_everywhere_and_do_not_come_back() {
     assert!((0..5).all(|i| bench.alive(i) == 4), "{:?}", (0..5).map(|i| bench.alive(i)).collect::<Vec<_>>());
 }
 
+/// Its datagrams still arrive for a while, and members that have not heard of the ban pass it on.
+#[test]
+fn whoever_is_banned_is_out_whatever_others_say() {
+    let mut bench = Bench::new(5);
+    bench.pass(ms(5000));
+    let out = bench.ids[2];
+    bench.told.clear();
+    for i in [0, 1] {
+        bench.nodes[i].handle_banned(bench.now, vec![out]);
+    }
+    bench.settle();
+    for i in [0, 1] {
+        assert!(bench.told.contains(&(i, MembershipOutput::PeerDown { node: out, reason: DownReason::Left })));
+        assert!(bench.told.contains(&(i, MembershipOutput::Disconnect { node: out })));
+    }
+    bench.told.clear();
+    bench.pass(ms(3000));
+    bench.introduce(0, 2);
+    bench.introduce(2, 0);
+    let state = codec::encode_part(&bench.nodes[3].swim.state());
+    bench.nodes[0].handle_push_pull(bench.now, bench.ids[3], &state, &[], vec![], false);
+    bench.pass(ms(60_000));
+    for i in [0, 1] {
+        assert!(!bench.nodes[i].is_alive(out) && bench.alive(i) == 3, "node {i}");
+        assert!(!bench.told.contains(&(i, MembershipOutput::PeerUp { node: out })), "node {i}");
+        assert!(!bench.nodes[i].fleet().devices.iter().any(|device| device.id == out.into()));
+    }
+}
+
 #[test]
 fn what_is_stale_replaces_nothing() {
     let mut bench = Bench::new(3);
