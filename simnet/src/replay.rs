@@ -108,6 +108,7 @@ fn worth_input(input: &Input) -> Option<String> {
         Input::Connected { .. }
         | Input::Disconnected { .. }
         | Input::Leave
+        | Input::Banned(_)
         | Input::Drain(_)
         | Input::Cancel { .. }
         | Input::Undeploy { .. }
