@@ -53,12 +53,11 @@ async fn run<W: AsyncWrite + Unpin, R: AsyncRead + Unpin>(mut send: W, mut recv:
     }
     send.shutdown().await?;
     let (bytes, nanos) = (recv.read_u64_le().await?, recv.read_u64_le().await?);
-    let bytes_per_second = u128::from(bytes) * 1_000_000_000 / u128::from(nanos.max(1));
-    Ok(Link { rtt, bytes_per_second: u64::try_from(bytes_per_second).unwrap_or(u64::MAX) })
+    Ok(Link { rtt, bytes_per_second: rate(bytes, nanos) })
 }
 
-/// The other side: echoes, then times the burst from its first to its last byte.
-pub(crate) async fn answer<W, R>(mut send: W, mut recv: R) -> io::Result<()>
+/// The other side: echoes, then times the burst from its first to its last byte. Returns its bytes a second.
+pub(crate) async fn answer<W, R>(mut send: W, mut recv: R) -> io::Result<u64>
 where
     W: AsyncWrite + Unpin,
     R: AsyncRead + Unpin,
@@ -79,9 +78,16 @@ where
             n => bytes += n as u64,
         }
     }
+    let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
     send.write_u64_le(bytes).await?;
-    send.write_u64_le(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)).await?;
-    send.shutdown().await
+    send.write_u64_le(nanos).await?;
+    send.shutdown().await?;
+    Ok(rate(bytes, nanos))
+}
+
+fn rate(bytes: u64, nanos: u64) -> u64 {
+    let bytes_per_second = u128::from(bytes) * 1_000_000_000 / u128::from(nanos.max(1));
+    u64::try_from(bytes_per_second).unwrap_or(u64::MAX)
 }
 
 const ECHO: u8 = 1;
@@ -96,8 +102,8 @@ mod tests {
         let (a, b) = tokio::io::duplex(1 << 20);
         let ((a_recv, a_send), (b_recv, b_send)) = (tokio::io::split(a), tokio::io::split(b));
         let (link, answered) = tokio::join!(measure(a_send, a_recv), answer(b_send, b_recv));
-        answered.unwrap();
         let link = link.unwrap();
+        assert_eq!(answered.unwrap(), link.bytes_per_second);
         assert!(link.bytes_per_second > 0 && link.rtt < TIME_MAX, "{link:?}");
     }
 

@@ -99,6 +99,8 @@ pub(super) struct Peer {
 #[derive(Default)]
 struct LinkState {
     bytes_per_second: Option<u64>,
+    /// The other way, as the peer measured it with this node's help.
+    bytes_per_second_in: Option<u64>,
     chooser: Chooser,
 }
 
@@ -208,6 +210,12 @@ impl Peer {
         self.throttle.set(weights_rate(self.connection.remote_address().ip(), best));
     }
 
+    /// The peer measured the link to here.
+    pub(super) fn learn_link_in(&self, bytes_per_second: u64) {
+        let best = &mut lock(&self.link).bytes_per_second_in;
+        *best = Some(best.map_or(bytes_per_second, |before| before.max(bytes_per_second)));
+    }
+
     pub(super) fn close(&self, reason: CloseCode, text: &str) {
         if self.connection.close_reason().is_none() {
             lock(&self.closed_here).get_or_insert((reason, text.to_owned()));
@@ -233,12 +241,17 @@ impl Peer {
 
     pub(super) fn stats(&self) -> PeerStats {
         let stats = self.connection.stats();
+        let (bytes_per_second, bytes_per_second_in) = {
+            let link = lock(&self.link);
+            (link.bytes_per_second, link.bytes_per_second_in)
+        };
         PeerStats {
             node: self.node,
             peer_id: self.peer_id,
             addr: self.connection.remote_address(),
             rtt: self.connection.rtt(),
-            bytes_per_second: lock(&self.link).bytes_per_second,
+            bytes_per_second,
+            bytes_per_second_in,
             frames_silent_for: lock(&self.last_frame).map(|at| at.elapsed()),
             bytes_sent: stats.udp_tx.bytes,
             bytes_received: stats.udp_rx.bytes,
@@ -337,8 +350,10 @@ pub struct PeerStats {
     pub addr: SocketAddr,
     /// Smoothed round trip.
     pub rtt: Duration,
-    /// Throughput, once measured.
+    /// Throughput to it, once measured.
     pub bytes_per_second: Option<u64>,
+    /// Throughput from it, once it has measured that.
+    pub bytes_per_second_in: Option<u64>,
     /// Time since the last frame went either way; `None` if none ever did.
     pub frames_silent_for: Option<Duration>,
     /// On the wire, headers and all.
@@ -415,6 +430,12 @@ impl Pipe for QuicPipe {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weights_go_after_everything_else() {
+        let levels = [CONTROL, Priority::Decode.level(), Priority::Prefill.level(), BULK];
+        assert!(levels.is_sorted_by(|first, then| first > then), "{levels:?}");
+    }
 
     #[test]
     fn weights_get_seven_tenths_of_a_real_link() {

@@ -144,7 +144,7 @@ async fn answer(inner: Arc<Inner>, peer: Arc<Peer>, send: SendStream, mut recv: 
     match recv.read_u8().await {
         Ok(REQUEST) => bulk::answer(send, recv, peer.node, &*inner.server, &peer.throttle).await,
         // A measurement cut short is the asker's to report.
-        Ok(PROBE) => drop(probe::answer(send, recv).await),
+        Ok(PROBE) => probe::answer(send, recv).await.into_iter().for_each(|rate| peer.learn_link_in(rate)),
         Ok(_) => refuse(&inner, &peer, CloseCode::BadMessage, "a stream of an unknown kind"),
         Err(_) => {}
     }

@@ -199,6 +199,11 @@ async fn a_link_is_measured() {
     let link = a.endpoint.measure(b.id()).await.unwrap();
     assert!(link.bytes_per_second > 0);
     assert_eq!(a.endpoint.peers()[0].bytes_per_second, Some(link.bytes_per_second));
+    let learned = || b.endpoint.peers()[0].bytes_per_second_in;
+    while learned().is_none() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(learned(), Some(link.bytes_per_second), "the other side knows it too");
     assert_eq!(a.endpoint.measure([0; 16]).await, Err(RequestError::NotConnected));
 }
 
@@ -308,4 +313,44 @@ async fn weights_keep_to_their_share() {
     let answer = b.endpoint.request(a.id(), vec![1; 1000].into()).await.unwrap().all(1 << 20).await.unwrap();
     assert_eq!(answer.len(), 1_000_000);
     assert!(start.elapsed() > Duration::from_millis(600), "not paced: {:?}", start.elapsed());
+}
+
+/// Eight answers of 32 MiB each are under way; frames that are sent then overtake what is not on the wire yet. A busy
+/// machine may hand over one of them late, not all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_decode_frame_does_not_wait_behind_weights() {
+    const ANSWERS: usize = 8;
+    const ANSWER_BYTES: usize = 1000 * (32 << 10);
+    let mut nodes = connected_pair(Limits::default()).await;
+    let (a, b) = pair(&mut nodes);
+    b.endpoint.expect(route(1), Expectation::hidden(8, 1));
+    let arrived = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let fetched = || arrived.load(std::sync::atomic::Ordering::SeqCst);
+    let mut answers = Vec::new();
+    for _ in 0..ANSWERS {
+        let mut response = b.endpoint.request(a.id(), vec![1; 32 << 10].into()).await.unwrap();
+        let arrived = arrived.clone();
+        answers.push(tokio::spawn(async move {
+            while let Some(block) = response.block().await.unwrap() {
+                arrived.fetch_add(block.len(), std::sync::atomic::Ordering::SeqCst);
+            }
+        }));
+    }
+    let mut passed = Vec::new();
+    for position in 0..5 {
+        let next = (2 + position as usize * 2) * ANSWER_BYTES / 2;
+        while fetched() < next {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let before = fetched();
+        a.endpoint.send_frame(b.id(), head(route(1), position, 1, 8), rows(1, 8), Priority::Decode).unwrap();
+        assert_eq!(b.frame().await.1.position, position);
+        passed.push(fetched() - before);
+    }
+    assert!(fetched() < ANSWERS * ANSWER_BYTES, "all weights came before the last frame: {passed:?}");
+    assert!(passed.iter().any(|bytes| *bytes < ANSWER_BYTES / 2), "weights that came before each frame: {passed:?}");
+    for answer in answers {
+        timeout(PATIENCE, answer).await.unwrap().unwrap();
+    }
+    assert_eq!(fetched(), ANSWERS * ANSWER_BYTES);
 }
