@@ -34,7 +34,7 @@ pub enum Input {
     LinkMeasured { node: NodeId, rtt_ns: u64, bytes_per_second: u64 },
     /// Free memory or measured speed of this node changed.
     CapacityChanged(Capacity),
-    /// This node holds (all of) these contents on disk: model indices by content id.
+    /// This node holds (some of) these contents on disk: model indices by content id.
     Holdings(Vec<ContentId>),
     /// These, and nobody else, are banned from the mesh: the list as it stands.
     Banned(Vec<NodeId>),

@@ -8,6 +8,8 @@ pub const DATAGRAM_BYTES_MAX: usize = 1151;
 pub const ADVERT_BYTES_MAX: usize = 900;
 /// Contents an advert names (32 bytes each): what keeps it under its bound; the rest is found by asking.
 pub const ADVERT_HOLDINGS_MAX: usize = 8;
+/// Nodes asked for the weights of one stage: more would not make a transfer faster.
+pub const SOURCES_MAX: usize = 16;
 /// Bytes of a node's name in its advert, cut at a character.
 pub const ADVERT_NAME_BYTES_MAX: usize = 64;
 /// Addresses of one kind in an advert: a few interfaces, the first reachable one is used.

@@ -170,7 +170,7 @@ pub struct Advert {
     pub data_addrs: Vec<core::net::SocketAddr>,
     /// What it offers.
     pub capacity: crate::config::Capacity,
-    /// Contents it can give to peers.
+    /// Contents of which it can give peers something; what exactly, they ask.
     pub holds: Vec<ContentId>,
     /// Takes no new work.
     pub draining: bool,

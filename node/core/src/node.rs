@@ -9,7 +9,7 @@ use crate::failover::{Failover, FailoverOutput};
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
 use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
-use crate::limits::LEASE;
+use crate::limits::{LEASE, SOURCES_MAX};
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
 use crate::message::{FrameHeader, Message};
@@ -508,7 +508,15 @@ impl Node {
 
     fn route_placement(&mut self, output: PlacementOutput) {
         match output {
-            PlacementOutput::Load { job, epoch, load, stage } => {
+            PlacementOutput::Load { job, epoch, load, mut stage } => {
+                // The head and the other stages are asked first; then whoever says that it has some of the weights.
+                let holders = self.membership.holders(stage.content, SOURCES_MAX);
+                let others: Vec<NodeId> = holders.into_iter().filter(|node| !stage.sources.contains(node)).collect();
+                stage.sources.extend(others);
+                stage.sources.truncate(SOURCES_MAX);
+                for &node in stage.sources.iter().filter(|node| **node != self.me) {
+                    self.membership.connect(self.now, node);
+                }
                 self.out.push_back(Output::Load { job, epoch, load, stage });
             }
             PlacementOutput::Keep { job, epoch, load, stage } => {

@@ -125,7 +125,7 @@ impl Adverts {
         holds.truncate(ADVERT_HOLDINGS_MAX);
         if self.own.holds != holds {
             self.own.holds = holds;
-            self.touch(now);
+            self.touch(now + HOLDINGS_DELAY);
         }
     }
 
@@ -291,5 +291,8 @@ const ROUNDS: u32 = 2;
 const RUMOURS: usize = 8;
 /// Own adverts come no faster: each goes through the whole mesh.
 const OWN_INTERVAL: Duration = Duration::from_secs(1);
+/// What is held is told with this delay: together with the memory that a stage takes, not just before it and so instead
+/// of it.
+const HOLDINGS_DELAY: Duration = Duration::from_secs(2);
 /// A change below 5 % is told with this delay.
 const SMALL_CHANGES: Duration = Duration::from_secs(30);

@@ -1,7 +1,7 @@
 //! What membership knows, for status, routing and planning.
 use super::{Membership, UNMEASURED};
 use crate::config::Capacity;
-use crate::id::{Generation, NodeId};
+use crate::id::{ContentId, Generation, NodeId};
 use crate::message::Advert;
 use crate::output::DownReason;
 use alloc::collections::BTreeMap;
@@ -135,6 +135,12 @@ impl Membership {
         let default_link = links.values().copied().reduce(slower).unwrap_or(UNMEASURED);
         let devices = adverts.values().map(|advert| self.device(advert)).collect();
         Fleet { devices, links, default_link }
+    }
+
+    /// Members alive whose adverts name that content, at most `most`.
+    pub fn holders(&self, content: ContentId, most: usize) -> Vec<NodeId> {
+        let holds = |node: &NodeId| self.adverts.get(*node).is_some_and(|advert| advert.holds.contains(&content));
+        self.alive().filter(holds).take(most).collect()
     }
 
     /// What a member, or this node, offers.

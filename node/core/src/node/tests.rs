@@ -34,6 +34,8 @@ struct Host {
     wakeup: Option<Instant>,
     memory: u64,
     stage: BTreeMap<JobId, Executor>,
+    /// Who the last stage was to be fetched from.
+    sources: Vec<NodeId>,
     tensors: BTreeMap<TensorId, Vec<u64>>,
 }
 
@@ -149,7 +151,8 @@ impl Mesh {
             capacity,
         };
         let node = Node::new(config, n.into());
-        let host = Host { node, down: false, wakeup: None, memory, stage: BTreeMap::new(), tensors: BTreeMap::new() };
+        let (stage, tensors) = (BTreeMap::new(), BTreeMap::new());
+        let host = Host { node, down: false, wakeup: None, memory, stage, sources: Vec::new(), tensors };
         self.nodes.insert(id(n), host);
         self.give(id(n), Input::Wakeup);
         if n > 1 {
@@ -247,6 +250,7 @@ impl Mesh {
                 let host = self.nodes.get_mut(&me).unwrap();
                 let result = if bytes > host.memory { Err("too large".into()) } else { Ok(LoadedStage { bytes }) };
                 load(host, job, &stage);
+                host.sources.clone_from(&stage.sources);
                 self.post(Duration::from_millis(20), me, Input::Loaded { job, load: id, result });
                 self.tell_capacity(me);
             }
@@ -447,6 +451,20 @@ fn the_loss_of_a_stage_is_not_seen_in_the_answer() {
         assert_eq!(mesh.told(CALL), solo(&prompt, 20), "killed after token {at_token}");
         mesh.assert_clean();
     }
+}
+
+/// Weights are asked of the head, the other stages, and whoever says that it has some of them; once each.
+#[test]
+fn a_stage_is_fetched_from_everybody_who_has_some_of_it() {
+    let mut mesh = Mesh::new(&[400, 400, 10]);
+    for n in [2, 3] {
+        mesh.give(id(n), Input::Holdings(vec![ContentId([9; 32]), model().content]));
+    }
+    mesh.run_for(Duration::from_secs(3));
+    mesh.deploy();
+    let sources = |n: u8| mesh.nodes[&id(n)].sources.clone();
+    assert_eq!(sources(2), [id(1), id(3)], "the head, and a node without a stage; not itself");
+    assert!(mesh.nodes[&id(3)].stage.is_empty());
 }
 
 /// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
