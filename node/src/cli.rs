@@ -86,6 +86,10 @@ pub(crate) struct Global {
     /// Where fetched models are kept [default: ~/.cache/meshnode]
     #[arg(long, global = true, value_name = "DIR", env = "MESHNODE_CACHE")]
     cache_dir: Option<PathBuf>,
+    /// Most disk for weights that come from peers, as in 20G; what was used least goes first [default: 50 GiB, or 80 %
+    /// of what is free if that is less]
+    #[arg(long, global = true, value_name = "SIZE", env = "MESHNODE_CACHE_SIZE")]
+    cache_size: Option<config::Size>,
     /// Log more; twice for still more
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
@@ -184,6 +188,10 @@ impl Global {
     fn models_dir(&self, file: &ConfigFile) -> PathBuf {
         let cache = self.cache_dir.clone().or_else(|| file.cache_dir.clone()).unwrap_or_else(config::cache_dir_default);
         cache.join("models")
+    }
+
+    fn cache_bytes(&self, file: &ConfigFile) -> Option<u64> {
+        self.cache_size.or(file.cache_size).map(|size| size.0)
     }
 }
 

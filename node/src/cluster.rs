@@ -149,6 +149,14 @@ impl LocalNode {
         read_json(agent(Some(Duration::from_secs(30))).get(self.url(path)).call())
     }
 
+    /// `GET path` as text.
+    ///
+    /// # Errors
+    /// No answer, or an error answer with its body.
+    pub fn text(&self, path: &str) -> std::io::Result<String> {
+        read_text(agent(Some(Duration::from_secs(30))).get(self.url(path)).call())
+    }
+
     /// `POST path` with a JSON body, the answer as JSON.
     ///
     /// # Errors
@@ -222,13 +230,18 @@ fn agent(limit: Option<Duration>) -> ureq::Agent {
     ureq::Agent::config_builder().timeout_global(limit).http_status_as_error(false).build().into()
 }
 
-fn read_json(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> std::io::Result<Value> {
+fn read_text(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> std::io::Result<String> {
     let response = answer.map_err(std::io::Error::other)?;
     let status = response.status();
     let text = response.into_body().read_to_string().map_err(std::io::Error::other)?;
     if !status.is_success() {
         return Err(std::io::Error::other(format!("{status}: {text}")));
     }
+    Ok(text)
+}
+
+fn read_json(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> std::io::Result<Value> {
+    let text = read_text(answer)?;
     if text.is_empty() {
         return Ok(Value::Null);
     }

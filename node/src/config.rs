@@ -21,6 +21,8 @@ pub struct UpOptions {
     pub data_dir: PathBuf,
     /// Fetched models; shared by all nodes of a user.
     pub models_dir: PathBuf,
+    /// Most bytes for weights fetched from peers, which are kept beside the models; `None` is a share of the disk.
+    pub cache_bytes: Option<u64>,
     /// Address to listen on for peers.
     pub listen: IpAddr,
     /// Port P: TCP P, UDP P and UDP P + 1. 0 takes free ports.
@@ -51,6 +53,7 @@ impl UpOptions {
             name: hostname(),
             data_dir,
             models_dir,
+            cache_bytes: None,
             listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
             port: 0,
             device: "auto".into(),
@@ -75,6 +78,8 @@ pub struct ConfigFile {
     pub data_dir: Option<PathBuf>,
     /// Where fetched models and shards are kept.
     pub cache_dir: Option<PathBuf>,
+    /// See [`UpOptions::cache_bytes`]; "20GiB".
+    pub cache_size: Option<Size>,
     /// See [`UpOptions::listen`].
     pub listen: Option<IpAddr>,
     /// See [`UpOptions::port`].
@@ -290,11 +295,15 @@ mod tests {
     fn a_config_file_is_read_and_a_wrong_field_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("meshnode.toml");
-        std::fs::write(&path, "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\n").unwrap();
+        std::fs::write(
+            &path,
+            "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n",
+        )
+        .unwrap();
         let file = ConfigFile::load(Some(&path)).unwrap();
         assert_eq!(file.name.as_deref(), Some("desk"));
         assert_eq!(file.memory, Some(Size(4 << 30)));
-        assert_eq!(file.no_mdns, Some(true));
+        assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
         std::fs::write(&path, "memroy = \"4G\"\n").unwrap();
         let error = ConfigFile::load(Some(&path)).unwrap_err().to_string();
         assert!(error.contains("memroy") && error.contains("memory"), "{error}");

@@ -3,6 +3,7 @@
 //! Nothing is changed: ports are taken for a moment, one multicast packet goes to this machine itself.
 use crate::config::{Size, UpOptions};
 use crate::pull;
+use crate::transfer::Cache;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -75,6 +76,7 @@ pub fn examine(options: &UpOptions, api: SocketAddr) -> Report {
     findings.extend(membership(&options.data_dir));
     findings.push(disk("model cache", &options.models_dir));
     findings.push(cached_models(&options.models_dir));
+    findings.push(weights_cache(&Cache::beside(&options.models_dir, options.cache_bytes)));
     findings.push(fetching());
     findings.push(descriptors());
     Report { findings }
@@ -216,6 +218,20 @@ fn cached_models(models_dir: &Path) -> Finding {
     }
 }
 
+/// What peers' weights take on this disk.
+fn weights_cache(cache: &Cache) -> Finding {
+    let (used, limit) = (cache.used(), cache.limit());
+    let seen = format!("{}: {} of {} used by weights from peers", cache.dir().display(), Size(used), Size(limit));
+    match used > limit {
+        true => Finding::warn(
+            "weights cache",
+            seen,
+            "what was used least goes when the next model comes; or raise --cache-size",
+        ),
+        false => Finding::ok("weights cache", seen),
+    }
+}
+
 /// Whether `pull` could use Python where the hub cannot be reached.
 fn fetching() -> Finding {
     let python = pull::Sources::from_env().python;
@@ -280,6 +296,15 @@ mod tests {
         let report = examine(&options, "127.0.0.1:0".parse().unwrap());
         assert_eq!(find(&report, "models").verdict, Verdict::Fail);
         assert!(find(&report, "models").advice.contains("meshnode pull smollm2-135m"));
+    }
+
+    #[test]
+    fn the_cache_of_weights_is_shown_with_its_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = UpOptions { cache_bytes: Some(3 << 30), ..options(dir.path()) };
+        let report = examine(&options, "127.0.0.1:0".parse().unwrap());
+        let cache = find(&report, "weights cache");
+        assert!(cache.seen.contains("shards: 0 B of 3.0 GiB"), "{cache:?}");
     }
 
     #[test]

@@ -203,7 +203,6 @@ impl NodeHandle {
         let serving = &self.inner.serving;
         let _turn = serving.turn().await;
         let opened = self.open(&model).await?;
-        self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
         let before = serving.find(&opened.name, &opened.spec(&options));
         let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
         let mut spec = opened.spec(&options);
@@ -301,6 +300,7 @@ impl NodeHandle {
             peers,
             jobs,
             waiting: self.inner.admission.waiting(),
+            weights: self.inner.library.view(),
         }
     }
 
@@ -401,16 +401,18 @@ impl NodeHandle {
         })?;
         let library = self.inner.library.clone();
         let name = model_name(&model.0);
-        tokio::task::spawn_blocking(move || open_model(&library, &path, name))
+        let opened = tokio::task::spawn_blocking(move || open_model(&library, &path, name))
             .await
-            .map_err(|e| NodeError::Failed(format!("opening the model was interrupted: {e}")))?
+            .map_err(|e| NodeError::Failed(format!("opening the model was interrupted: {e}")))??;
+        self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
+        Ok(opened)
     }
 }
 
 /// A model file that was read, and what it is called.
 struct Opened {
     name: String,
-    held: Arc<Held>,
+    held: Held,
     tokenizer: Arc<kernels::tokenizer::Tokenizer>,
     template: Option<Arc<kernels::chat_template::ChatTemplate>>,
 }

@@ -120,6 +120,7 @@ mod tests {
             addr: ([10, 0, 0, n], 1).into(),
             rtt: Duration::ZERO,
             bytes_per_second: None,
+            bytes_per_second_in: None,
             frames_silent_for: None,
             bytes_sent: 0,
             bytes_received: 0,

@@ -13,7 +13,7 @@ use crate::residency::Residency;
 use crate::shell::Shell;
 use crate::store::{Store, StoreError};
 use crate::tensors::{Tensor, Tensors};
-use crate::transfer::{Library, TransferError};
+use crate::transfer::{Cache, Library, TransferError};
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, RequestId};
 use node_core::input::Input;
@@ -79,7 +79,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         .await
         .map_err(|e| NodeError::Failed(format!("measuring the device was interrupted: {e}")))?
         .map_err(NodeError::Invalid)?;
-    let library = Arc::new(Library::open(&options.models_dir.with_file_name("shards"))?);
+    let library = Arc::new(Library::open(Cache::beside(&options.models_dir, options.cache_bytes))?);
     library.add_known(&options.models_dir);
 
     let (driver, queue) = driver::queue();

@@ -14,6 +14,7 @@ use node_core::message::FrameHeader;
 use node_core::output::{DownReason, Event, Output, Payload, StageSpec};
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
 
@@ -162,6 +163,8 @@ impl Shell {
         self.runtime.spawn(async move {
             let layers = spec.layers.start as usize..spec.layers.end as usize;
             let held = library.share(spec.content, layers, &spec.sources, &ask).await.map_err(|e| e.to_string());
+            // What is here now, others may fetch from here.
+            driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
                 held.and_then(|held| load_stage(&device, held.file.clone(), &spec))
             })
@@ -253,6 +256,9 @@ fn warm(stage: &mut dyn Stage, spec: &StageSpec) -> Result<(), kernels::stage::S
     Ok(())
 }
 
+/// No frame for this long: no job is generating.
+const FRAMES_SILENT: Duration = Duration::from_secs(5);
+
 /// The data plane as a way to ask for weights.
 pub struct EndpointAsk(pub Arc<Endpoint>);
 
@@ -260,6 +266,16 @@ impl Ask for EndpointAsk {
     async fn ask(&self, node: NodeId, request: Vec<u8>, max: usize) -> Result<Vec<u8>, String> {
         let response = self.0.request(node.0, request.into()).await.map_err(|e| e.to_string())?;
         response.all(max).await.map_err(|e| e.to_string())
+    }
+
+    /// Each peer keeps to its share of the link to here, but all of them together could take more than this end of it:
+    /// while frames of a job come and go, they get the same share of the fastest link that was measured.
+    fn bytes_per_second(&self) -> Option<u64> {
+        let peers = self.0.peers();
+        let busy = |peer: &transport::PeerStats| peer.frames_silent_for.is_some_and(|silent| silent < FRAMES_SILENT);
+        let far = || peers.iter().filter(|peer| !peer.addr.ip().to_canonical().is_loopback());
+        let measured = far().filter_map(|peer| peer.bytes_per_second_in).max().filter(|_| far().any(busy));
+        measured.map(|bytes_per_second| bytes_per_second / 10 * 7)
     }
 }
 

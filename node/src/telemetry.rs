@@ -80,6 +80,13 @@ impl Metrics {
         }
     }
 
+    /// Sets a counter that is kept elsewhere to where it stands.
+    pub fn total(&self, name: &'static str, help: &'static str, labels: &[(&str, &str)], value: u64) {
+        if let Some(series) = self.series(name, help, Kind::Counter, labels) {
+            series.value.store(value, Ordering::Relaxed);
+        }
+    }
+
     /// Sets a gauge.
     pub fn gauge(&self, name: &'static str, help: &'static str, labels: &[(&str, &str)], value: f64) {
         if let Some(series) = self.series(name, help, Kind::Gauge, labels) {

@@ -115,6 +115,8 @@ pub struct StateView {
     pub membership_ends: u64,
     /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
     pub waiting: Vec<String>,
+    /// The cache of weights from peers, what they gave, and what is being fetched.
+    pub weights: crate::transfer::WeightsView,
 }
 
 /// A member.

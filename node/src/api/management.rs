@@ -6,6 +6,8 @@ use super::openai::find;
 use super::request::{MessageBody, Prompt, Settings, chat_prompt};
 use super::{App, body, off_thread};
 use crate::handle::{ModelOptions, ModelRef};
+use crate::telemetry::Metrics;
+use crate::transfer::WeightsView;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -56,7 +58,23 @@ pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
         metrics.gauge("memory_offered_bytes", "Bytes this node offers in all.", &[], own.memory_total as f64);
         metrics.gauge("memory_free_bytes", "Bytes of these not taken.", &[], own.memory_free as f64);
     }
+    weights(metrics, &state.weights);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
+}
+
+/// The cache of weights, and what was fetched from whom.
+fn weights(metrics: &Metrics, weights: &WeightsView) {
+    metrics.gauge("weights_cache_bytes", "Bytes of weights fetched from peers.", &[], weights.cache_used as f64);
+    metrics.gauge("weights_cache_limit_bytes", "Bytes these may take.", &[], weights.cache_limit as f64);
+    metrics.gauge("weights_transfers", "Transfers of weights to this node.", &[], weights.transfers.len() as f64);
+    metrics.total("weights_given_bytes_total", "Bytes of weights given to peers.", &[], weights.given_bytes);
+    for peer in &weights.peers {
+        let from = [("peer", peer.node.as_str())];
+        metrics.total("weights_fetched_bytes_total", "Bytes of weights taken from a peer.", &from, peer.bytes);
+        metrics.total("weights_fetched_chunks_total", "Chunks of weights taken from a peer.", &from, peer.chunks);
+        let refused = "Chunks of a peer whose hash was wrong.";
+        metrics.total("weights_refused_chunks_total", refused, &from, peer.refused);
+    }
 }
 
 pub(crate) async fn state<E: Engine>(State(app): State<App<E>>) -> Response {

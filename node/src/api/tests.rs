@@ -137,6 +137,7 @@ impl Engine for Pretended {
             peers: vec![],
             jobs: self.jobs.lock().unwrap().clone(),
             waiting: vec![],
+            weights: crate::transfer::WeightsView::default(),
         }
     }
 

@@ -122,15 +122,30 @@ pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
 }
 
 fn status_text(state: &Value) -> String {
+    let cache = |of: &str| Size(state["weights"][of].as_u64().unwrap_or(0));
     let mut text = render(&[
         row(["node", string(&state["name"])]),
         row(["id", string(&state["node"])]),
         row(["peer id", string(&state["peer_id"])]),
         row(["mesh", string(&state["mesh"])]),
+        vec!["weights cache".to_owned(), format!("{} of {}", cache("cache_used"), cache("cache_limit"))],
     ]);
     let _ = write!(text, "\n{}", peers_text(&state["peers"]));
     if list(&state["jobs"]).next().is_some() {
         let _ = write!(text, "\n{}", jobs_text(&state["jobs"]));
+    }
+    let bytes = |value: &Value| Size(value.as_u64().unwrap_or(0));
+    for transfer in list(&state["weights"]["transfers"]) {
+        let _ = writeln!(
+            text,
+            "\nfetching {} layers {}..{}: {} of {} from {} peers",
+            string(&transfer["model"]),
+            transfer["first_layer"],
+            transfer["end_layer"],
+            bytes(&transfer["bytes_done"]),
+            bytes(&transfer["bytes_total"]),
+            transfer["peers"]
+        );
     }
     if let Some(advice) = state["membership_ends"].as_u64().and_then(crate::renewal::advice) {
         let _ = writeln!(text, "\n{advice}");

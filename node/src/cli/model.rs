@@ -213,6 +213,7 @@ impl Service {
             .map_err(|e| Failure::failed(format!("cannot make a temporary directory: {e}")))?;
         remove_at_end(data_dir.path());
         let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir(&file));
+        options.cache_bytes = global.cache_bytes(&file);
         options.device = args.compute.device.clone().or(file.device).unwrap_or(options.device);
         options.memory = args.compute.memory.or(file.memory).map(|s| s.0);
         options.threads = args.compute.threads.or(file.threads);

@@ -91,6 +91,7 @@ impl NodeArgs {
             name: self.name.clone().or_else(|| file.name.clone()).unwrap_or_else(hostname),
             data_dir: self.data_dir.clone().or_else(|| file.data_dir.clone()).unwrap_or_else(data_dir_default),
             models_dir: global.models_dir(file),
+            cache_bytes: global.cache_bytes(file),
             listen: self.listen.or(file.listen).unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             port: self.port.or(file.port).unwrap_or(PORT_DEFAULT),
             device: self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),

@@ -1,25 +1,45 @@
-//! A library that fetches from another one, whose answers are counted and can fail.
+//! Libraries that fetch from others, whose answers are counted and can fail, lie or never come.
 use super::*;
 use kernels::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::Duration;
 
+/// A peer: its library, and how it misbehaves.
 struct Source {
-    library: Library,
+    library: Arc<Library>,
     /// Answers still given; then it is out of reach.
     left: AtomicUsize,
-    chunks: AtomicUsize,
+    /// After that it does not say so, but nothing at all.
+    hangs: bool,
     /// Flips a bit of every chunk.
     lies: bool,
+    delay: Duration,
+    /// Chunks asked for.
+    asked: Mutex<Vec<usize>>,
 }
 
-impl Ask for Source {
-    async fn ask(&self, _: NodeId, request: Vec<u8>, _: usize) -> Result<Vec<u8>, String> {
-        let left = self.left.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
-        left.map_err(|_| "out of reach".to_owned())?;
-        let mut answer = self.library.answer(&request);
-        if matches!(Request::decode(&request), Some((_, Request::Chunk(_)))) {
-            self.chunks.fetch_add(1, SeqCst);
-            if self.lies
+impl Source {
+    fn chunks(&self) -> usize {
+        self.asked.lock().unwrap().len()
+    }
+}
+
+struct Net(BTreeMap<NodeId, Source>);
+
+impl Ask for Net {
+    async fn ask(&self, node: NodeId, request: Vec<u8>, _: usize) -> Result<Vec<u8>, String> {
+        let Some(source) = self.0.get(&node) else { return Err("not connected to that node".into()) };
+        if source.left.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_err() {
+            if source.hangs {
+                std::future::pending::<()>().await;
+            }
+            return Err("out of reach".to_owned());
+        }
+        tokio::time::sleep(source.delay).await;
+        let mut answer = source.library.answer(&request);
+        if let Some((_, Request::Chunk(chunk))) = Request::decode(&request) {
+            source.asked.lock().unwrap().push(chunk as usize);
+            if source.lies
                 && let Some(last) = answer.last_mut()
             {
                 *last ^= 1;
@@ -30,69 +50,227 @@ impl Ask for Source {
 }
 
 struct Bench {
-    source: Arc<Source>,
+    net: Arc<Net>,
     content: ContentId,
     chunks: usize,
     dir: tempfile::TempDir,
 }
 
-const PEER: [NodeId; 1] = [NodeId([9; 16])];
 const LAYERS: usize = 24;
 
-fn bench(left: usize, lies: bool) -> Bench {
+fn peer(n: u8) -> NodeId {
+    NodeId([n; 16])
+}
+
+fn library(dir: &Path, limit: u64) -> Arc<Library> {
+    Arc::new(Library::open(Cache::at(dir, Some(limit))).unwrap())
+}
+
+/// A model whose name, and so whose content, is its own.
+fn model(dir: &Path, layers: usize) -> PathBuf {
+    let path = dir.join(format!("model{layers}.gguf"));
+    std::fs::write(&path, TinyModel { layers, ..TinyModel::default() }.writer().write()).unwrap();
+    path
+}
+
+/// As many peers with the whole model as there are changes to them.
+fn bench(changes: &[fn(&mut Source)]) -> Bench {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("model.gguf");
-    std::fs::write(&path, TinyModel { layers: LAYERS, ..TinyModel::default() }.writer().write()).unwrap();
-    let library = Library::open(&dir.path().join("whole")).unwrap();
-    let held = library.add(&path).unwrap();
-    let source = Source { library, left: left.into(), chunks: 0.into(), lies };
-    Bench { source: Arc::new(source), content: held.content, chunks: held.index.chunks().len(), dir }
+    let path = model(dir.path(), LAYERS);
+    let (mut net, mut known) = (BTreeMap::new(), None);
+    for (n, change) in changes.iter().enumerate() {
+        let library = library(&dir.path().join(format!("peer{n}")), 1 << 30);
+        let held = library.add(&path).unwrap();
+        let chunks = library.lock()[&held.content].index.chunks().len();
+        known = Some((held.content, chunks));
+        let left = AtomicUsize::new(usize::MAX);
+        let mut source =
+            Source { library, left, hangs: false, lies: false, delay: Duration::ZERO, asked: Mutex::default() };
+        change(&mut source);
+        net.insert(peer(n as u8), source);
+    }
+    let (content, chunks) = known.unwrap();
+    assert!(chunks > 20, "{chunks} chunks");
+    Bench { net: Arc::new(Net(net)), content, chunks, dir }
 }
 
 impl Bench {
-    fn fetcher(&self) -> Library {
-        Library::open(&self.dir.path().join("partial")).unwrap()
+    /// The library of a node that has nothing but what former lives of it fetched.
+    fn fetcher(&self) -> Arc<Library> {
+        library(&self.dir.path().join("fetcher"), 1 << 30)
     }
 
-    async fn share(&self, library: &Library, layers: Range<usize>) -> Result<Arc<Held>, TransferError> {
-        library.share(self.content, layers, &PEER, &self.source).await
+    async fn share(&self, library: &Arc<Library>, layers: Range<usize>) -> Result<Held, TransferError> {
+        let sources: Vec<NodeId> = self.net.0.keys().copied().collect();
+        library.share(self.content, layers, &sources, &self.net).await
+    }
+
+    fn source(&self, n: u8) -> &Source {
+        &self.net.0[&peer(n)]
+    }
+
+    /// Chunks all peers were asked for.
+    fn asked(&self) -> usize {
+        self.net.0.values().map(Source::chunks).sum()
     }
 }
 
 #[tokio::test]
 async fn a_share_that_broke_off_goes_on_where_it_was() {
-    let bench = bench(4, false);
-    assert!(bench.chunks > 6, "{} chunks", bench.chunks);
+    let bench = bench(&[|s| s.left = 12.into()]);
     let error = bench.share(&bench.fetcher(), 0..LAYERS).await.err().expect("out of reach").to_string();
     assert!(error.contains("out of reach"), "{error}");
-    let before = bench.source.chunks.load(SeqCst);
-    assert!(before > 0);
-    bench.source.left.store(1000, SeqCst);
-    let life = bench.fetcher();
-    let held = bench.share(&life, 0..LAYERS).await.expect("the rest");
-    assert_eq!(bench.source.chunks.load(SeqCst), bench.chunks, "no chunk came twice");
-    assert!(held.have().iter().all(|have| *have));
+    let before = bench.asked();
+    assert!(before >= 8, "{before}");
+    bench.source(0).left.store(1000, SeqCst);
+    let held = bench.share(&bench.fetcher(), 0..LAYERS).await.expect("the rest");
+    assert_eq!(bench.asked(), bench.chunks, "no chunk came twice");
     held.file.tokenizer().expect("the whole model");
 }
 
 #[tokio::test]
+async fn what_a_killed_life_had_fetched_is_not_fetched_again() {
+    let bench = bench(&[|s| (s.left, s.hangs) = (12.into(), true)]);
+    let life = bench.fetcher();
+    let sharing = tokio::time::timeout(Duration::from_millis(500), bench.share(&life, 0..LAYERS));
+    assert!(sharing.await.is_err(), "it is dropped in mid-transfer, with requests under way");
+    drop(life);
+    let before = bench.asked();
+    assert!((8..bench.chunks).contains(&before), "{before}");
+    bench.source(0).left.store(1000, SeqCst);
+    bench.share(&bench.fetcher(), 0..LAYERS).await.expect("the rest");
+    assert_eq!(bench.asked(), bench.chunks, "no chunk came twice");
+}
+
+#[tokio::test]
+async fn what_is_damaged_on_disk_is_fetched_again_and_nothing_else() {
+    let bench = bench(&[|_| {}]);
+    let life = bench.fetcher();
+    bench.share(&life, 0..LAYERS).await.unwrap();
+    let path = life.cache.weights(bench.content);
+    drop(life);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let end = bytes.len() - 1;
+    bytes[end] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let next = bench.fetcher();
+    let last = bench.chunks - 1;
+    assert_eq!(next.answer(&Request::Chunk(last as u32).encode(bench.content)), [0], "nor is it given to others");
+    bench.share(&next, 0..LAYERS).await.unwrap();
+    assert_eq!(bench.asked(), bench.chunks + 1);
+    assert_eq!(bench.source(0).asked.lock().unwrap().last(), Some(&last));
+}
+
+#[tokio::test]
 async fn only_what_the_layers_need_is_fetched_and_more_when_they_move() {
-    let bench = bench(1000, false);
+    let bench = bench(&[|_| {}]);
     let library = bench.fetcher();
     bench.share(&library, 0..4).await.unwrap();
-    let first = bench.source.chunks.load(SeqCst);
+    let first = bench.asked();
     assert!(first < bench.chunks, "{first} of {}", bench.chunks);
     bench.share(&library, 0..4).await.unwrap();
-    assert_eq!(bench.source.chunks.load(SeqCst), first, "nothing twice");
+    assert_eq!(bench.asked(), first, "nothing twice");
     bench.share(&library, 4..LAYERS).await.unwrap();
-    assert_eq!(bench.source.chunks.load(SeqCst), bench.chunks);
+    assert_eq!(bench.asked(), bench.chunks);
+}
+
+#[tokio::test]
+async fn all_holders_give_at_once_and_the_slow_one_less() {
+    let slow: fn(&mut Source) = |s| s.delay = Duration::from_millis(100);
+    let quick: fn(&mut Source) = |s| s.delay = Duration::from_millis(20);
+    let bench = bench(&[quick, slow, quick]);
+    let library = bench.fetcher();
+    bench.share(&library, 0..LAYERS).await.unwrap();
+    assert!(bench.asked() <= bench.chunks + 2, "{} of {}", bench.asked(), bench.chunks);
+    let given = [0, 1, 2].map(|n| bench.source(n).chunks());
+    assert!(given[0] > 2 * given[1] && given[2] > 2 * given[1] && given[1] > 0, "{given:?}");
+    let seen = library.view();
+    assert_eq!(seen.peers.iter().map(|p| p.chunks).sum::<u64>(), bench.chunks as u64);
+    assert!(seen.transfers.is_empty() && seen.cache_used > 0, "{seen:?}");
+}
+
+#[tokio::test]
+async fn nodes_with_a_share_each_are_together_a_source_of_the_whole() {
+    let bench = bench(&[|_| {}]);
+    let (front, back) = (library(&bench.dir.path().join("a"), 1 << 30), library(&bench.dir.path().join("b"), 1 << 30));
+    bench.share(&front, 0..LAYERS / 2).await.unwrap();
+    bench.share(&back, LAYERS / 2..LAYERS).await.unwrap();
+    assert_eq!((front.contents(), back.contents()), (vec![bench.content], vec![bench.content]));
+    // Also what a former life fetched is given from the start.
+    drop(back);
+    let back = library(&bench.dir.path().join("b"), 1 << 30);
+    assert_eq!(back.contents(), [bench.content]);
+    let source = |library| Source {
+        library,
+        left: AtomicUsize::new(usize::MAX),
+        hangs: false,
+        lies: false,
+        delay: Duration::ZERO,
+        asked: Mutex::default(),
+    };
+    let net = Arc::new(Net([(peer(1), source(front)), (peer(2), source(back))].into()));
+    let library = bench.fetcher();
+    let held = library.share(bench.content, 0..LAYERS, &[peer(1), peer(2)], &net).await.expect("from both");
+    assert!(net.0[&peer(1)].chunks() > 5 && net.0[&peer(2)].chunks() > 5);
+    held.file.tokenizer().expect("the whole model");
+}
+
+#[tokio::test]
+async fn who_gives_wrong_bytes_is_not_asked_again_and_another_is() {
+    let bench = bench(&[|s| s.lies = true, |_| {}]);
+    let library = bench.fetcher();
+    let held = bench.share(&library, 0..LAYERS).await.expect("the other has it");
+    held.file.tokenizer().expect("the right bytes");
+    let lies = bench.source(0).chunks();
+    assert!((1..=2).contains(&lies), "asked for two at once: {lies}");
+    let seen = library.view();
+    let refused: Vec<u64> = seen.peers.iter().map(|p| p.refused).collect();
+    assert_eq!(refused[0], 1, "{seen:?}");
+    // Not for this model for ten minutes, whatever else happens.
+    std::fs::remove_file(library.cache.weights(bench.content)).unwrap();
+    bench.share(&library, 0..LAYERS).await.expect("from the other alone");
+    assert_eq!(bench.source(0).chunks(), lies);
 }
 
 #[tokio::test]
 async fn wrong_bytes_are_not_kept() {
-    let bench = bench(1000, true);
+    let bench = bench(&[|s| s.lies = true]);
     let error = bench.share(&bench.fetcher(), 0..4).await.err().expect("lies").to_string();
     assert!(error.contains("hash is wrong"), "{error}");
+}
+
+#[tokio::test]
+async fn a_source_that_dies_is_done_without() {
+    let bench = bench(&[|s| s.left = 6.into(), |s| s.delay = Duration::from_millis(1)]);
+    bench.share(&bench.fetcher(), 0..LAYERS).await.expect("from the other");
+    assert_eq!(bench.asked(), bench.chunks);
+}
+
+#[tokio::test]
+async fn the_least_recently_used_model_makes_room_and_what_is_in_use_does_not() {
+    let bench = bench(&[|_| {}]);
+    let source = &bench.source(0).library;
+    let others: Vec<ContentId> =
+        [20, 22].map(|layers| source.add(&model(bench.dir.path(), layers)).unwrap().content).into();
+    let unlimited = bench.fetcher();
+    for content in others.iter().chain([&bench.content]) {
+        unlimited.share(*content, 0..20, &[peer(0)], &bench.net).await.unwrap();
+    }
+    let one = unlimited.view().cache_used / 3;
+    let library = library(&bench.dir.path().join("small"), one * 5 / 2);
+    let share = async |content: ContentId| library.share(content, 0..20, &[peer(0)], &bench.net).await;
+    let first = share(others[0]).await.expect("room for two");
+    drop(share(others[1]).await.expect("room for two"));
+    let third = share(bench.content).await.expect("the second goes: it is not in use");
+    assert_eq!(library.contents().len(), 2);
+    assert!(!library.contents().contains(&others[1]));
+    let error = share(others[1]).await.err().expect("both others are in use").to_string();
+    assert!(error.contains("--cache-size") && error.contains(".gguf") && error.contains("needed"), "{error}");
+    drop(first);
+    share(others[1]).await.expect("now the first may go");
+    assert!(!library.contents().contains(&others[0]) && library.contents().contains(&bench.content));
+    assert!(library.view().cache_used <= library.view().cache_limit);
+    drop(third);
 }
 
 #[test]

@@ -1,0 +1,215 @@
+//! The folder of weights from peers: how much it may hold, and what goes when room is needed.
+//!
+//! Only what was fetched from peers is in it. Model files that the user has, pulled ones among them, are never touched.
+use crate::config::Size;
+use crate::disk::{self, NoRoom};
+use kernels::weights::ShardIndex;
+use node_core::id::ContentId;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// Most bytes unless told otherwise: a few large models.
+const LIMIT_MAX: u64 = 50 << 30;
+/// And of the disk's free space this share, in percent, so that a node does not fill a disk by itself.
+const DISK_PERCENT: u64 = 80;
+
+/// Weights fetched from peers, on disk.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    dir: PathBuf,
+    limit: u64,
+}
+
+/// One content in the cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) used_at: SystemTime,
+    pub(super) content: ContentId,
+    pub(super) bytes: u64,
+}
+
+impl Cache {
+    /// The cache that belongs to a folder of models, with at most `limit` bytes: by default 50 GiB, or 80 % of what the
+    /// disk has left, whichever is less.
+    pub fn beside(models_dir: &Path, limit: Option<u64>) -> Self {
+        Self::at(&models_dir.with_file_name("shards"), limit)
+    }
+
+    pub(super) fn at(dir: &Path, limit: Option<u64>) -> Self {
+        let mut cache = Self { dir: dir.to_owned(), limit: LIMIT_MAX };
+        cache.limit = limit.unwrap_or_else(|| {
+            let room = disk::free_bytes(dir).map(|free| free.saturating_add(cache.used()) / 100 * DISK_PERCENT);
+            room.unwrap_or(LIMIT_MAX).min(LIMIT_MAX)
+        });
+        cache
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Most bytes it may hold.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Bytes it holds.
+    pub fn used(&self) -> u64 {
+        self.entries().iter().map(|entry| entry.bytes).sum()
+    }
+
+    /// Everything in it, the least recently used first.
+    pub(super) fn entries(&self) -> Vec<Entry> {
+        let entry = |path: PathBuf| {
+            let content = content_of(&path)?;
+            let index = std::fs::metadata(&path).ok()?;
+            let weights = std::fs::metadata(self.weights(content)).map_or(0, |m| m.blocks() * BLOCK_BYTES);
+            let bytes = weights + index.blocks() * BLOCK_BYTES;
+            Some(Entry { used_at: index.modified().unwrap_or(SystemTime::UNIX_EPOCH), content, bytes })
+        };
+        let files = std::fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        let mut entries: Vec<Entry> = files.filter_map(|file| entry(file.path())).collect();
+        entries.sort_by_key(|entry| (entry.used_at, entry.content));
+        entries
+    }
+
+    /// The index of a content, if it is there and undamaged.
+    pub(super) fn kept_index(&self, content: ContentId) -> Option<ShardIndex> {
+        let bytes = std::fs::read(self.index(content)).ok()?;
+        ShardIndex::decode(&bytes).ok().filter(|index| index.content_id() == content.0)
+    }
+
+    /// It is used now.
+    pub(super) fn touch(&self, content: ContentId) {
+        // Without the time another content may go first; nothing else depends on it.
+        let _ = std::fs::File::options()
+            .append(true)
+            .open(self.index(content))
+            .and_then(|file| file.set_modified(SystemTime::now()));
+    }
+
+    /// What has to go so that `coming` bytes more can be written under the limit and on the disk, of what may go.
+    pub(super) fn victims(
+        &self,
+        coming: u64,
+        free: Option<u64>,
+        may_go: impl Fn(ContentId) -> bool,
+    ) -> Result<Vec<Entry>, NoRoom> {
+        let entries = self.entries();
+        let used: u64 = entries.iter().map(|entry| entry.bytes).sum();
+        let over_limit = used.saturating_add(coming).saturating_sub(self.limit);
+        let over_disk = free.map_or(0, |free| coming.saturating_sub(free));
+        let (mut victims, mut freed) = (Vec::new(), 0);
+        for entry in entries.into_iter().filter(|entry| may_go(entry.content)) {
+            if freed >= over_limit.max(over_disk) {
+                break;
+            }
+            freed += entry.bytes;
+            victims.push(entry);
+        }
+        let lacking = |free: u64, advice| NoRoom {
+            what: "weights from peers".to_owned(),
+            path: self.dir.clone(),
+            need: Size(coming),
+            free: Size(free),
+            advice,
+        };
+        if freed < over_disk {
+            Err(lacking(free.unwrap_or(0).saturating_add(freed), disk::FREE_CACHE))
+        } else if freed < over_limit {
+            Err(lacking(self.limit.saturating_sub(used - freed), RAISE_LIMIT))
+        } else {
+            Ok(victims)
+        }
+    }
+
+    /// Removes a content. Who has it open keeps what is open.
+    pub(super) fn remove(&self, content: ContentId) -> std::io::Result<()> {
+        match std::fs::remove_file(self.weights(content)) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+            Ok(()) | Err(_) => std::fs::remove_file(self.index(content)),
+        }
+    }
+
+    pub(super) fn index(&self, content: ContentId) -> PathBuf {
+        self.dir.join(format!("{}.index", blake3::Hash::from_bytes(content.0).to_hex()))
+    }
+
+    pub(super) fn weights(&self, content: ContentId) -> PathBuf {
+        self.index(content).with_extension("gguf")
+    }
+}
+
+/// Which content an index in the cache is of, by its name.
+fn content_of(path: &Path) -> Option<ContentId> {
+    let stem = path.file_stem()?.to_str().filter(|_| path.extension().is_some_and(|e| e == "index"))?;
+    blake3::Hash::from_hex(stem).ok().map(|hash| ContentId(*hash.as_bytes()))
+}
+
+/// What `st_blocks` counts in.
+const BLOCK_BYTES: u64 = 512;
+/// What to do where the cache's limit is reached by what is in use.
+const RAISE_LIMIT: &str = "all else in the cache is in use: raise --cache-size, or choose another --cache-dir";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn content(n: u8) -> ContentId {
+        ContentId([n; 32])
+    }
+
+    /// Three contents of 64 KiB and an index each; the first was used last.
+    fn cache(limit: u64) -> (tempfile::TempDir, Cache) {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path(), Some(limit));
+        for n in 1..=3 {
+            std::fs::write(cache.weights(content(n)), vec![n; 64 << 10]).unwrap();
+            std::fs::write(cache.index(content(n)), [n]).unwrap();
+            let age = Duration::from_secs(if n == 1 { 0 } else { 1000 - u64::from(n) });
+            let index = std::fs::File::options().append(true).open(cache.index(content(n))).unwrap();
+            index.set_modified(SystemTime::now() - age).unwrap();
+        }
+        std::fs::write(dir.path().join("other.side"), [0; 9000]).unwrap();
+        (dir, cache)
+    }
+
+    #[test]
+    fn the_least_recently_used_goes_first_and_only_as_much_as_needed() {
+        let (_dir, cache) = cache(256 << 10);
+        let used = cache.used();
+        assert!((192 << 10..=216 << 10).contains(&used), "{used}");
+        let victims = |coming| {
+            let victims = cache.victims(coming, Some(1 << 40), |_| true).unwrap();
+            victims.iter().map(|v| v.content.0[0]).collect::<Vec<_>>()
+        };
+        assert_eq!(victims(20 << 10), [0; 0]);
+        assert_eq!(victims(100 << 10), [2]);
+        assert_eq!(victims(180 << 10), [2, 3]);
+        cache.touch(content(2));
+        assert_eq!(victims(100 << 10), [3], "what was used lately stays");
+        cache.remove(content(3)).unwrap();
+        assert_eq!(victims(100 << 10), [0; 0]);
+    }
+
+    #[test]
+    fn what_is_in_use_stays_and_the_error_says_what_to_do() {
+        let (_dir, cache) = cache(256 << 10);
+        let error = cache.victims(200 << 10, Some(1 << 40), |c| c == content(3)).unwrap_err().to_string();
+        for words in ["200.0 KiB needed", "--cache-size", "weights from peers"] {
+            assert!(error.contains(words), "{error}");
+        }
+        let error = cache.victims(100 << 10, Some(10 << 10), |_| false).unwrap_err().to_string();
+        assert!(error.contains("10.0 KiB free") && error.contains("free some space"), "{error}");
+    }
+
+    #[test]
+    fn the_default_leaves_room_on_the_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let limit = Cache::at(dir.path(), None).limit();
+        assert!(limit <= LIMIT_MAX && limit <= disk::free_bytes(dir.path()).unwrap());
+    }
+}

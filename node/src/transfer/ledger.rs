@@ -1,0 +1,228 @@
+//! What peers gave and took, who lied, and what is being fetched: for people, and for whom to ask next.
+use node_core::id::{ContentId, NodeId};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Who gave a wrong chunk is not asked for that content for this long: its disk may be replaced meanwhile.
+const LIAR_REST: Duration = Duration::from_secs(600);
+/// Peers that are remembered: more than a mesh has that one works with.
+const PEERS_MAX: usize = 1024;
+
+/// Kept by a library for as long as it lives.
+#[derive(Default)]
+pub(super) struct Ledger {
+    peers: Mutex<BTreeMap<NodeId, PeerRecord>>,
+    transfers: Mutex<BTreeMap<u64, Arc<Progress>>>,
+    next_transfer: AtomicU64,
+    served_bytes: AtomicU64,
+    served_chunks: AtomicU64,
+}
+
+#[derive(Default)]
+struct PeerRecord {
+    chunks: u64,
+    bytes: u64,
+    refused: u64,
+    /// Contents of which it gave wrong bytes, and until when it is not asked for them.
+    rests: BTreeMap<ContentId, Instant>,
+}
+
+/// What a peer gave since this node was started.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PeerWeights {
+    /// Node id, hex.
+    pub node: String,
+    /// Chunks taken from it.
+    pub chunks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Chunks whose hash was wrong.
+    pub refused: u64,
+}
+
+/// A transfer that goes on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TransferView {
+    /// Model name, or the beginning of its content id until its header is here.
+    pub model: String,
+    /// First layer.
+    pub first_layer: usize,
+    /// One past the last layer.
+    pub end_layer: usize,
+    /// Bytes that were missing.
+    pub bytes_total: u64,
+    /// Bytes of these that are here.
+    pub bytes_done: u64,
+    /// Peers that gave some.
+    pub peers: usize,
+}
+
+/// One transfer as it goes on.
+pub(super) struct Progress {
+    pub(super) content: ContentId,
+    pub(super) started: Instant,
+    model: Mutex<String>,
+    layers: std::ops::Range<usize>,
+    total: AtomicU64,
+    done: AtomicU64,
+    peers: Mutex<BTreeSet<NodeId>>,
+    refused: AtomicU64,
+}
+
+impl Progress {
+    pub(super) fn name(&self, model: &str) {
+        model.clone_into(&mut lock(&self.model));
+    }
+
+    /// So many bytes more are missing.
+    pub(super) fn needs(&self, bytes: u64) {
+        self.total.fetch_add(bytes, Relaxed);
+    }
+
+    /// A chunk is here; from that peer, or by another transfer of the same content.
+    pub(super) fn arrived(&self, from: Option<NodeId>, bytes: u64) {
+        self.done.fetch_add(bytes, Relaxed);
+        lock(&self.peers).extend(from);
+    }
+
+    /// Bytes still to be written.
+    pub(super) fn left(&self) -> u64 {
+        self.total.load(Relaxed).saturating_sub(self.done.load(Relaxed))
+    }
+
+    fn view(&self) -> TransferView {
+        TransferView {
+            model: lock(&self.model).clone(),
+            first_layer: self.layers.start,
+            end_layer: self.layers.end,
+            bytes_total: self.total.load(Relaxed),
+            bytes_done: self.done.load(Relaxed),
+            peers: lock(&self.peers).len(),
+        }
+    }
+
+    /// One line for the log; `None` if all was here.
+    pub(super) fn summary(&self, now: Instant) -> Option<String> {
+        let (view, seconds) = (self.view(), now.saturating_duration_since(self.started).as_secs_f64());
+        let megabytes = view.bytes_done as f64 / 1e6;
+        (view.bytes_total > 0).then(|| {
+            format!(
+                "fetched {megabytes:.1} MB of {} layers {}..{} from {} peer{} in {seconds:.1} s ({:.0} MB/s), {} chunks refused",
+                view.model,
+                view.first_layer,
+                view.end_layer,
+                view.peers,
+                if view.peers == 1 { "" } else { "s" },
+                megabytes / seconds.max(1e-3),
+                self.refused.load(Relaxed)
+            )
+        })
+    }
+}
+
+/// Keeps a transfer among those that go on; ends with it, however it ends.
+pub(super) struct Ongoing {
+    pub(super) progress: Arc<Progress>,
+    ledger: Arc<Ledger>,
+    number: u64,
+}
+
+impl Drop for Ongoing {
+    fn drop(&mut self) {
+        lock(&self.ledger.transfers).remove(&self.number);
+    }
+}
+
+impl Ledger {
+    pub(super) fn begin(self: &Arc<Self>, content: ContentId, layers: std::ops::Range<usize>) -> Ongoing {
+        let short: String = blake3::Hash::from_bytes(content.0).to_hex().chars().take(12).collect();
+        let progress = Arc::new(Progress {
+            content,
+            started: Instant::now(),
+            model: Mutex::new(short),
+            layers,
+            total: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            peers: Mutex::default(),
+            refused: AtomicU64::new(0),
+        });
+        let number = self.next_transfer.fetch_add(1, Relaxed);
+        lock(&self.transfers).insert(number, progress.clone());
+        Ongoing { progress, ledger: self.clone(), number }
+    }
+
+    /// Whether a transfer of it goes on.
+    pub(super) fn is_fetched(&self, content: ContentId) -> bool {
+        lock(&self.transfers).values().any(|t| t.content == content)
+    }
+
+    /// Bytes that the transfers that go on will still write.
+    pub(super) fn reserved(&self) -> u64 {
+        lock(&self.transfers).values().map(|t| t.left()).sum()
+    }
+
+    pub(super) fn took(&self, node: NodeId, bytes: u64) {
+        self.record(node, |record| {
+            record.chunks += 1;
+            record.bytes += bytes;
+        });
+    }
+
+    /// A peer gave something whose hash is wrong.
+    pub(super) fn lied(&self, now: Instant, node: NodeId, progress: &Progress) {
+        progress.refused.fetch_add(1, Relaxed);
+        self.record(node, |record| {
+            record.refused += 1;
+            record.rests.retain(|_, until| *until > now);
+            record.rests.insert(progress.content, now + LIAR_REST);
+        });
+    }
+
+    /// Whether it may be asked for this content.
+    pub(super) fn may_be_asked(&self, now: Instant, node: NodeId, content: ContentId) -> bool {
+        lock(&self.peers).get(&node).and_then(|r| r.rests.get(&content)).is_none_or(|until| *until <= now)
+    }
+
+    /// Whether it never gave anything wrong.
+    pub(super) fn is_trusted(&self, node: NodeId) -> bool {
+        lock(&self.peers).get(&node).is_none_or(|record| record.refused == 0)
+    }
+
+    pub(super) fn served(&self, bytes: u64) {
+        self.served_chunks.fetch_add(1, Relaxed);
+        self.served_bytes.fetch_add(bytes, Relaxed);
+    }
+
+    /// Chunks given to peers, and their bytes.
+    pub(super) fn given(&self) -> (u64, u64) {
+        (self.served_chunks.load(Relaxed), self.served_bytes.load(Relaxed))
+    }
+
+    pub(super) fn peers(&self) -> Vec<PeerWeights> {
+        let view = |(node, r): (&NodeId, &PeerRecord)| PeerWeights {
+            node: crate::views::hex(node),
+            chunks: r.chunks,
+            bytes: r.bytes,
+            refused: r.refused,
+        };
+        lock(&self.peers).iter().map(view).collect()
+    }
+
+    pub(super) fn transfers(&self) -> Vec<TransferView> {
+        lock(&self.transfers).values().map(|t| t.view()).collect()
+    }
+
+    fn record(&self, node: NodeId, change: impl FnOnce(&mut PeerRecord)) {
+        let mut peers = lock(&self.peers);
+        if peers.len() < PEERS_MAX || peers.contains_key(&node) {
+            change(peers.entry(node).or_default());
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no panics under this lock")
+}
