@@ -103,7 +103,7 @@ impl Mesh {
             let answer = first.post("/api/v1/invite", &json!({"ttl_s": 600, "uses": 1})).expect("an invitation");
             answer["ticket"].as_str().expect("a ticket").to_owned()
         });
-        let cache = join.is_some().then(|| self.dir.path().join(name).join("cache"));
+        let cache = join.is_some().then(|| self.cache_of(name));
         self.spawn(LocalNodeOptions {
             name: name.to_owned(),
             memory,
@@ -112,6 +112,11 @@ impl Mesh {
             cache_dir: cache,
             flags: Vec::new(),
         });
+    }
+
+    /// Where a node that is not the first keeps models and weights.
+    pub(crate) fn cache_of(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name).join("cache")
     }
 
     /// Starts a node that joins by this ticket.

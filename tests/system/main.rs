@@ -6,3 +6,4 @@ mod harness;
 mod joining;
 mod mesh;
 mod openai;
+mod weights;

@@ -1,0 +1,95 @@
+//! Nodes without the model get their share of it from several others at once, also where one of these is damaged.
+use crate::harness::{Mesh, deploy, generate, greedy, model, require, tokens_of};
+use meshnode::cluster::LocalNode;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const JOIN_MAX: Duration = Duration::from_secs(20);
+/// Adverts reach everybody in less.
+const GOSSIP: Duration = Duration::from_secs(4);
+
+/// Three nodes have the model, one of them with flipped bits. A fourth has none of it and gets its share from more than
+/// one of them: damaged chunks are refused and come from another, and the tokens are those of one node alone. Killed and
+/// started again it fetches nothing more.
+#[test]
+fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
+    let Some(model) = require(model()) else { return };
+    let mut mesh = Mesh::new();
+    let solo = mesh.solo(&model);
+    let reference = tokens_of(&generate(&mesh.nodes[solo], &greedy(&model, 30)));
+    let bytes = mesh.model_bytes(&model);
+    drop(mesh);
+
+    let mut mesh = Mesh::new();
+    // Only the head and the node without weights have room for a stage.
+    let half = Some((bytes as f64 * 0.8 / 0.9) as u64);
+    mesh.start("head", half);
+    for (i, holder) in ["damaged", "sound"].into_iter().enumerate() {
+        let copy = own_copy(mesh.cache_of(holder), &model);
+        mesh.start(holder, Some(1 << 20));
+        // Its index is made while the file is whole.
+        mesh.nodes[1 + i].post("/api/v1/plan", &deploy(&copy)).expect_err("there is no room yet");
+        if holder == "damaged" {
+            flip_bits(&copy);
+        }
+    }
+    mesh.start("empty", half);
+    mesh.wait_members(4, JOIN_MAX);
+    std::thread::sleep(GOSSIP);
+    mesh.deploy(0, &model);
+    assert_eq!(tokens_of(&generate(&mesh.nodes[0], &greedy(&model, 30))), reference);
+
+    let log = mesh.nodes[3].log();
+    assert!(from_peers(&mesh.nodes[3], "refused") > 0, "the damaged one was not asked:\n{log}");
+    let gave = holders(&mesh.nodes[3]);
+    assert!(gave >= 2, "{gave} gave something:\n{log}");
+    for words in ["not asked for this model for 10 minutes", "expected", "MB/s", "chunks refused"] {
+        assert!(log.contains(words), "{words}:\n{log}");
+    }
+    let fetched = from_peers(&mesh.nodes[3], "bytes");
+    assert!(fetched > bytes / 4 && fetched < bytes, "its share: {fetched} of {bytes}");
+    let metrics = mesh.nodes[3].text("/metrics").expect("metrics");
+    assert!(metrics.contains("meshnode_weights_fetched_bytes_total{peer="), "{metrics}");
+
+    mesh.nodes[3].kill();
+    mesh.restart(3);
+    mesh.nodes[0]
+        .wait_state(Duration::from_secs(60), |state| {
+            state["jobs"][0]["state"] == "ready" && state["jobs"][0]["stages"].as_array().is_some_and(|s| s.len() == 2)
+        })
+        .expect("it holds its stage again");
+    assert_eq!(tokens_of(&generate(&mesh.nodes[0], &greedy(&model, 30))), reference);
+    assert_eq!(from_peers(&mesh.nodes[3], "bytes"), 0, "what was fetched is kept:\n{}", mesh.nodes[3].log());
+}
+
+/// A figure of what peers gave this node, summed.
+fn from_peers(node: &LocalNode, figure: &str) -> u64 {
+    let state = node.get("/api/v1/state").expect("a state");
+    state["weights"]["peers"].as_array().into_iter().flatten().filter_map(|p| p[figure].as_u64()).sum()
+}
+
+/// Peers that gave something.
+fn holders(node: &LocalNode) -> usize {
+    let state = node.get("/api/v1/state").expect("a state");
+    state["weights"]["peers"].as_array().into_iter().flatten().filter(|p| p["chunks"].as_u64() > Some(0)).count()
+}
+
+/// A copy of the model in a node's own cache.
+fn own_copy(cache: PathBuf, model: &Path) -> PathBuf {
+    let models = cache.join("models");
+    std::fs::create_dir_all(&models).expect("a folder");
+    let copy = models.join(model.file_name().expect("a name"));
+    std::fs::copy(model, &copy).expect("a copy");
+    copy
+}
+
+/// Flips a bit in every 64 KiB behind the header, so that whichever chunk is asked for is wrong.
+fn flip_bits(path: &Path) {
+    let file = std::fs::File::options().read(true).write(true).open(path).expect("the copy");
+    for at in (4 << 20..file.metadata().expect("its size").len()).step_by(64 << 10) {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).expect("a byte");
+        file.write_all_at(&[byte[0] ^ 1], at).expect("a byte");
+    }
+}
