@@ -162,7 +162,8 @@ impl Shell {
         let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
         self.runtime.spawn(async move {
             let layers = spec.layers.start as usize..spec.layers.end as usize;
-            let held = library.share(spec.content, layers, &spec.sources, &ask).await.map_err(|e| e.to_string());
+            let held =
+                library.share(spec.content, layers.clone(), &spec.sources, &ask).await.map_err(|e| e.to_string());
             // What is here now, others may fetch from here.
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
@@ -175,6 +176,7 @@ impl Shell {
                     let _ = executor.send(Command::Install { job, epoch, load, stage, bytes_max });
                 }),
                 Err(reason) => {
+                    tracing::warn!("cannot hold layers {layers:?} of job {:016x}: {reason}", job.0);
                     residency.fail(job, load, || {
                         let _ = executor.send(Command::Unload { job });
                     });
