@@ -27,6 +27,8 @@ pub struct UpOptions {
     pub listen: IpAddr,
     /// Port P: TCP P, UDP P and UDP P + 1. 0 takes free ports.
     pub port: u16,
+    /// Addresses that peers are told; empty: those that the machine knows of itself.
+    pub advertise: Vec<Advertised>,
     /// "auto", "cpu", "cuda[:i]" or "vulkan[:i]".
     pub device: String,
     /// Most bytes for weights, cache and scratch; `None` measures what is free.
@@ -56,6 +58,7 @@ impl UpOptions {
             cache_bytes: None,
             listen: IpAddr::V4(Ipv4Addr::LOCALHOST),
             port: 0,
+            advertise: Vec::new(),
             device: "auto".into(),
             memory: None,
             threads: None,
@@ -84,6 +87,8 @@ pub struct ConfigFile {
     pub listen: Option<IpAddr>,
     /// See [`UpOptions::port`].
     pub port: Option<u16>,
+    /// See [`UpOptions::advertise`].
+    pub advertise: Option<Vec<Advertised>>,
     /// See [`UpOptions::device`].
     pub device: Option<String>,
     /// See [`UpOptions::memory`]; "4GiB".
@@ -143,6 +148,49 @@ pub enum ConfigError {
         /// Where and why.
         what: String,
     },
+}
+
+/// Where peers reach a node when not where it listens: behind a port forwarding, `IP:PORT` of its outer side.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Advertised {
+    ip: IpAddr,
+    port: Option<u16>,
+}
+
+impl Advertised {
+    /// Where gossip reaches a node whose own port P is `port`; the data plane is one port above.
+    pub fn gossip(&self, port: u16) -> SocketAddr {
+        SocketAddr::new(self.ip, self.port.unwrap_or(port))
+    }
+}
+
+impl FromStr for Advertised {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        let bad =
+            |why: &str| format!("`{text}` {why}: write IP or IP:PORT, as in 203.0.113.5:9471 or [2001:db8::5]:9471");
+        let bare = text.strip_prefix('[').and_then(|t| t.strip_suffix(']')).unwrap_or(text);
+        let parsed = match bare.parse::<IpAddr>() {
+            Ok(ip) => Self { ip, port: None },
+            Err(_) => {
+                let addr: SocketAddr = text.parse().map_err(|_| bad("is not an address"))?;
+                Self { ip: addr.ip(), port: Some(addr.port()) }
+            }
+        };
+        match (parsed.ip.is_unspecified() || parsed.ip.is_multicast(), parsed.port) {
+            (true, _) => Err(bad("is no address that peers could reach")),
+            (false, Some(0 | u16::MAX)) => Err(bad("has a port that cannot be P (P+1 carries data)")),
+            (false, _) => Ok(parsed),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Advertised {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
 }
 
 /// Bytes as people write them. `K M G T` and `KiB MiB GiB TiB` count in 1024s, `kB MB GB TB` in 1000s.
@@ -283,6 +331,19 @@ mod tests {
     }
 
     #[test]
+    fn advertised_addresses_take_the_nodes_own_port_unless_told() {
+        let at = |text: &str| text.parse::<Advertised>().unwrap().gossip(9471).to_string();
+        assert_eq!(at("203.0.113.5"), "203.0.113.5:9471");
+        assert_eq!(at(" 203.0.113.5:7000"), "203.0.113.5:7000");
+        assert_eq!(at("2001:db8::5"), "[2001:db8::5]:9471");
+        assert_eq!(at("[2001:db8::5]"), "[2001:db8::5]:9471");
+        assert_eq!(at("[2001:db8::5]:7000"), "[2001:db8::5]:7000");
+        for text in ["", "example.org", "0.0.0.0:9471", "[::]", "224.0.0.1", "1.2.3.4:0", "1.2.3.4:65535", "1.2.3.4:"] {
+            assert!(text.parse::<Advertised>().is_err(), "{text} was taken");
+        }
+    }
+
+    #[test]
     fn durations_are_read_as_people_write_them() {
         assert_eq!(parse_duration("1h").unwrap().as_secs(), 3600);
         assert_eq!(parse_duration("90").unwrap().as_secs(), 90);
@@ -297,13 +358,15 @@ mod tests {
         let path = dir.path().join("meshnode.toml");
         std::fs::write(
             &path,
-            "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n",
+            "name = \"desk\"\nmemory = \"4G\"\napi = \"127.0.0.1:9000\"\nno-mdns = true\ncache-size = \"20G\"\n\
+             advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();
         let file = ConfigFile::load(Some(&path)).unwrap();
         assert_eq!(file.name.as_deref(), Some("desk"));
         assert_eq!(file.memory, Some(Size(4 << 30)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));
+        assert_eq!(file.advertise, Some(vec!["203.0.113.5:7000".parse().unwrap()]));
         std::fs::write(&path, "memroy = \"4G\"\n").unwrap();
         let error = ConfigFile::load(Some(&path)).unwrap_err().to_string();
         assert!(error.contains("memroy") && error.contains("memory"), "{error}");

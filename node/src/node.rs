@@ -102,14 +102,14 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         .map_err(|e| bind_error(port, &e))?
     };
     let gossip = Arc::new(gossip);
-    let reachable = reachable_at(options.listen);
+    let gossip_addrs = advertised(&options, port)?;
     let config = Config {
         node: me,
         generation,
         peer_id: identity.peer_id().to_bytes(),
         name: options.name.clone(),
-        gossip_addrs: reachable.iter().map(|ip| SocketAddr::new(*ip, port)).collect(),
-        data_addrs: reachable.iter().map(|ip| SocketAddr::new(*ip, port + 1)).collect(),
+        data_addrs: gossip_addrs.iter().map(|a| SocketAddr::new(a.ip(), a.port() + 1)).collect(),
+        gossip_addrs,
         capacity: device.capacity.clone(),
     };
     let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
@@ -460,8 +460,20 @@ fn choose_port(options: &UpOptions) -> Result<u16, NodeError> {
     Err(NodeError::Failed("no two free ports side by side: choose one with --port".into()))
 }
 
-/// Addresses that peers are told: where a node listens everywhere, those of the machine's networks, the one with the
-/// default route first (no packet is sent to learn it), its own loopback last.
+/// Where peers are told to send gossip: where the user says, else where this machine can be reached as far as it knows.
+fn advertised(options: &UpOptions, port: u16) -> Result<Vec<SocketAddr>, NodeError> {
+    let (wanted, most) = (options.advertise.len(), node_core::limits::ADVERT_ADDRS_MAX);
+    if wanted > most {
+        return Err(NodeError::Invalid(format!("--advertise names {wanted} addresses, peers are told at most {most}")));
+    }
+    if wanted == 0 {
+        return Ok(reachable_at(options.listen).into_iter().map(|ip| SocketAddr::new(ip, port)).collect());
+    }
+    Ok(options.advertise.iter().map(|a| a.gossip(port)).collect())
+}
+
+/// Addresses that a machine can tell of itself: where a node listens everywhere, those of the machine's networks, the one
+/// with the default route first (no packet is sent to learn it), its own loopback last.
 fn reachable_at(listen: IpAddr) -> Vec<IpAddr> {
     if !listen.is_unspecified() {
         return vec![listen];

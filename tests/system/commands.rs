@@ -91,6 +91,7 @@ fn mistakes_are_usage_errors() {
         (&["pull", "hf:../x/y"], "hf:OWNER/REPO/FILE"),
         (&["up", "--memory", "much"], "200MiB"),
         (&["up", "--api", "0.0.0.0:0"], "--api-key"),
+        (&["up", "--advertise", "0.0.0.0:9471"], "IP:PORT"),
     ] {
         let output = run(arguments);
         let said = String::from_utf8_lossy(&output.stderr);

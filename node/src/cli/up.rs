@@ -2,7 +2,7 @@
 use super::model::{ComputeArgs, listen_address};
 use super::{Failure, Global, remark, say};
 use crate::api::Api;
-use crate::config::{ConfigFile, PORT_DEFAULT, UpOptions, data_dir_default, hostname};
+use crate::config::{Advertised, ConfigFile, PORT_DEFAULT, UpOptions, data_dir_default, hostname};
 use crate::handle::NodeHandle;
 use crate::telemetry::Metrics;
 use clap::builder::FalseyValueParser;
@@ -23,6 +23,7 @@ Examples:
   meshnode up                                       prints a ticket for others
   meshnode up --memory 8G --device cuda
   MESHNODE_API_KEY=… meshnode up --api 0.0.0.0:9470
+  meshnode up --advertise 203.0.113.5:9471          behind a router that forwards UDP 9471 and 9472
 
 In meshnode.toml the flags have the same names:
   name = \"desk\"
@@ -72,6 +73,10 @@ struct NodeArgs {
     /// P: TCP P finds peers, UDP P carries gossip, UDP P+1 carries data [default: 9471]
     #[arg(long, value_name = "P", env = "MESHNODE_PORT", value_parser = clap::value_parser!(u16).range(..=65534))]
     port: Option<u16>,
+    /// Tell peers to reach this node here instead of at the machine's own addresses: behind a router that forwards UDP
+    /// PORT to P and UDP PORT+1 to P+1. Several separated by commas, or the flag several times [default PORT: P]
+    #[arg(long, value_name = "IP[:PORT]", env = "MESHNODE_ADVERTISE", value_delimiter = ',')]
+    advertise: Vec<Advertised>,
     #[command(flatten)]
     compute: ComputeArgs,
     /// Do not look for peers on the local network
@@ -94,6 +99,10 @@ impl NodeArgs {
             cache_bytes: global.cache_bytes(file),
             listen: self.listen.or(file.listen).unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             port: self.port.or(file.port).unwrap_or(PORT_DEFAULT),
+            advertise: match self.advertise.is_empty() {
+                true => file.advertise.clone().unwrap_or_default(),
+                false => self.advertise.clone(),
+            },
             device: self.compute.device.clone().or_else(|| file.device.clone()).unwrap_or_else(|| "auto".into()),
             memory: self.compute.memory.or(file.memory).map(|s| s.0),
             threads: self.compute.threads.or(file.threads),
