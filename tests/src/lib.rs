@@ -1,5 +1,7 @@
-//! What the system tests share. Next: `system/main.rs`.
+//! What the system tests share. Next: `relay.rs` (a network that can be hurt), `system/main.rs`.
 use std::path::{Path, PathBuf};
+
+pub mod relay;
 
 /// The root of the repository that these tests belong to.
 pub fn repository() -> PathBuf {
