@@ -65,7 +65,16 @@ impl LocalNode {
     /// # Errors
     /// It could not be started, or ended before it said its ticket; its log is quoted.
     pub fn spawn(exe: &Path, dir: &Path, options: &LocalNodeOptions) -> std::io::Result<Self> {
-        let (port, api) = free_ports()?;
+        Self::spawn_on(exe, dir, options, free_port()?)
+    }
+
+    /// As [`Self::spawn`], on a port P of the caller's.
+    ///
+    /// # Errors
+    /// As [`Self::spawn`].
+    pub fn spawn_on(exe: &Path, dir: &Path, options: &LocalNodeOptions, port: u16) -> std::io::Result<Self> {
+        // Another process may take it before the node does; the node then says so.
+        let api = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
         let data_dir = dir.join(&options.name);
         std::fs::create_dir_all(&data_dir)?;
         let log_path = data_dir.join("log");
@@ -261,16 +270,18 @@ fn first_line(child: &mut Child) -> Option<String> {
     line.recv_timeout(START_MAX).ok().filter(|l| !l.is_empty())
 }
 
-/// A port P with TCP P, UDP P and UDP P + 1 free, and a free port for the API. Another process may take them before the
-/// node does; the node then says so.
-fn free_ports() -> std::io::Result<(u16, SocketAddr)> {
+/// A port P with TCP P, UDP P and UDP P + 1 free on 127.0.0.1. Another process may take them before a node does; the node
+/// then says so.
+///
+/// # Errors
+/// There are none left.
+pub fn free_port() -> std::io::Result<u16> {
     let host = Ipv4Addr::LOCALHOST;
     for _ in 0..100 {
         let tcp = TcpListener::bind((host, 0))?;
         let port = tcp.local_addr()?.port();
-        let api = TcpListener::bind((host, 0))?;
         if port < u16::MAX && UdpSocket::bind((host, port)).is_ok() && UdpSocket::bind((host, port + 1)).is_ok() {
-            return Ok((port, api.local_addr()?));
+            return Ok(port);
         }
     }
     Err(std::io::Error::other("no free ports on 127.0.0.1"))

@@ -1,9 +1,10 @@
 //! Real node processes on loopback, for tests.
-use meshnode::cluster::{LocalNode, LocalNodeOptions};
+use meshnode::cluster::{LocalNode, LocalNodeOptions, free_port};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
+use system_tests::relay::Relay;
 
 /// Context every test deploys with: small, so that weights decide what fits.
 pub(crate) const CONTEXT: u32 = 512;
@@ -88,13 +89,21 @@ pub(crate) fn tokens_of(events: &[Value]) -> Vec<u64> {
 pub(crate) struct Mesh {
     /// In the order they were started.
     pub(crate) nodes: Vec<LocalNode>,
-    options: Vec<LocalNodeOptions>,
+    /// Where each listens, also when it starts again.
+    options: Vec<(LocalNodeOptions, u16)>,
+    /// Between all of them, with the same order of nodes.
+    pub(crate) relay: Option<Relay>,
     dir: tempfile::TempDir,
 }
 
 impl Mesh {
     pub(crate) fn new() -> Self {
-        Self { nodes: Vec::new(), options: Vec::new(), dir: tempfile::tempdir().expect("a folder") }
+        Self { nodes: Vec::new(), options: Vec::new(), relay: None, dir: tempfile::tempdir().expect("a folder") }
+    }
+
+    /// Nodes that reach each other through a relay only; `seed` decides which datagrams it loses.
+    pub(crate) fn relayed(seed: u64) -> Self {
+        Self { relay: Some(Relay::start(seed).expect("a relay")), ..Self::new() }
     }
 
     /// Starts a node; every one but the first joins the first's mesh. Only the first sees the user's model cache.
@@ -168,12 +177,19 @@ impl Mesh {
 
     /// Starts a killed node again with its old data directory.
     pub(crate) fn restart(&mut self, index: usize) {
-        let options = self.options[index].clone();
-        self.nodes[index] = LocalNode::spawn(meshnode(), self.dir.path(), &options).expect("the node starts again");
+        let (options, port) = &self.options[index];
+        let again = LocalNode::spawn_on(meshnode(), self.dir.path(), options, *port);
+        self.nodes[index] = again.expect("the node starts again");
     }
 
-    fn spawn(&mut self, options: LocalNodeOptions) {
-        self.nodes.push(LocalNode::spawn(meshnode(), self.dir.path(), &options).expect("the node starts"));
-        self.options.push(options);
+    fn spawn(&mut self, mut options: LocalNodeOptions) {
+        let port = free_port().expect("a free port");
+        if let Some(relay) = &mut self.relay {
+            let (_, front) = relay.add(port).expect("a front");
+            options.flags.extend(["--advertise".to_owned(), front.to_string()]);
+        }
+        let node = LocalNode::spawn_on(meshnode(), self.dir.path(), &options, port);
+        self.nodes.push(node.expect("the node starts"));
+        self.options.push((options, port));
     }
 }

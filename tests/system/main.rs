@@ -1,7 +1,9 @@
 //! The system tests, one module each: what only the whole repository, or real processes, can show.
 mod arrows;
 mod bans;
+mod client;
 mod commands;
+mod faults;
 mod harness;
 mod joining;
 mod mesh;

@@ -1,0 +1,134 @@
+//! One generation as its client saw it: which tokens, each once, and how long it waited for them.
+use crate::harness::{CONTEXT, Mesh, deploy, greedy, model, require};
+use meshnode::cluster::LocalNode;
+use serde_json::Value;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// A client that hears nothing for this long takes it that the mesh hangs.
+const HANG: Duration = Duration::from_secs(60);
+
+/// What an undisturbed node says.
+pub(crate) struct Solo {
+    pub(crate) model: PathBuf,
+    /// What the model takes on one node.
+    pub(crate) bytes: u64,
+    /// The longest answer that is asked for.
+    tokens: Vec<u64>,
+}
+
+/// Tokens of the longest answer: prompt and answer fit the context.
+const TOKENS_MAX: u32 = 200;
+const _: () = assert!(TOKENS_MAX + 64 < CONTEXT);
+
+impl Solo {
+    /// The first `count` tokens of the answer.
+    pub(crate) fn tokens(&self, count: u32) -> &[u64] {
+        &self.tokens[..count as usize]
+    }
+
+    /// Memory of a node that holds eight tenths of the model: one is too little, two are enough.
+    pub(crate) fn memory(&self) -> u64 {
+        (self.bytes as f64 * 0.8 / 0.9) as u64
+    }
+}
+
+/// The reference, generated once for all tests of this binary; `None` (or a failure) if there is no model.
+pub(crate) fn solo() -> Option<&'static Solo> {
+    static SOLO: OnceLock<Option<Solo>> = OnceLock::new();
+    let solo = SOLO.get_or_init(|| {
+        let model = require(model())?;
+        let mut mesh = Mesh::new();
+        mesh.start("solo", None);
+        let plan = mesh.nodes[0].post("/api/v1/plan", &deploy(&model)).expect("a plan");
+        let bytes = plan["stages"][0]["bytes"].as_u64().expect("bytes");
+        mesh.deploy(0, &model);
+        let view = watch(&mesh.nodes[0], &model, TOKENS_MAX, |_| {});
+        Some(Solo { model, bytes, tokens: view.tokens })
+    });
+    solo.as_ref()
+}
+
+/// What a client saw.
+pub(crate) struct View {
+    pub(crate) tokens: Vec<u64>,
+    first: Duration,
+    /// Between one token and the next.
+    pauses: Vec<Duration>,
+}
+
+/// Asks for a greedy answer and reads it to its end, each token once and in order; `told` is called after each token with
+/// the number so far.
+pub(crate) fn watch(node: &LocalNode, model: &Path, tokens: u32, mut told: impl FnMut(usize)) -> View {
+    let (request, start) = (greedy(model, tokens), Instant::now());
+    let arrived = listen(node.post_lines("/api/v1/generate", &request).expect("a stream"));
+    let mut view = View { tokens: Vec::new(), first: Duration::ZERO, pauses: Vec::new() };
+    let (mut last, mut position) = (start, None);
+    loop {
+        let (at, line) = arrived.recv_timeout(HANG).unwrap_or_else(|why| {
+            let (so_far, name) = (view.tokens.len(), &node.name);
+            panic!("{why} after {so_far} tokens and {HANG:?}; the log of `{name}`:\n{}", node.log())
+        });
+        let event: Value = serde_json::from_str(&line.expect("the stream goes on")).expect("JSON lines");
+        assert!(event["error"].is_null(), "the request is lost after {} tokens: {event}", view.tokens.len());
+        if event["done"].is_string() {
+            assert_eq!(view.tokens.len(), tokens as usize, "all tokens of the answer: {event}");
+            return view;
+        }
+        let (Some(token), Some(place)) = (event["token"].as_u64(), event["position"].as_u64()) else { continue };
+        assert!(position.is_none_or(|before: u64| place == before + 1), "{place} follows {position:?}");
+        position = Some(place);
+        match view.tokens.is_empty() {
+            true => view.first = at - start,
+            false => view.pauses.push(at - last),
+        }
+        last = at;
+        view.tokens.push(token);
+        told(view.tokens.len());
+    }
+}
+
+/// Lines and when they came, read on a thread of their own, so that waiting for one can have an end.
+pub(crate) fn listen(
+    lines: impl Iterator<Item = io::Result<String>> + Send + 'static,
+) -> mpsc::Receiver<(Instant, io::Result<String>)> {
+    let (sender, arrived) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in lines {
+            if sender.send((Instant::now(), line)).is_err() {
+                break;
+            }
+        }
+    });
+    arrived
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut pauses = self.pauses.clone();
+        pauses.sort();
+        let ms = |d: Option<&Duration>| d.map_or(0.0, |d| d.as_secs_f64() * 1e3);
+        let (median, longest) = (ms(pauses.get(pauses.len() / 2)), ms(pauses.last()));
+        let (count, first) = (self.tokens.len(), ms(Some(&self.first)));
+        write!(
+            f,
+            "{count} tokens, the first after {first:.0} ms, pauses {median:.1} ms median, {longest:.0} ms longest"
+        )
+    }
+}
+
+/// The seed of a test's random choices: `MESHNODE_TEST_SEED`, or a fresh one. Printed, so that a failure can be repeated.
+pub(crate) fn seed(test: &str) -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    let given = std::env::var("MESHNODE_TEST_SEED").ok();
+    let seed = match &given {
+        Some(text) => text.parse().unwrap_or_else(|_| panic!("MESHNODE_TEST_SEED is `{text}`, expected a number")),
+        None => RandomState::new().hash_one(test) >> 32,
+    };
+    eprintln!("{test}: MESHNODE_TEST_SEED={seed}");
+    seed
+}
