@@ -285,6 +285,8 @@ impl Node {
             Message::Silent { job, epoch, node, silent_ms } => {
                 if self.jobs.epoch_of(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
+                    // Whoever does not hear this head, though this head hears it, is behind a link cut in one direction.
+                    let node = if node == self.me { from } else { node };
                     let heard = self.liveness.is_fresh(now, node);
                     self.failover.handle_reported(now, job, from, node, silent, heard);
                 }
@@ -426,9 +428,9 @@ impl Node {
         }
     }
 
-    /// Tells the head that a neighbour is silent, or (with no silence) heard again. Nobody is told about the head.
+    /// Tells the head that a neighbour (or the head itself) is silent, or (with no silence) heard again.
     fn report(&mut self, job: JobId, node: NodeId, silent: Duration) {
-        let head = self.placement.head_of(job).filter(|&(head, _)| head != node && head != self.me);
+        let head = self.placement.head_of(job).filter(|&(head, _)| head != self.me);
         if let Some((head, epoch)) = head {
             let silent_ms = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
             self.send(head, Message::Silent { job, epoch, node, silent_ms });

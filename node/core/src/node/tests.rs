@@ -7,7 +7,7 @@ use crate::id::{CallId, ContentId, Generation, RequestId};
 use crate::input::{ItemResult, LoadedStage, ModelSpec, Request};
 use crate::message::Sampling;
 use crate::output::{DoneReason, Item, StageSpec};
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use partitioner::{Layer, Work};
 
@@ -25,6 +25,8 @@ struct Mesh {
     events: Vec<(NodeId, Event)>,
     /// Nothing can be written anywhere.
     disk_full: bool,
+    /// Nothing arrives from the first at the second.
+    cut: BTreeSet<(NodeId, NodeId)>,
     tensors_next: u64,
 }
 
@@ -121,6 +123,7 @@ impl Mesh {
             sequence: 0,
             events: Vec::new(),
             disk_full: false,
+            cut: BTreeSet::new(),
             tensors_next: 1 << 63,
         };
         for (i, &memory) in memories.iter().enumerate() {
@@ -215,6 +218,8 @@ impl Mesh {
     fn carry_out(&mut self, me: NodeId, output: Output) {
         let delay = Duration::from_millis(1);
         match output {
+            Output::SendDatagram { to, .. } | Output::SendMessage { to, .. } | Output::SendFrame { to, .. }
+                if self.cut.contains(&(me, to)) => {}
             Output::SendDatagram { to, bytes, .. } => {
                 let n = self.nodes[&me].node.membership().own().gossip_addrs[0];
                 self.post(delay, to, Input::Datagram { from: me, source: n, bytes });
@@ -465,6 +470,39 @@ fn a_stage_is_fetched_from_everybody_who_has_some_of_it() {
     let sources = |n: u8| mesh.nodes[&id(n)].sources.clone();
     assert_eq!(sources(2), [id(1), id(3)], "the head, and a node without a stage; not itself");
     assert!(mesh.nodes[&id(3)].stage.is_empty());
+}
+
+/// A stage that does not hear the head any more, while the head hears it well.
+#[test]
+fn a_stage_that_went_deaf_is_replaced_before_the_watchdog_wakes() {
+    let mut mesh = Mesh::new(&[250, 250, 250, 250]);
+    let job = mesh.deploy();
+    mesh.submit(CALL, job, vec![1, 2, 3], 20);
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| mesh.told(CALL).len() < 7);
+    let deaf = *mesh.stages().iter().find(|&&node| node != id(1)).unwrap(); // gets its rows from the head
+    mesh.cut.insert((id(1), deaf));
+    assert_eq!(mesh.finish(CALL, crate::limits::WATCHDOG_MIN), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 20));
+    assert!(!mesh.stages().contains(&deaf));
+}
+
+/// A head that stood still for a moment is not heard by anybody meanwhile, and loses nobody for it.
+#[test]
+fn a_head_that_stood_still_keeps_its_stages() {
+    let mut mesh = Mesh::new(&[250, 250, 250, 250]);
+    let job = mesh.deploy();
+    mesh.submit(CALL, job, vec![1, 2, 3], 20);
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| mesh.told(CALL).len() < 7);
+    let (stages, others) = (mesh.stages(), [2, 3, 4].map(id));
+    mesh.cut.extend(others.map(|other| (id(1), other)));
+    mesh.run_for(Duration::from_millis(500));
+    mesh.cut.clear();
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(20)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 20));
+    assert_eq!(mesh.stages(), stages);
+    mesh.assert_clean();
 }
 
 /// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
