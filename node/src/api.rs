@@ -16,6 +16,7 @@ pub mod engine;
 mod error;
 mod generation;
 mod guard;
+mod idempotency;
 mod listener;
 mod management;
 mod openai;
@@ -66,7 +67,7 @@ impl Api {
         metrics: Metrics,
         stop: impl Future<Output = ()> + Send,
     ) -> io::Result<()> {
-        let router = router(App { engine, metrics }, self.key);
+        let router = router(App { engine, metrics, answers: idempotency::Answers::default() }, self.key);
         let serving = axum::serve(listener::Bounded::new(self.listener), router).into_future();
         tokio::select! {
             ended = serving => ended,
@@ -98,6 +99,7 @@ pub enum BindError {
 struct App<E> {
     engine: E,
     metrics: Metrics,
+    answers: idempotency::Answers,
 }
 
 fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
@@ -134,15 +136,22 @@ fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
 
 /// The JSON body of a request.
 async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
+    parse(&body_bytes(request).await?)
+}
+
+async fn body_bytes(request: Request) -> Result<axum::body::Bytes, ApiError> {
     let media = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
     if !media.split(';').next().is_some_and(|m| m.trim().eq_ignore_ascii_case("application/json")) {
         return Err(ApiError::media_type());
     }
-    let bytes = axum::body::to_bytes(request.into_body(), BODY_BYTES_MAX).await.map_err(|error| {
+    axum::body::to_bytes(request.into_body(), BODY_BYTES_MAX).await.map_err(|error| {
         let too_large = std::error::Error::source(&error).is_some_and(|e| e.to_string().contains("length limit"));
         if too_large { ApiError::too_large(BODY_BYTES_MAX) } else { ApiError::invalid(None, error.to_string()) }
-    })?;
-    serde_json::from_slice(&bytes)
+    })
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    serde_json::from_slice(bytes)
         .map_err(|e| ApiError::invalid(None, format!("the body is not what was expected: {e}")))
 }
 

@@ -65,6 +65,23 @@ impl ApiError {
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "invalid_request_error", Some("media_type"), message)
     }
 
+    /// 422: one key for two requests.
+    pub(crate) fn key_reused() -> Self {
+        let message = "this Idempotency-Key came with another request before: send a new key with a new request";
+        let code = Some("idempotency_key_reused");
+        let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_request_error", code, message);
+        Self { param: Some("Idempotency-Key"), ..error }
+    }
+
+    /// 409: the request that came first is still being answered.
+    pub(crate) fn key_running() -> Self {
+        let message =
+            "the request with this Idempotency-Key is still running on this node: ask again when it has ended";
+        let code = Some("idempotency_key_running");
+        let error = Self::new(StatusCode::CONFLICT, "invalid_request_error", code, message);
+        Self { param: Some("Idempotency-Key"), ..error }
+    }
+
     fn busy() -> Self {
         let message = "the queue of this model is full: try again in a moment";
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), message)
@@ -113,7 +130,7 @@ impl IntoResponse for ApiError {
         let mut response = (self.status, axum::Json(self.body())).into_response();
         let headers = response.headers_mut();
         match self.status {
-            StatusCode::TOO_MANY_REQUESTS => {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::CONFLICT => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
             }
             StatusCode::UNAUTHORIZED => {

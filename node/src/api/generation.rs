@@ -52,6 +52,12 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
+    /// Nothing happened.
+    #[cfg(test)]
+    pub(crate) fn none() -> Self {
+        Self { prompt_tokens: 0, tokens: 0, started: Instant::now(), first: None, last: None }
+    }
+
     /// Order to first token.
     pub(crate) fn first_token(&self) -> Option<Duration> {
         self.first.map(|first| first - self.started)

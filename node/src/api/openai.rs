@@ -2,10 +2,12 @@
 use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::generation::{Figures, Generation, Order, Step};
+use super::idempotency::{self, Begun, Fingerprint, Key, Turn};
 use super::request::Body;
-use super::{App, body, off_thread};
+use super::{App, body_bytes, off_thread, parse};
 use axum::Json;
 use axum::extract::{Path, Request, State};
+use axum::http::HeaderValue;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
@@ -58,10 +60,29 @@ enum Shape {
     Completion,
 }
 
+impl Shape {
+    fn path(self) -> &'static str {
+        match self {
+            Shape::Chat => "/v1/chat/completions",
+            Shape::Completion => "/v1/completions",
+        }
+    }
+}
+
 async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Result<Response, ApiError> {
-    let body: Body = body(request).await?;
-    let model = find(&app, body.model.as_deref())?;
+    let key = Key::of(request.headers())?;
+    let bytes = body_bytes(request).await?;
+    let mut body: Body = parse(&bytes)?;
     let (streaming, include_usage) = (body.stream.unwrap_or(false), body.include_usage());
+    let mut record = Record::default();
+    if let Some(key) = key {
+        match app.answers.begin(&key, Fingerprint::of(shape.path(), &bytes))? {
+            Begun::Again(finished) => return Ok(finished.again(streaming.then_some(include_usage))),
+            Begun::New(turn) => record.turn = Some(turn),
+        }
+        body.seed_or(key.seed());
+    }
+    let model = find(&app, body.model.as_deref())?;
     let for_order = model.clone();
     let order: Order = off_thread(move || match shape {
         Shape::Chat => body.chat(&for_order),
@@ -71,20 +92,88 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     let answer = Answer::new(shape, &model)?;
     let generation = Generation::start(&app.engine, model, order, &app.metrics).await?;
     if streaming {
-        Ok(stream_answer(generation, answer, include_usage))
+        Ok(stream_answer(Running { generation, answer, record }, include_usage))
     } else {
-        whole_answer(generation, &answer).await
+        whole_answer(Running { generation, answer, record }).await
     }
 }
 
-async fn whole_answer<T: Tokens>(mut generation: Generation<T>, answer: &Answer) -> Result<Response, ApiError> {
+/// An answer that is being made.
+struct Running<T> {
+    generation: Generation<T>,
+    answer: Answer,
+    record: Record,
+}
+
+/// The text so far of an answer that may be asked for again; nothing for others.
+#[derive(Default)]
+struct Record {
+    turn: Option<Turn>,
+    text: String,
+}
+
+impl Record {
+    fn push(&mut self, text: &str) {
+        if self.turn.is_some() {
+            self.text.push_str(text);
+        }
+    }
+
+    fn finish(self, answer: Answer, finish: &'static str, figures: &Figures) {
+        if let Some(turn) = self.turn {
+            turn.finish(Finished { answer, text: self.text, finish, figures: figures.clone() });
+        }
+    }
+}
+
+/// An answer that was given.
+pub(crate) struct Finished {
+    answer: Answer,
+    text: String,
+    finish: &'static str,
+    figures: Figures,
+}
+
+impl Finished {
+    /// What it takes of the memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.text.len() + self.answer.id.len() + self.answer.model.len() + size_of::<Self>()
+    }
+
+    /// The same answer once more; `Some` streams it, with or without a count of tokens at the end.
+    fn again(&self, stream: Option<bool>) -> Response {
+        let mut response = match stream {
+            None => Json(self.answer.whole(&self.text, self.finish, &self.figures)).into_response(),
+            Some(include_usage) => {
+                let begin = self.answer.begin(include_usage);
+                let rest = self.answer.end(&self.text, self.finish, &self.figures, include_usage);
+                let chunks: Vec<_> = begin.into_iter().chain(rest).map(event).collect();
+                Sse::new(stream::iter(chunks)).into_response()
+            }
+        };
+        response.headers_mut().insert(idempotency::REPLAYED, HeaderValue::from_static("true"));
+        response
+    }
+
+    #[cfg(test)]
+    pub(crate) fn pretended(text: &str) -> Self {
+        let answer = Answer { shape: Shape::Chat, id: String::new(), created: 0, model: String::new() };
+        Self { answer, text: text.to_owned(), finish: "stop", figures: Figures::none() }
+    }
+}
+
+async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiError> {
+    let Running { mut generation, answer, mut record } = running;
     let mut whole = String::new();
     loop {
         match generation.next().await {
             Step::Token { text, .. } => whole.push_str(&text),
             Step::End { text, finish } => {
                 whole.push_str(&text);
-                return Ok(Json(answer.whole(&whole, finish, generation.figures())).into_response());
+                let response = Json(answer.whole(&whole, finish, generation.figures())).into_response();
+                record.push(&whole);
+                record.finish(answer, finish, generation.figures());
+                return Ok(response);
             }
             Step::Failed(error) => return Err(error),
         }
@@ -93,47 +182,46 @@ async fn whole_answer<T: Tokens>(mut generation: Generation<T>, answer: &Answer)
 
 /// Where a stream is.
 enum Phase<T> {
-    Begin(Generation<T>),
-    Running(Generation<T>),
+    Begin(Running<T>, String),
+    Running(Running<T>),
     /// Chunks still to be sent.
     Ending(std::vec::IntoIter<String>),
 }
 
-fn stream_answer<T: Tokens>(generation: Generation<T>, answer: Answer, include_usage: bool) -> Response {
-    let begin = match answer.shape {
-        Shape::Chat => Phase::Begin(generation),
-        Shape::Completion => Phase::Running(generation),
+fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Response {
+    let begin = match running.answer.begin(include_usage) {
+        Some(chunk) => Phase::Begin(running, chunk),
+        None => Phase::Running(running),
     };
-    let chunks = stream::unfold((begin, answer), move |(phase, answer)| async move {
+    let chunks = stream::unfold(begin, move |phase| async move {
         let (data, phase) = match phase {
-            Phase::Begin(generation) => (answer.chunk(Some(""), None, include_usage, true), Phase::Running(generation)),
-            Phase::Running(generation) => advance(generation, &answer, include_usage).await,
+            Phase::Begin(running, chunk) => (chunk, Phase::Running(running)),
+            Phase::Running(running) => advance(running, include_usage).await,
             Phase::Ending(mut rest) => (rest.next()?, Phase::Ending(rest)),
         };
-        Some((Ok::<_, Infallible>(Event::default().data(data)), (phase, answer)))
+        Some((event(data), phase))
     });
     Sse::new(chunks).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
 }
 
+fn event(data: String) -> Result<Event, Infallible> {
+    Ok(Event::default().data(data))
+}
+
 /// The next chunk that has something to say.
-async fn advance<T: Tokens>(mut generation: Generation<T>, answer: &Answer, include_usage: bool) -> (String, Phase<T>) {
+async fn advance<T: Tokens>(mut running: Running<T>, include_usage: bool) -> (String, Phase<T>) {
     loop {
-        match generation.next().await {
+        match running.generation.next().await {
             Step::Token { text, .. } if text.is_empty() => {}
             Step::Token { text, .. } => {
-                return (answer.chunk(Some(&text), None, include_usage, false), Phase::Running(generation));
+                running.record.push(&text);
+                return (running.answer.chunk(Some(&text), None, include_usage, false), Phase::Running(running));
             }
             Step::End { text, finish } => {
-                let mut chunks = Vec::new();
-                if !text.is_empty() {
-                    chunks.push(answer.chunk(Some(&text), None, include_usage, false));
-                }
-                chunks.push(answer.chunk(None, Some(finish), include_usage, false));
-                if include_usage {
-                    chunks.push(answer.usage_chunk(generation.figures()));
-                }
-                chunks.push("[DONE]".into());
-                let mut rest = chunks.into_iter();
+                let Running { generation, answer, mut record } = running;
+                let mut rest = answer.end(&text, finish, generation.figures(), include_usage).into_iter();
+                record.push(&text);
+                record.finish(answer, finish, generation.figures());
                 return (rest.next().unwrap_or_default(), Phase::Ending(rest));
             }
             Step::Failed(error) => return (error.body().to_string(), Phase::Ending(Vec::new().into_iter())),
@@ -173,6 +261,28 @@ impl Answer {
         let mut value = self.envelope(object, vec![choice]);
         value["usage"] = usage(figures);
         value
+    }
+
+    /// What a stream begins with.
+    fn begin(&self, include_usage: bool) -> Option<String> {
+        match self.shape {
+            Shape::Chat => Some(self.chunk(Some(""), None, include_usage, true)),
+            Shape::Completion => None,
+        }
+    }
+
+    /// What a stream ends with, after `text` that is left.
+    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<String> {
+        let mut chunks = Vec::new();
+        if !text.is_empty() {
+            chunks.push(self.chunk(Some(text), None, include_usage, false));
+        }
+        chunks.push(self.chunk(None, Some(finish), include_usage, false));
+        if include_usage {
+            chunks.push(self.usage_chunk(figures));
+        }
+        chunks.push("[DONE]".into());
+        chunks
     }
 
     fn chunk(&self, text: Option<&str>, finish: Option<&str>, include_usage: bool, begin: bool) -> String {

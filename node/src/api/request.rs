@@ -118,6 +118,11 @@ impl Body {
         self.stream_options.as_ref().and_then(|o| o.include_usage).unwrap_or(false)
     }
 
+    /// Samples with `seed`, unless the client has chosen one.
+    pub(crate) fn seed_or(&mut self, seed: u64) {
+        self.settings.seed.get_or_insert(seed.cast_signed());
+    }
+
     /// A conversation as an order.
     ///
     /// # Errors
