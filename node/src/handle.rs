@@ -20,8 +20,10 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
+pub(crate) use demand::Recalled;
 pub(crate) use serving::Serving;
 
+mod demand;
 mod serving;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
@@ -47,6 +49,7 @@ pub(crate) struct Inner {
     pub(crate) bans: Arc<Bans>,
     pub(crate) models_dir: PathBuf,
     pub(crate) serving: Serving,
+    pub(crate) recalled: Arc<Recalled>,
     /// Says goodbye soon: no new work.
     pub(crate) leaving: AtomicBool,
 }
@@ -194,15 +197,20 @@ impl NodeHandle {
     /// Unknown or damaged model, a mesh too small (with the missing bytes), a stage that could not load.
     pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
         let node = self.clone();
-        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, options).await });
+        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, Some(options)).await });
         deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
     }
 
-    async fn deploy_in_turn(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
+    /// Without options: on demand.
+    async fn deploy_in_turn(&self, model: ModelRef, options: Option<ModelOptions>) -> Result<ModelHandle, NodeError> {
         self.takes_work()?;
         let serving = &self.inner.serving;
         let _turn = serving.turn().await;
         let opened = self.open(&model).await?;
+        let options = match options {
+            Some(options) => options,
+            None => self.inner.recalled.options(opened.held.content)?,
+        };
         let before = serving.find(&opened.name, &opened.spec(&options));
         let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
         let mut spec = opened.spec(&options);
@@ -230,6 +238,7 @@ impl NodeHandle {
         let model =
             self.served(name).ok_or_else(|| NodeError::NotFound(format!("no model `{name}` is served here")))?;
         self.inner.serving.end(model.job).await;
+        self.inner.recalled.stop(model.spec.content);
         Ok(())
     }
 

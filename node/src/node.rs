@@ -4,7 +4,7 @@ use crate::bans::{self, Bans};
 use crate::config::UpOptions;
 use crate::device::Compute;
 use crate::driver::{self, DriverHandle};
-use crate::handle::{Inner, NodeError, NodeHandle, Serving};
+use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Serving};
 use crate::hub::Hub;
 use crate::links::Links;
 use crate::record::Recorder;
@@ -120,6 +120,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
+    let recalled = Arc::new(Recalled::default());
     let shell = Shell {
         driver: driver.clone(),
         runtime: tokio::runtime::Handle::current(),
@@ -133,6 +134,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         hub: hub.clone(),
         device: Arc::new(device),
         residency,
+        recalled: recalled.clone(),
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
     let recorder = match &options.record {
@@ -161,6 +163,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             bans: bans.clone(),
             models_dir: options.models_dir,
             serving,
+            recalled,
             leaving: AtomicBool::new(false),
         }),
     };

@@ -113,6 +113,12 @@ pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
     found.is_file().then_some(found)
 }
 
+/// Whether a model is in the cache under that name; a path to a file anywhere else is no name.
+pub fn is_cached(name: &str, models_dir: &Path) -> bool {
+    let is_path = matches!(Reference::parse(name), Ok(Reference::Path(_)));
+    locate(name, models_dir).is_some_and(|at| !is_path || (is_name(name) && at.starts_with(models_dir)))
+}
+
 /// Brings a model here and tells where it is; at once when it is here already.
 ///
 /// # Errors

@@ -32,6 +32,7 @@ pub struct Shell {
     pub(crate) hub: Arc<Hub>,
     pub(crate) device: Arc<crate::device::Compute>,
     pub(crate) residency: Arc<Residency>,
+    pub(crate) recalled: Arc<crate::handle::Recalled>,
 }
 
 impl Shell {
@@ -151,6 +152,7 @@ impl Shell {
 
     /// Gets the weights, loads the stage, warms it, and hands it to the executor.
     fn load(&mut self, job: JobId, epoch: Epoch, load: LoadId, spec: StageSpec) {
+        self.recalled.note(&spec);
         self.expect(job, epoch, &spec);
         if let Err(reason) = self.residency.begin(job, load, spec.bytes_max) {
             // The head takes it that a node that failed holds nothing of the job.

@@ -23,6 +23,10 @@ pub trait Engine: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Self::Tokens, NodeError>> + Send;
     /// Serves a model and waits until it is ready.
     fn deploy(&self, model: ModelRef, options: ModelOptions) -> impl Future<Output = Result<Served, NodeError>> + Send;
+    /// Whether a model of that name that is not served could be, from what this node has.
+    fn has(&self, name: &str) -> bool;
+    /// Serves it and waits until it is ready.
+    fn serve_on_demand(&self, name: &str) -> impl Future<Output = Result<Served, NodeError>> + Send;
     /// Stops serving a model.
     fn undeploy(&self, model: &str) -> impl Future<Output = Result<(), NodeError>> + Send;
     /// Plans a model.
@@ -133,6 +137,14 @@ impl Engine for NodeHandle {
 
     async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<Served, NodeError> {
         NodeHandle::deploy(self, model, options).await.map(served)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        NodeHandle::has(self, name)
+    }
+
+    async fn serve_on_demand(&self, name: &str) -> Result<Served, NodeError> {
+        NodeHandle::serve_on_demand(self, name).await.map(served)
     }
 
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {

@@ -2,7 +2,7 @@
 use super::engine::Engine;
 use super::error::ApiError;
 use super::generation::{Figures, Generation, Order, Step};
-use super::openai::find;
+use super::openai::{find, find_or_serve};
 use super::request::{MessageBody, Prompt, Settings, chat_prompt};
 use super::{App, body, off_thread};
 use crate::handle::{ModelOptions, ModelRef};
@@ -185,7 +185,7 @@ struct GenerateBody {
 /// Answers in JSON lines: one for the start, one for each token, one for the end or the error.
 pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
     let wanted: GenerateBody = body(request).await?;
-    let model = find(&app, Some(&wanted.model))?;
+    let model = find_or_serve(&app, Some(&wanted.model)).await?;
     let for_order = model.clone();
     let (order, templated): (Order, bool) = off_thread(move || {
         let templated = !wanted.raw && for_order.text.chats();

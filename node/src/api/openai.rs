@@ -54,6 +54,15 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
     ))
 }
 
+/// As [`find`]; a model that is not served but could be is served first. This is how another member takes over the
+/// requests of a node that is gone.
+pub(crate) async fn find_or_serve<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served, ApiError> {
+    match (find(app, name), name) {
+        (Err(_), Some(name)) if app.engine.has(name) => Ok(app.engine.serve_on_demand(name).await?),
+        (found, _) => found,
+    }
+}
+
 #[derive(Clone, Copy)]
 enum Shape {
     Chat,
@@ -82,7 +91,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
         }
         body.seed_or(key.seed());
     }
-    let model = find(&app, body.model.as_deref())?;
+    let model = find_or_serve(&app, body.model.as_deref()).await?;
     let for_order = model.clone();
     let order: Order = off_thread(move || match shape {
         Shape::Chat => body.chat(&for_order),

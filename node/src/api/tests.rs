@@ -118,6 +118,14 @@ impl Engine for Pretended {
         if model.0 == "tiny" { Ok(Self::served()) } else { Err(NodeError::NotFound(format!("no model `{}`", model.0))) }
     }
 
+    fn has(&self, name: &str) -> bool {
+        name == "cached"
+    }
+
+    async fn serve_on_demand(&self, name: &str) -> Result<Served, NodeError> {
+        Ok(Served { name: name.to_owned(), ..Self::served() })
+    }
+
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
         self.stopped.lock().unwrap().push(model.to_owned());
         Ok(())
@@ -515,6 +523,14 @@ fn a_generation_for_the_commands_is_json_lines() {
 
 fn keyed(path: &str, key: &str) -> String {
     format!("POST {path}\r\nIdempotency-Key: {key}\r\n")
+}
+
+#[test]
+fn a_model_that_this_node_has_is_served_when_it_is_asked_for() {
+    let server = start(Pretended::says("Hello."));
+    let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"model": "cached"})));
+    assert_eq!((status, &answer["model"]), (200, &json!("cached")), "{answer}");
+    assert_eq!(server.call("GET /v1/models/cached", "").0, 404, "only a request for work serves it");
 }
 
 #[test]

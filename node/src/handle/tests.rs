@@ -198,3 +198,20 @@ async fn a_model_on_two_nodes_is_replaced_on_both() {
     })
     .await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_in_the_cache_is_served_on_demand_until_it_is_stopped() {
+    let bench = bench().await;
+    let models = bench._dir.path().join("cache/models");
+    std::fs::create_dir_all(&models).unwrap();
+    std::fs::copy(&bench.model.0, models.join("tiny.gguf")).unwrap();
+    assert!(bench.node.has("tiny") && !bench.node.has(&bench.model.0) && !bench.node.has("other"));
+    let (first, second) = tokio::join!(bench.node.serve_on_demand("tiny"), bench.node.serve_on_demand("tiny"));
+    assert_eq!(first.unwrap().job, second.unwrap().job);
+    bench.node.undeploy("tiny").await.unwrap();
+    let error = bench.node.serve_on_demand("tiny").await.err().expect("the user stopped it").to_string();
+    assert!(error.contains("meshnode serve"), "{error}");
+    bench.serve(options(64)).await.unwrap();
+    let again = bench.node.serve_on_demand("tiny").await.unwrap();
+    assert_eq!(again.context, 64, "the one that is served");
+}

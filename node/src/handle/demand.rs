@@ -1,0 +1,135 @@
+//! Models that are asked for here but not served here: a node that has the file serves it, as the mesh did before. So any
+//! member takes over the requests of a head that is gone.
+use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle};
+use node_core::id::ContentId;
+use node_core::limits::JOBS_MAX;
+use node_core::output::StageSpec;
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How long a model that cannot be placed is tried: what a dead head placed takes up memory until the mesh knows of it.
+const PLACE_MAX: Duration = Duration::from_secs(5);
+/// How often: adverts of free memory are told once a second.
+const AGAIN: Duration = Duration::from_millis(500);
+
+/// How models were run that this node had a part in, the latest last, and which of them its user stopped.
+#[derive(Default)]
+pub(crate) struct Recalled(Mutex<VecDeque<(ContentId, Memory)>>);
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Memory {
+    options: ModelOptions,
+    stopped: bool,
+}
+
+impl Recalled {
+    /// A stage of a model is to be held here.
+    pub(crate) fn note(&self, stage: &StageSpec) {
+        let options =
+            ModelOptions { int8: Some(stage.int8), context: Some(stage.context), sequences: Some(stage.sequences) };
+        self.put(stage.content, Memory { options, stopped: false });
+    }
+
+    /// The user wants it no more.
+    pub(super) fn stop(&self, content: ContentId) {
+        let options = self.get(content).options;
+        self.put(content, Memory { options, stopped: true });
+    }
+
+    /// How it was run last, if it was.
+    ///
+    /// # Errors
+    /// The user stopped it.
+    pub(super) fn options(&self, content: ContentId) -> Result<ModelOptions, NodeError> {
+        match self.get(content) {
+            Memory { stopped: true, .. } => {
+                Err(NodeError::NotFound("the model was stopped on this node: serve it with `meshnode serve`".into()))
+            }
+            Memory { options, stopped: false } => Ok(options),
+        }
+    }
+
+    fn get(&self, content: ContentId) -> Memory {
+        self.lock().iter().find(|(known, _)| *known == content).map(|(_, memory)| memory.clone()).unwrap_or_default()
+    }
+
+    fn put(&self, content: ContentId, memory: Memory) {
+        let mut known = self.lock();
+        known.retain(|(other, _)| *other != content);
+        known.push_back((content, memory));
+        // As many as this node can have a part in at once.
+        if known.len() > JOBS_MAX {
+            known.pop_front();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(ContentId, Memory)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl NodeHandle {
+    /// Whether a model of that name could be served from this node's own cache. Paths are not looked at: a request is not
+    /// to find out which files there are.
+    pub fn has(&self, name: &str) -> bool {
+        crate::pull::is_cached(name, &self.inner.models_dir)
+    }
+
+    /// Serves a model that a request asks for, with the options it was last run with as far as this node knows. Several
+    /// requests that ask for it at once get the same job.
+    ///
+    /// # Errors
+    /// As for [`NodeHandle::deploy`]; or the user stopped it here.
+    pub async fn serve_on_demand(&self, name: &str) -> Result<ModelHandle, NodeError> {
+        let (node, model, end) = (self.clone(), ModelRef(name.to_owned()), Instant::now() + PLACE_MAX);
+        let deploying = tokio::spawn(async move {
+            loop {
+                match node.deploy_in_turn(model.clone(), None).await {
+                    Err(NodeError::Failed(_) | NodeError::Plan(_)) if Instant::now() < end => {
+                        tokio::time::sleep(AGAIN).await;
+                    }
+                    answer => return answer,
+                }
+            }
+        });
+        deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stage(content: u8, context: u32) -> StageSpec {
+        StageSpec {
+            content: ContentId([content; 32]),
+            layers: 0..1,
+            layers_total: 2,
+            stage: 0,
+            sequences: 3,
+            context,
+            width: 8,
+            int8: false,
+            bytes_max: 1,
+            sources: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_model_is_recalled_as_it_was_run_last_until_it_is_stopped() {
+        let (recalled, tiny) = (Recalled::default(), ContentId([1; 32]));
+        assert_eq!(recalled.options(tiny).unwrap(), ModelOptions::default());
+        recalled.note(&stage(1, 64));
+        recalled.note(&stage(1, 128));
+        let last = ModelOptions { int8: Some(false), context: Some(128), sequences: Some(3) };
+        assert_eq!(recalled.options(tiny).unwrap(), last);
+        recalled.stop(tiny);
+        assert!(matches!(recalled.options(tiny), Err(NodeError::NotFound(_))));
+        recalled.note(&stage(1, 64));
+        assert_eq!(recalled.options(tiny).unwrap().context, Some(64));
+        (2..2 + JOBS_MAX as u8).for_each(|other| recalled.note(&stage(other, 64)));
+        assert_eq!(recalled.options(tiny).unwrap(), ModelOptions::default(), "as many as fit");
+    }
+}
