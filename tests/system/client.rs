@@ -31,9 +31,10 @@ impl Solo {
         &self.tokens[..count as usize]
     }
 
-    /// Memory of a node that holds eight tenths of the model: one is too little, two are enough.
-    pub(crate) fn memory(&self) -> u64 {
-        (self.bytes as f64 * 0.8 / 0.9) as u64
+    /// Memory of a node that holds this share of the model. Two stages both hold the shared embedding: of nodes with eight
+    /// tenths one is too little, two are enough.
+    pub(crate) fn memory(&self, share: f64) -> u64 {
+        (self.bytes as f64 * share / 0.9) as u64
     }
 }
 
@@ -99,7 +100,8 @@ pub(crate) fn listen(
     let (sender, arrived) = mpsc::channel();
     std::thread::spawn(move || {
         for line in lines {
-            if sender.send((Instant::now(), line)).is_err() {
+            let ended = line.is_err();
+            if sender.send((Instant::now(), line)).is_err() || ended {
                 break;
             }
         }

@@ -10,25 +10,15 @@ const JOIN_MAX: Duration = Duration::from_secs(20);
 /// Tokens of one answer: some seconds on one thread.
 const TOKENS: u32 = 64;
 
-/// Nodes behind a relay, two of which are needed and enough for the model, which the first serves.
-fn formed(solo: &Solo, nodes: usize, seed: u64) -> Mesh {
+/// Nodes behind a relay, each with room for `share` of the model, which the first serves.
+fn formed(solo: &Solo, nodes: usize, share: f64, seed: u64) -> Mesh {
     let mut mesh = Mesh::relayed(seed);
     for i in 0..nodes {
-        mesh.start(&format!("n{i}"), Some(solo.memory()));
+        mesh.start(&format!("n{i}"), Some(solo.memory(share)));
     }
     mesh.wait_members(nodes, JOIN_MAX);
     mesh.deploy(0, &solo.model);
     mesh
-}
-
-/// Where the stages are that the head does not compute itself.
-fn stages(mesh: &Mesh) -> Vec<usize> {
-    let state = mesh.nodes[0].get("/api/v1/state").expect("a state");
-    let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
-    let holds = |i: &usize| stages.iter().any(|s| s["name"] == mesh.nodes[*i].name.as_str());
-    let found: Vec<usize> = (1..mesh.nodes.len()).filter(holds).collect();
-    assert!(!found.is_empty(), "the job uses no node but the head: {state}");
-    found
 }
 
 /// One answer of the head, and `fault` beside it from token `moment` on. The answer is that of one undisturbed node.
@@ -55,10 +45,10 @@ fn moment(random: &mut Random) -> usize {
 fn a_killed_stage_costs_no_token() {
     let Some(solo) = solo() else { return };
     let seed = seed("a_killed_stage_costs_no_token");
-    let (mesh, mut random) = (formed(solo, 4, seed), Random(seed));
+    let (mesh, mut random) = (formed(solo, 4, 0.8, seed), Random(seed));
     let relay = mesh.relay.as_ref().expect("a relay");
     for _ in 0..2 {
-        let (held, before) = (stages(&mesh), relay.passed_in_all(Plane::Data));
+        let (held, before) = (mesh.stages_beside(0), relay.passed_in_all(Plane::Data));
         let victim = held[random.below(held.len())];
         struck(&mesh, solo, &format!("SIGKILL of n{victim}"), moment(&mut random), || {
             mesh.nodes[victim].signal(Signal::KILL);
@@ -73,33 +63,33 @@ fn a_killed_stage_costs_no_token() {
 fn a_paused_stage_comes_back_and_is_used_again() {
     let Some(solo) = solo() else { return };
     let seed = seed("a_paused_stage_comes_back_and_is_used_again");
-    let (mesh, mut random) = (formed(solo, 3, seed), Random(seed));
-    let paused = stages(&mesh)[0];
+    let (mesh, mut random) = (formed(solo, 3, 0.8, seed), Random(seed));
+    let paused = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("SIGSTOP of n{paused} for 2 s"), moment(&mut random), || {
         mesh.nodes[paused].signal(Signal::STOP);
         std::thread::sleep(Duration::from_secs(2));
         mesh.nodes[paused].signal(Signal::CONT);
     });
     mesh.wait_members(3, JOIN_MAX);
-    let held = stages(&mesh);
+    let held = mesh.stages_beside(0);
     if let Some(&other) = held.iter().find(|i| **i != paused) {
         // Now only the head and the node that was paused are left.
         struck(&mesh, solo, &format!("SIGKILL of n{other}"), moment(&mut random), || {
             mesh.nodes[other].signal(Signal::KILL);
         });
     }
-    assert_eq!(stages(&mesh), [paused]);
+    assert_eq!(mesh.stages_beside(0), [paused]);
 }
 
 #[test]
 fn a_network_that_fails_costs_no_token() {
     let Some(solo) = solo() else { return };
     let seed = seed("a_network_that_fails_costs_no_token");
-    let (mesh, mut random) = (formed(solo, 3, seed), Random(seed));
+    let (mesh, mut random) = (formed(solo, 3, 0.8, seed), Random(seed));
     let relay = mesh.relay.as_ref().expect("a relay");
     let cut_time = Duration::from_secs(3);
 
-    let cut = stages(&mesh)[0];
+    let cut = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("n{cut} cut off for 3 s"), moment(&mut random), || {
         relay.isolate(cut, true);
         std::thread::sleep(cut_time);
@@ -107,7 +97,7 @@ fn a_network_that_fails_costs_no_token() {
     });
     mesh.wait_members(3, JOIN_MAX);
 
-    let deaf = stages(&mesh)[0];
+    let deaf = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("nothing from n0 to n{deaf} for 3 s"), moment(&mut random), || {
         relay.cut(0, deaf, true);
         std::thread::sleep(cut_time);
@@ -115,7 +105,7 @@ fn a_network_that_fails_costs_no_token() {
     });
     mesh.wait_members(3, JOIN_MAX);
 
-    let mute = stages(&mesh)[0];
+    let mute = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("nothing from n{mute} to n0 for 3 s"), moment(&mut random), || {
         relay.cut(mute, 0, true);
         std::thread::sleep(cut_time);
@@ -128,7 +118,7 @@ fn a_network_that_fails_costs_no_token() {
 fn a_poor_network_costs_no_token() {
     let Some(solo) = solo() else { return };
     let seed = seed("a_poor_network_costs_no_token");
-    let (mesh, mut random) = (formed(solo, 3, seed), Random(seed));
+    let (mesh, mut random) = (formed(solo, 3, 0.8, seed), Random(seed));
     let relay = mesh.relay.as_ref().expect("a relay");
     struck(&mesh, solo, "nothing", 1, || {});
 
@@ -136,8 +126,42 @@ fn a_poor_network_costs_no_token() {
     struck(&mesh, solo, "2 % loss and 20 ms everywhere, from the start", 1, || {});
     relay.links(Link::PLAIN);
 
-    let narrow = stages(&mesh)[0];
+    let narrow = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("1 Mbit/s from n0 to n{narrow}"), moment(&mut random), || {
         relay.link(0, narrow, Link { bytes_per_second: Some(125_000), ..Link::PLAIN });
     });
+}
+
+/// Whatever comes, to whom it comes, when it comes: three answers, each struck once.
+#[test]
+fn eight_nodes_answer_whatever_comes() {
+    let Some(solo) = solo() else { return };
+    let seed = seed("eight_nodes_answer_whatever_comes");
+    let (mesh, mut random) = (formed(solo, 8, 0.45, seed), Random(seed));
+    let relay = mesh.relay.as_ref().expect("a relay");
+    for _ in 0..3 {
+        let held = mesh.stages_beside(0);
+        let (victim, moment) = (held[random.below(held.len())], moment(&mut random));
+        let node = &mesh.nodes[victim];
+        let time = Duration::from_millis(500 + 500 * random.below(6) as u64);
+        let of = format!("of n{victim}, one of {} stages beside the head", held.len());
+        match random.below(4) {
+            0 => struck(&mesh, solo, &format!("SIGKILL {of}"), moment, || node.signal(Signal::KILL)),
+            1 => struck(&mesh, solo, &format!("SIGSTOP for {time:?} {of}"), moment, || {
+                node.signal(Signal::STOP);
+                std::thread::sleep(time);
+                node.signal(Signal::CONT);
+            }),
+            2 => struck(&mesh, solo, &format!("cut for {time:?} {of}"), moment, || {
+                relay.isolate(victim, true);
+                std::thread::sleep(time);
+                relay.isolate(victim, false);
+            }),
+            _ => struck(&mesh, solo, &format!("1 Mbit/s and 5 % loss from the head for {time:?} {of}"), moment, || {
+                relay.link(0, victim, Link { bytes_per_second: Some(125_000), loss: 0.05, ..Link::PLAIN });
+                std::thread::sleep(time);
+                relay.link(0, victim, Link::PLAIN);
+            }),
+        };
+    }
 }

@@ -164,15 +164,29 @@ impl Mesh {
         }
     }
 
-    /// SIGKILL to a living node that holds a stage of the first job of `head` and is not `head` itself.
-    pub(crate) fn kill_stage_of(&mut self, head: usize) {
+    /// Where the stages of the first job of `head` are that it does not compute itself.
+    pub(crate) fn stages_beside(&self, head: usize) -> Vec<usize> {
         let state = self.nodes[head].get("/api/v1/state").expect("a state");
         let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
-        let head_name = self.nodes[head].name.clone();
-        let holds = |name: &str| name != head_name && stages.iter().any(|s| s["name"] == name);
-        let mut others = self.nodes.iter_mut().filter(|n| holds(&n.name));
-        let victim = others.find_map(|n| n.alive().then_some(n));
-        victim.unwrap_or_else(|| panic!("no other node holds a stage: {state}")).kill();
+        let holds = |i: &usize| *i != head && stages.iter().any(|s| s["name"] == self.nodes[*i].name.as_str());
+        let found: Vec<usize> = (0..self.nodes.len()).filter(holds).collect();
+        assert!(!found.is_empty(), "no other node holds a stage: {state}");
+        found
+    }
+
+    /// SIGKILL to a living node that holds a stage of the first job of `head` and is not `head` itself.
+    pub(crate) fn kill_stage_of(&mut self, head: usize) {
+        let held = self.stages_beside(head);
+        let victim = held.into_iter().find(|i| self.nodes[*i].alive());
+        self.nodes[victim.expect("a living node beside the head")].kill();
+    }
+
+    /// Puts the model's file into the cache of a node that is still to be started.
+    pub(crate) fn give_model(&self, name: &str, model: &Path) {
+        let models = self.dir.path().join(name).join("cache/models");
+        std::fs::create_dir_all(&models).expect("a folder");
+        let file = models.join(model.file_name().expect("a file"));
+        std::os::unix::fs::symlink(model, file).expect("a link");
     }
 
     /// Starts a killed node again with its old data directory.

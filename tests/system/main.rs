@@ -5,6 +5,7 @@ mod client;
 mod commands;
 mod faults;
 mod harness;
+mod head;
 mod joining;
 mod mesh;
 mod openai;

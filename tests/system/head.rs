@@ -1,0 +1,99 @@
+//! The loss of the one node that a request does not survive, the one its client is connected to: the client hears of it at
+//! once, and the same request with the same `Idempotency-Key` completes on another node, with the same text.
+use crate::client::{listen, seed, solo};
+use crate::harness::{Mesh, deploy};
+use meshnode::cluster::LocalNode;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::time::{Duration, Instant};
+use system_tests::relay::Random;
+
+/// Longest wait of a client for anything.
+const HANG: Duration = Duration::from_secs(60);
+/// Longest wait for the error: the system closes a dead process's connections at once.
+const ERROR_MAX: Duration = Duration::from_secs(5);
+
+/// Sends a request under a key, and again while the node says that it may work in a moment, as OpenAI's clients do.
+fn ask(node: &LocalNode, key: &str, body: &Value) -> ureq::http::Response<ureq::Body> {
+    let agent: ureq::Agent = ureq::Agent::config_builder().http_status_as_error(false).build().into();
+    let url = format!("http://{}/v1/chat/completions", node.api);
+    let end = Instant::now() + HANG;
+    loop {
+        let answer = agent.post(&url).header("Idempotency-Key", key).send_json(body).expect("an answer");
+        match answer.status().as_u16() {
+            200 => return answer,
+            status @ (409 | 429 | 503) if Instant::now() < end => {
+                let said = answer.into_body().read_to_string().unwrap_or_default();
+                eprintln!("  asked again after {status}: {said}");
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            status => panic!("{status}: {}", answer.into_body().read_to_string().unwrap_or_default()),
+        }
+    }
+}
+
+/// The text of a whole answer.
+fn text_of(answer: ureq::http::Response<ureq::Body>) -> String {
+    let text = answer.into_body().read_to_string().expect("a body");
+    let value: Value = serde_json::from_str(&text).expect("JSON");
+    value["choices"][0]["message"]["content"].as_str().expect("text").to_owned()
+}
+
+#[test]
+fn the_same_key_completes_elsewhere_when_the_head_is_killed() {
+    let Some(solo) = solo() else { return };
+    let seed = seed("the_same_key_completes_elsewhere_when_the_head_is_killed");
+    let (key, mut random) = (format!("test-{seed}"), Random(seed));
+
+    let mut alone = Mesh::new();
+    alone.start("alone", None);
+    let served = alone.nodes[0].post("/api/v1/deploy", &deploy(&solo.model)).expect("the model is served");
+    // Sampled without a seed: only the key makes two nodes choose alike.
+    let mut body = json!({
+        "model": served["model"], "messages": [{"role": "user", "content": "Tell me about the sea."}],
+        "max_tokens": 64, "temperature": 0.9, "ignore_eos": true,
+    });
+    let expected = text_of(ask(&alone.nodes[0], &key, &body));
+    assert_ne!(expected, text_of(ask(&alone.nodes[0], "another-key", &body)), "it is sampled");
+    drop(alone);
+
+    let mut mesh = Mesh::new();
+    for i in 0..4 {
+        mesh.give_model(&format!("n{i}"), &solo.model);
+        mesh.start(&format!("n{i}"), Some(solo.memory(0.8)));
+    }
+    mesh.wait_members(4, Duration::from_secs(20));
+    mesh.deploy(0, &solo.model);
+    let next = mesh.stages_beside(0)[0];
+
+    body["stream"] = json!(true);
+    let moment = 4 + random.below(40);
+    let stream = BufReader::new(ask(&mesh.nodes[0], &key, &body).into_body().into_reader());
+    let (arrived, mut chunks, mut killed) = (listen(stream.lines()), 0, None);
+    let ended = loop {
+        match arrived.recv_timeout(HANG) {
+            Ok((_, Ok(line))) if line == "data: [DONE]" => panic!("it was over before the head was killed"),
+            Ok((_, Ok(line))) => chunks += usize::from(line.starts_with("data:")),
+            Ok((at, Err(_))) => break at,
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break Instant::now(),
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("the client of a dead node hears nothing"),
+        }
+        if chunks == moment && killed.is_none() {
+            killed = Some(Instant::now());
+            mesh.nodes[0].kill();
+        }
+    };
+    let heard = ended - killed.expect("the stream lasts until the head is killed");
+    eprintln!("SIGKILL of the head after {moment} chunks: its client hears of it after {:.0} ms", ms(heard));
+    assert!(heard < ERROR_MAX, "{heard:?}");
+
+    body.as_object_mut().expect("an object").remove("stream");
+    let start = Instant::now();
+    let text = text_of(ask(&mesh.nodes[next], &key, &body));
+    eprintln!("n{next} answers the same request whole {:.0} ms after it was asked", ms(start.elapsed()));
+    assert_eq!(text, expected);
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
