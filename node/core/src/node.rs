@@ -398,7 +398,10 @@ impl Node {
         self.failover.handle_peer_down(self.now, node, reason, heard);
         if reason == DownReason::Left {
             self.jobs.handle_peer_left(node);
-            self.placement.handle_head_left(node);
+        }
+        // What a dead head placed here is of no use to anybody: whoever takes over its requests needs the memory.
+        if reason == DownReason::Left || !heard {
+            self.placement.handle_head_gone(node);
         }
         self.notify(Event::PeerDown { node, reason });
     }

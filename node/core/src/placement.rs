@@ -303,8 +303,8 @@ impl Placement {
         }
     }
 
-    /// A node said goodbye: jobs of which it was the head are over.
-    pub fn handle_head_left(&mut self, node: NodeId) {
+    /// A node said goodbye, or is dead as far as the mesh knows: jobs of which it was the head are over.
+    pub fn handle_head_gone(&mut self, node: NodeId) {
         let jobs: Vec<JobId> = self.held.iter().filter(|(_, held)| held.head() == node).map(|(&job, _)| job).collect();
         jobs.into_iter().for_each(|job| self.drop_job(job));
     }

@@ -487,6 +487,16 @@ fn a_stage_that_went_deaf_is_replaced_before_the_watchdog_wakes() {
     assert!(!mesh.stages().contains(&deaf));
 }
 
+/// The memory is wanted by whoever serves the model next.
+#[test]
+fn the_stages_of_a_dead_head_are_let_go_when_the_mesh_knows_that_it_is_dead() {
+    let mut mesh = Mesh::new(&[250, 250, 250, 250]);
+    mesh.deploy();
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    mesh.run_for(crate::limits::ORPHAN_MAX / 3);
+    assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
+}
+
 /// A head that stood still for a moment is not heard by anybody meanwhile, and loses nobody for it.
 #[test]
 fn a_head_that_stood_still_keeps_its_stages() {
