@@ -176,6 +176,21 @@ fn the_demo_shows_what_it_promises() {
     }
 }
 
+/// Stages killed at random tokens: every answer is that of one undisturbed node, and none is lost.
+#[test]
+fn five_kills_lose_no_request_and_no_token() {
+    if require(model()).is_none() {
+        return;
+    }
+    let seed = crate::client::seed("five_kills_lose_no_request_and_no_token").to_string();
+    let output = run(&["demo", "--chaos", "--kills", "5", "--seed", &seed, "--json"]);
+    let text = stdout(&output);
+    let summary: Value = text.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a summary");
+    eprintln!("{summary}");
+    assert_eq!((&summary["kills"], &summary["requests_lost"]), (&Value::from(5), &Value::from(0)), "{summary}");
+    assert_eq!(summary["tokens_equal_solo"], true, "{summary}");
+}
+
 /// `serve` without a node is one, until it is told to end.
 #[test]
 fn serve_alone_serves_until_a_signal() {
