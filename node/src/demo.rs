@@ -373,6 +373,11 @@ impl Screen {
             summary.stall_ms_max,
             summary.seed
         );
+        line!(
+            "{:.1} tokens/s with standbys, {:.1} without",
+            summary.tokens_per_s,
+            summary.tokens_per_s_without_standbys
+        );
     }
 
     fn summary(&self, summary: &DemoSummary) {

@@ -127,7 +127,7 @@ mod tests {
     use crate::certificate::Roles;
     use crate::fuzz::Noise;
 
-    const NOW: u64 = 1_000;
+    const NOW: u64 = 1_000_000;
 
     /// The founder's credentials, and a member's with these roles.
     fn two(roles: Roles) -> (Identity, MeshCredentials, Identity, MeshCredentials) {

@@ -255,7 +255,7 @@ mod tests {
         failover.handle_silent(at(1), JOB, A, LEASE);
         assert_eq!(
             outputs(&mut failover),
-            vec![FailoverOutput::Lost { job: JOB, node: A, silent_ms: 300 }, FailoverOutput::Replan { job: JOB }]
+            vec![FailoverOutput::Lost { job: JOB, node: A, silent_ms: 340 }, FailoverOutput::Replan { job: JOB }]
         );
         assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![A]);
         failover.handle_peer_up(A);

@@ -52,8 +52,9 @@ pub const STANDBY_LAG_MAX: u32 = 48;
 pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
 /// How often peers that share a job tell each other that they live.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
-/// Silence after which a neighbour counts as crashed: six heartbeats.
-pub const LEASE: Duration = Duration::from_millis(300);
+/// Silence after which a neighbour counts as crashed: a stall of 250 ms (a slow disk, a collector, a scheduler) just after a
+/// heartbeat was due kills nobody, and 40 ms for the path are left.
+pub const LEASE: Duration = Duration::from_millis(340);
 /// How long a request may wait for a plan that does not exist any more before it fails.
 pub const DEGRADED_MAX: Duration = Duration::from_secs(30);
 /// How long a stage keeps a job whose head is silent.

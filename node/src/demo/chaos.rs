@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 /// Longest wait for a hot standby after a loss: another node fetches, loads and catches up.
 const STANDBY_MAX: Duration = Duration::from_secs(60);
+/// Generations whose speed is measured.
+const SPEED_RUNS: usize = 5;
 /// Tokens before which and after which nobody is killed: the client has to see the stall.
 const MARGIN: u64 = 4;
 
@@ -32,6 +34,11 @@ pub struct ChaosSummary {
     pub nodes: usize,
     /// `--seed` of the random choices.
     pub seed: u64,
+    /// Tokens per second while standbys follow, the middle of a few generations.
+    pub tokens_per_s: f64,
+    /// The same before there were nodes to stand by. On a machine with fewer cores than nodes the standbys take their
+    /// computing from the stages.
+    pub tokens_per_s_without_standbys: f64,
 }
 
 /// Nodes of the mesh: two hold the model, one stands by, and one may be starting again.
@@ -45,11 +52,14 @@ impl Demo {
         let memory = solo.bytes * 8 / 9;
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
-        for name in NAMES {
-            mesh.add(name)?;
-        }
-        mesh.nodes[0].wait_members(NAMES.len(), JOIN_MAX)?;
+        let (first, spares) = NAMES.split_at(2);
+        first.iter().try_for_each(|name| mesh.add(name))?;
+        mesh.nodes[0].wait_members(first.len(), JOIN_MAX)?;
         self.place(&mesh.nodes)?;
+        let without = mesh.speed()?;
+        spares.iter().try_for_each(|name| mesh.add(name))?;
+        mesh.wait_hot()?;
+        let with = mesh.speed()?;
         let bar = self.screen.progress(kills as u64);
         let mut dice = Dice(seed);
         let (mut stalls, mut lost, mut equal) = (Vec::with_capacity(kills), 0, true);
@@ -86,6 +96,8 @@ impl Demo {
             stalls_above_1s: stalls.iter().filter(|ms| **ms > 1e3).count(),
             nodes: NAMES.len(),
             seed,
+            tokens_per_s: with,
+            tokens_per_s_without_standbys: without,
         })
     }
 }
@@ -125,6 +137,14 @@ impl Mesh<'_> {
             return Err(Error::other(format!("the job uses no node but the head: {}", state["jobs"])));
         }
         Ok(victims)
+    }
+
+    /// Tokens per second of undisturbed generations: the middle one.
+    fn speed(&self) -> Result<f64> {
+        let runs = (0..SPEED_RUNS).map(|_| self.demo.generate(&self.nodes[0], &mut |_, _| Ok(())));
+        let mut speeds = runs.map(|run| run.map(|run| run.tokens_per_s)).collect::<Result<Vec<f64>>>()?;
+        speeds.sort_by(f64::total_cmp);
+        Ok(speeds[speeds.len() / 2])
     }
 
     /// One generation; a node is killed when so many tokens have come.
