@@ -6,6 +6,7 @@
 use crate::admission::{self, Admission};
 use crate::driver::DriverHandle;
 use crate::handle::{NodeError, unix_seconds};
+use crate::tags::BANS as TAG;
 use node_core::admission::{Revoked, in_force};
 use node_core::id::NodeId;
 use node_core::input::Input;
@@ -16,8 +17,6 @@ use std::time::Duration;
 use transport::revocation::REVOCATION_BYTES_MAX;
 use transport::{Endpoint, GossipSocket, MeshCredentials, PeerId, Revocation, node_id};
 
-/// First byte of a request; the library's begin with 1 and 2, renewal's with 3.
-const TAG: u8 = 4;
 /// Bans kept: people ban by hand. Members can fill it; the founder's words and the oldest stay.
 const BANS_MAX: usize = 256;
 /// How long everybody has to learn of a new key before it seals: a round trip to each member.

@@ -26,6 +26,7 @@ pub mod renewal;
 pub mod residency;
 pub mod shell;
 pub mod store;
+mod tags;
 pub mod telemetry;
 pub mod tensors;
 pub mod transfer;

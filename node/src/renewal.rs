@@ -5,6 +5,7 @@
 //! new one gives it the same rights and no more.
 use crate::admission::{self, Admission, MEMBERSHIP};
 use crate::handle::unix_seconds;
+use crate::tags::RENEWAL as TAG;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,8 +23,6 @@ const DAY: u64 = 24 * 3600;
 const FIRST: Duration = Duration::from_secs(30);
 /// How often afterwards.
 const AGAIN: Duration = Duration::from_secs(6 * 3600);
-/// First byte of a request; the library's begin with 1 and 2.
-const TAG: u8 = 3;
 
 /// The task that sees to this node's own membership; it ends with this.
 pub struct Renewal(tokio::task::JoinHandle<()>);

@@ -1,4 +1,5 @@
 //! What one node asks another about weights, and how it is written: a tag, the content, a number.
+use crate::tags;
 use node_core::id::ContentId;
 
 /// A question about one content.
@@ -15,9 +16,9 @@ pub(super) enum Request {
 impl Request {
     pub(super) fn encode(self, content: ContentId) -> Vec<u8> {
         let (tag, number) = match self {
-            Request::Index => (1, 0),
-            Request::Chunk(number) => (2, number),
-            Request::Have => (4, 0), // 3 asks for a longer membership: `renewal.rs`
+            Request::Index => (tags::INDEX, 0),
+            Request::Chunk(number) => (tags::CHUNK, number),
+            Request::Have => (tags::HAVE, 0),
         };
         [&[tag], content.0.as_slice(), &number.to_le_bytes()].concat()
     }
@@ -27,9 +28,9 @@ impl Request {
         let content = ContentId(bytes[1..33].try_into().ok()?);
         let number = u32::from_le_bytes(bytes[33..].try_into().ok()?);
         match bytes[0] {
-            1 => Some((content, Request::Index)),
-            2 => Some((content, Request::Chunk(number))),
-            4 => Some((content, Request::Have)),
+            tags::INDEX => Some((content, Request::Index)),
+            tags::CHUNK => Some((content, Request::Chunk(number))),
+            tags::HAVE => Some((content, Request::Have)),
             _ => None,
         }
     }
