@@ -155,11 +155,8 @@ impl Plan {
     /// or the plan has no such stage.
     pub fn with_stage(&self, index: usize, stage: Stage) -> Result<Self, InvalidPlan> {
         let mut next = Self { losses: Vec::new(), ..self.clone() };
-        let old = next
-            .stages
-            .get_mut(index)
-            .filter(|old| old.layers == stage.layers)
-            .ok_or_else(|| InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end })?;
+        let misfit = InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end };
+        let old = next.stages.get_mut(index).filter(|old| old.layers == stage.layers).ok_or(misfit)?;
         // Links aside: they are measured anew with the next plan.
         next.token_ns = (self.token_ns - old.step_ns).saturating_add(stage.step_ns);
         *old = stage;

@@ -63,7 +63,7 @@ impl Failover {
     /// A job has these participants from now on; the same again (with other standbys) is no new placement.
     pub fn handle_placed(&mut self, job: JobId, epoch: Epoch, participants: impl IntoIterator<Item = NodeId>) {
         let guard = self.jobs.entry(job).or_default();
-        if core::mem::replace(&mut guard.epoch, Some(epoch)) == Some(epoch) {
+        if guard.epoch.replace(epoch) == Some(epoch) {
             return;
         }
         guard.participants = participants.into_iter().collect();

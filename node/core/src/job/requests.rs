@@ -305,7 +305,9 @@ impl Requests {
 
     pub(super) fn handle_progress(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
         if let Some(stream) = self.running.get_mut(&id) {
-            stream.handle_progress(now, position);
+            if stream.handle_progress(now, position) {
+                return self.resend(now, id, position, out);
+            }
             self.pump(id, out);
         }
     }

@@ -78,6 +78,8 @@ impl Stream {
 
     /// Forgets what was sent at or after `position`: it will be sent again.
     pub(super) fn rewind(&mut self, now: Instant, position: u32) {
+        // Every cache may hold every position, and still a token is awaited: the last position is computed once more.
+        let position = position.min(self.len().saturating_sub(1));
         self.sent = self.sent.min(position);
         self.acked = self.acked.min(position);
         while self.chunks.back().is_some_and(|&end| end > position) {
@@ -106,7 +108,7 @@ impl Stream {
             least = least.min(have);
         }
         self.rewind(now, need);
-        self.sent = need;
+        self.sent = need; // all of them, where a ring serves
         self.acked = least;
         while self.chunks.front().is_some_and(|&end| end <= least) {
             self.chunks.pop_front();
@@ -121,7 +123,9 @@ impl Stream {
         let starts = (position..self.sent).step_by(CHUNK_POSITIONS_MAX as usize);
         let frame = |position: u32| {
             let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
-            let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample: false };
+            // The standby chooses no token, but what it makes of this may be sent again when it is no standby any more.
+            let sample = position + count >= self.prompt_len();
+            let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample };
             (header, self.tokens[position as usize..(position + count) as usize].to_vec())
         };
         starts.map(frame).collect()
@@ -160,12 +164,14 @@ impl Stream {
         Some((header, self.tokens[position as usize..end as usize].to_vec()))
     }
 
-    /// Positions before `position` are in every cache.
-    pub(super) fn handle_progress(&mut self, now: Instant, position: u32) {
+    /// Positions before `position` are in every cache. True if those are all, and no token was chosen for the next one: it
+    /// was not asked for, and has to be.
+    pub(super) fn handle_progress(&mut self, now: Instant, position: u32) -> bool {
         if position > self.sent || position <= self.acked {
-            return;
+            return false;
         }
         self.advance(now, position);
+        position == self.len()
     }
 
     /// The last stage chose `token` for `position`.
@@ -298,6 +304,15 @@ mod tests {
         assert_eq!(resumed(&[(0, 0), (101, 0), (100, 0)]), (vec![101, 100], vec![(0, 101, true)]));
         // The last one is new, and the log is the only one to know the whole.
         assert_eq!(resumed(&[(100, 90), (100, 90), (0, 0)]), (vec![0, 0], vec![(0, 101, true)]));
+    }
+
+    #[test]
+    fn when_all_is_held_and_no_token_comes_the_last_position_is_asked_for() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        assert!(stream.handle_progress(Instant(1), 3), "a ring sent it again without asking for a token");
+        stream.rewind(Instant(1), 3);
+        assert_eq!(frames(&mut stream), vec![(2, 1, true)]);
     }
 
     #[test]
