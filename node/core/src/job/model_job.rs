@@ -545,6 +545,7 @@ impl ModelJob {
                     return self.replan(now, &BTreeSet::new(), ids, out);
                 }
                 if self.standbys_due.is_some_and(|due| due <= now) {
+                    self.standbys.judge(self.id, &self.requests.acked(), out);
                     self.seek_standbys(now, out);
                     self.hand_over(now, ids, out);
                 }
@@ -629,7 +630,7 @@ impl ModelJob {
             },
             reason: self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone()),
             stages: self.plan().map(route_of).unwrap_or_default(),
-            standbys: self.standbys.views(),
+            standbys: self.standbys.views(&self.requests.acked()),
             token_ns: self.plan().map_or(0, Plan::token_ns),
             running,
             waiting,

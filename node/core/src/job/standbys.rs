@@ -44,6 +44,13 @@ impl Standby {
     fn node(&self) -> NodeId {
         self.place.device.into()
     }
+
+    /// Whether it holds, but for a little, what `acked` says of each request.
+    fn holds(&self, acked: &BTreeMap<RequestId, u32>) -> bool {
+        let held = |request: &RequestId| self.held.get(request).copied().unwrap_or(0);
+        let follows = self.progress == Progress::Following && self.tier == Tier::Hot;
+        follows && acked.iter().all(|(id, &acked)| held(id) + STANDBY_LAG_MAX >= acked)
+    }
 }
 
 /// A standby as status pages show it.
@@ -149,9 +156,7 @@ impl Standbys {
     /// Looks which of them are current: they hold, but for a little, what `acked` says of each request.
     pub(super) fn judge(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
         for (&stage, standby) in &mut self.by_stage {
-            let held = |request: &RequestId| standby.held.get(request).copied().unwrap_or(0);
-            let follows = standby.progress == Progress::Following && standby.tier == Tier::Hot;
-            let current = follows && acked.iter().all(|(id, &acked)| held(id) + STANDBY_LAG_MAX >= acked);
+            let current = standby.holds(acked);
             if current && !standby.told {
                 standby.told = true;
                 let event = Event::Standby { job, stage, node: standby.node(), current };
@@ -207,12 +212,13 @@ impl Standbys {
         }
     }
 
-    pub(super) fn views(&self) -> Vec<StandbyView> {
+    /// As of now: where nothing runs any more, there is nothing to be behind with.
+    pub(super) fn views(&self, acked: &BTreeMap<RequestId, u32>) -> Vec<StandbyView> {
         let stages: BTreeSet<u16> = self.tiers.keys().chain(self.by_stage.keys()).copied().collect();
         let view = |stage: u16| {
             let (tier, stall_ns) = self.tiers.get(&stage).copied().unwrap_or((Tier::Cold, None));
             let standby = self.by_stage.get(&stage);
-            let current = standby.is_some_and(|standby| standby.current);
+            let current = standby.is_some_and(|standby| standby.holds(acked));
             let resident = standby.is_some_and(|standby| standby.progress == Progress::Following);
             let tier = match (standby.map(|standby| standby.tier), tier) {
                 (Some(_), _) if current => Tier::Hot,
