@@ -23,6 +23,13 @@ fn the_banned_are_out_for_everybody_and_stay_out() {
         mesh.nodes[node].wait_members(4, Duration::from_secs(10)).expect("the dead node disappears");
     }
 
+    // Who let whom in is known from the certificates of those one is connected to.
+    let guest_is_known = |state: &serde_json::Value| {
+        let known = |p: &serde_json::Value| p["name"] == "guest-of-culprit" && p["connected"] == true;
+        state["peers"].as_array().is_some_and(|peers| peers.iter().any(known))
+    };
+    mesh.nodes[1].wait_state(Duration::from_secs(30), guest_is_known).expect("connected to the guest");
+
     // Not by the founder, and by name.
     let output = std::process::Command::new(meshnode())
         .args(["ban", "culprit", "--json", "--api", &mesh.nodes[1].api.to_string()])
