@@ -201,15 +201,19 @@ impl ModelJob {
         let plan = self.plan().cloned()?;
         let dead = plan.stages().iter().enumerate().filter(|(_, stage)| lost.contains(&stage.device.into()));
         let dead: Vec<u16> = dead.filter_map(|(at, _)| u16::try_from(at).ok()).collect();
-        let mut next = plan.clone();
-        for &stage in &dead {
-            let place = self.standbys.take(stage, lost)?;
+        // All of them or none: a standby that is taken is no standby any more.
+        if dead.is_empty() || !dead.iter().all(|&stage| self.standbys.can_take(stage, lost)) {
+            return None;
+        }
+        let mut next = plan;
+        for stage in dead {
+            let place = self.standbys.take(stage)?;
             let (job, node) = (self.id, place.device.into());
             next = next.with_stage(usize::from(stage), place).ok()?;
             let epoch = Epoch { counter: self.epoch.counter + 1, ..self.epoch };
             out.push_back(JobOutput::Notify(Event::Promoted { job, epoch, stage, node }));
         }
-        (!dead.is_empty()).then(|| Box::new(next))
+        Some(Box::new(next))
     }
 
     pub(super) fn waits_for_plan(&self, token: u64) -> bool {
@@ -393,7 +397,7 @@ impl ModelJob {
             plan.stages().iter().position(|stage| drains(stage) && NodeId::from(stage.device) != self.epoch.minter);
         let Some(stage) = at.and_then(|at| u16::try_from(at).ok()) else { return };
         let node = NodeId::from(plan.stages()[usize::from(stage)].device);
-        if self.standbys.is_current(stage) {
+        if self.standbys.is_current(stage, &self.requests.acked()) {
             self.replan(now, &BTreeSet::from([node]), ids, out);
         }
     }
@@ -435,7 +439,7 @@ impl ModelJob {
         let Some(stage) = self.standbys.handle_prepared(node) else { return };
         let (job, epoch) = (self.id, self.epoch);
         self.requests.close_ended(node, positions, out);
-        self.standbys.judge(job, &self.requests.acked(), out);
+        self.standbys.tell(job, &self.requests.acked(), out);
         let message = Message::Go { job, epoch, resume: Vec::new() };
         out.push_back(JobOutput::Message { to: node, message });
         if self.standbys.fed().any(|(_, fed)| fed == node) {
@@ -480,7 +484,7 @@ impl ModelJob {
     ) {
         self.standbys.handle_held(from, held);
         if matches!(self.state, State::Ready { .. }) {
-            self.standbys.judge(self.id, &self.requests.acked(), out);
+            self.standbys.tell(self.id, &self.requests.acked(), out);
             self.hand_over(now, ids, out);
         }
     }
@@ -545,7 +549,7 @@ impl ModelJob {
                     return self.replan(now, &BTreeSet::new(), ids, out);
                 }
                 if self.standbys_due.is_some_and(|due| due <= now) {
-                    self.standbys.judge(self.id, &self.requests.acked(), out);
+                    self.standbys.tell(self.id, &self.requests.acked(), out);
                     self.seek_standbys(now, out);
                     self.hand_over(now, ids, out);
                 }

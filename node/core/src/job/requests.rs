@@ -262,10 +262,9 @@ impl Requests {
     fn pump(&mut self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
         while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch) {
-            if let Some(shadow) = track.first_shadow() {
-                out.push_back(JobOutput::Frame { to: shadow, header, tokens: tokens.clone() });
-            }
+            let copy = track.first_shadow().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone() });
             out.push_back(JobOutput::Frame { to: track.first(), header, tokens });
+            out.extend(copy); // after the stage that is waited for
         }
     }
 

@@ -28,9 +28,7 @@ struct Standby {
     progress: Progress,
     /// What it said it holds.
     held: BTreeMap<RequestId, u32>,
-    /// It was current when last looked at.
-    current: bool,
-    /// That was told once under this placement.
+    /// That it is current was told once under this placement.
     told: bool,
 }
 
@@ -95,17 +93,20 @@ impl Standbys {
             let Some(place) = standby.place.filter(|_| !self.by_stage.contains_key(&standby.stage)) else { continue };
             new.push((standby.stage, place.device.into()));
             let progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            let standby =
-                Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), current: false, told: false };
+            let standby = Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), told: false };
             self.by_stage.insert(new[new.len() - 1].0, standby);
         }
         new
     }
 
-    /// Whoever stands by with the stage in memory, to be its owner. It is no standby any more.
-    pub(super) fn take(&mut self, stage: u16, lost: &BTreeSet<NodeId>) -> Option<Stage> {
+    /// Whether somebody who is not lost stands by for a stage with it in memory.
+    pub(super) fn can_take(&self, stage: u16, lost: &BTreeSet<NodeId>) -> bool {
         let ready = |standby: &Standby| standby.progress == Progress::Following && !lost.contains(&standby.node());
-        self.by_stage.get(&stage).filter(|standby| ready(standby))?;
+        self.by_stage.get(&stage).is_some_and(ready)
+    }
+
+    /// Whoever stands by for a stage, to be its owner. It is no standby any more.
+    pub(super) fn take(&mut self, stage: u16) -> Option<Stage> {
         if planted::has(Planted::StandbyPromotedTwice) {
             return self.by_stage.get(&stage).map(|standby| standby.place.clone());
         }
@@ -122,7 +123,7 @@ impl Standbys {
         self.tiers.retain(|&at, _| usize::from(at) < stages.len());
         for standby in self.by_stage.values_mut() {
             standby.progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            (standby.current, standby.told) = (false, false);
+            standby.told = false;
         }
         self.by_stage.iter().map(|(&stage, standby)| (stage, standby.node())).collect()
     }
@@ -149,20 +150,18 @@ impl Standbys {
     }
 
     /// Whether a stage has a standby that is current.
-    pub(super) fn is_current(&self, stage: u16) -> bool {
-        self.by_stage.get(&stage).is_some_and(|standby| standby.current)
+    pub(super) fn is_current(&self, stage: u16, acked: &BTreeMap<RequestId, u32>) -> bool {
+        self.by_stage.get(&stage).is_some_and(|standby| standby.holds(acked))
     }
 
-    /// Looks which of them are current: they hold, but for a little, what `acked` says of each request.
-    pub(super) fn judge(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
+    /// Tells of each, once, that it is current.
+    pub(super) fn tell(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
         for (&stage, standby) in &mut self.by_stage {
-            let current = standby.holds(acked);
-            if current && !standby.told {
+            if !standby.told && standby.holds(acked) {
                 standby.told = true;
-                let event = Event::Standby { job, stage, node: standby.node(), current };
+                let event = Event::Standby { job, stage, node: standby.node(), current: true };
                 out.push_back(JobOutput::Notify(event));
             }
-            standby.current = current;
         }
     }
 
@@ -212,7 +211,6 @@ impl Standbys {
         }
     }
 
-    /// As of now: where nothing runs any more, there is nothing to be behind with.
     pub(super) fn views(&self, acked: &BTreeMap<RequestId, u32>) -> Vec<StandbyView> {
         let stages: BTreeSet<u16> = self.tiers.keys().chain(self.by_stage.keys()).copied().collect();
         let view = |stage: u16| {
