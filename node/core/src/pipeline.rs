@@ -4,7 +4,9 @@
 //! to them, one that holds less answers `Gap { have }`. Positions are counted when work is queued, because the
 //! executor runs in order. Epochs have been checked by `placement` before anything reaches this file.
 //! A standby runs the same stage in the shadow: it is fed a copy of the frames, and tells nobody what comes out.
-//! Next: `pipeline/stage.rs`, then `pipeline/ring.rs`.
+//! Next: `pipeline/stage.rs`, then `queue.rs` and `ring.rs` beside it.
+mod pace;
+mod queue;
 mod ring;
 mod stage;
 

@@ -19,19 +19,20 @@ pub(super) struct Ring {
     rows: u64,
     count: usize,
     frames: BTreeMap<RequestId, VecDeque<(FrameHeader, TensorId)>>,
-    /// What those who follow said they hold.
+    /// Who may ask for rows again: the next stage and its standby.
+    followers: Vec<NodeId>,
+    /// What they said they hold.
     acks: BTreeMap<NodeId, BTreeMap<RequestId, u32>>,
 }
 
 impl Ring {
     /// Room for so many rows.
     pub(super) fn new(rows_max: u64) -> Self {
-        Ring { rows_max, rows: 0, count: 0, frames: BTreeMap::new(), acks: BTreeMap::new() }
+        Ring { rows_max, rows: 0, count: 0, frames: BTreeMap::new(), followers: Vec::new(), acks: BTreeMap::new() }
     }
 
-    /// Keeps a frame that was just made, in the place of what it overwrites. `followers` are those who may ask for it
-    /// again. Returns what is not kept any more.
-    pub(super) fn push(&mut self, header: FrameHeader, tensor: TensorId, followers: &[NodeId]) -> Vec<TensorId> {
+    /// Keeps a frame that was just made, in the place of what it overwrites. Returns what is not kept any more.
+    pub(super) fn push(&mut self, header: FrameHeader, tensor: TensorId) -> Vec<TensorId> {
         let mut gone = self.cut(header.request, header.position);
         let kept = self.frames.entry(header.request).or_default();
         let adjoins = kept.back().is_none_or(|(last, _)| last.position + last.count >= header.position);
@@ -42,7 +43,7 @@ impl Ring {
         self.frames.entry(header.request).or_default().push_back((header, tensor));
         self.rows += u64::from(header.count);
         self.count += 1;
-        self.trim(followers, &mut gone);
+        self.trim(&mut gone);
         gone
     }
 
@@ -72,16 +73,16 @@ impl Ring {
         self.rows > self.rows_max || self.count > RING_FRAMES_MAX
     }
 
-    fn trim(&mut self, followers: &[NodeId], gone: &mut Vec<TensorId>) {
+    fn trim(&mut self, gone: &mut Vec<TensorId>) {
         if planted::has(Planted::RingTrimmedEarly) {
-            self.trim_early(followers, gone);
+            self.trim_early(gone);
         }
         if !self.is_over() {
             return;
         }
         let requests: Vec<RequestId> = self.frames.keys().copied().collect();
         for request in requests {
-            let floor = self.floor(request, followers);
+            let floor = self.floor(request);
             while self.is_over() && self.front_end(request).is_some_and(|end| end <= floor) {
                 gone.extend(self.pop(request, true));
             }
@@ -96,11 +97,11 @@ impl Ring {
     }
 
     /// The bug: what one of those who follow holds is dropped, though the other may ask for it.
-    fn trim_early(&mut self, followers: &[NodeId], gone: &mut Vec<TensorId>) {
+    fn trim_early(&mut self, gone: &mut Vec<TensorId>) {
         let requests: Vec<RequestId> = self.frames.keys().copied().collect();
         for request in requests {
             let held = |node: &NodeId| self.acks.get(node).and_then(|held| held.get(&request)).copied();
-            let most = followers.iter().filter_map(held).max().unwrap_or(0);
+            let most = self.followers.iter().filter_map(held).max().unwrap_or(0);
             while self.front_end(request).is_some_and(|end| end <= most) {
                 gone.extend(self.pop(request, true));
             }
@@ -108,9 +109,9 @@ impl Ring {
     }
 
     /// Positions that everybody who follows holds.
-    fn floor(&self, request: RequestId, followers: &[NodeId]) -> u32 {
+    fn floor(&self, request: RequestId) -> u32 {
         let held = |node: &NodeId| self.acks.get(node).and_then(|held| held.get(&request)).copied().unwrap_or(0);
-        followers.iter().map(held).min().unwrap_or(u32::MAX)
+        self.followers.iter().map(held).min().unwrap_or(u32::MAX)
     }
 
     fn front_end(&self, request: RequestId) -> Option<u32> {
@@ -120,8 +121,10 @@ impl Ring {
 
     /// A follower said what it holds.
     pub(super) fn handle_held(&mut self, from: NodeId, held: Vec<(RequestId, u32)>) {
-        let open = held.into_iter().filter(|(request, _)| self.frames.contains_key(request));
-        self.acks.insert(from, open.collect());
+        if self.followers.contains(&from) {
+            let open = held.into_iter().filter(|(request, _)| self.frames.contains_key(request));
+            self.acks.insert(from, open.collect());
+        }
     }
 
     /// Requests kept, and how many positions of each a follower said it holds.
@@ -131,8 +134,9 @@ impl Ring {
     }
 
     /// Only these follow from now on.
-    pub(super) fn retain_followers(&mut self, followers: &[NodeId]) {
+    pub(super) fn set_followers(&mut self, followers: Vec<NodeId>) {
         self.acks.retain(|node, _| followers.contains(node));
+        self.followers = followers;
     }
 
     /// The first position from which on everything made of a request is kept.
@@ -180,9 +184,15 @@ mod tests {
         FrameHeader { job: JobId(1), epoch, edge: 1, request: REQUEST, position, count, sample: false }
     }
 
-    fn filled(rows_max: u64, frames: u32) -> (Ring, Vec<TensorId>) {
+    fn ring(rows_max: u64) -> Ring {
         let mut ring = Ring::new(rows_max);
-        let gone = (0..frames).flat_map(|at| ring.push(frame(at * 10, 10), TensorId(at.into()), &BOTH)).collect();
+        ring.set_followers(Vec::from(BOTH));
+        ring
+    }
+
+    fn filled(rows_max: u64, frames: u32) -> (Ring, Vec<TensorId>) {
+        let mut ring = ring(rows_max);
+        let gone = (0..frames).flat_map(|at| ring.push(frame(at * 10, 10), TensorId(at.into()))).collect();
         (ring, gone)
     }
 
@@ -195,7 +205,7 @@ mod tests {
         assert_eq!(positions(&ring, 0), vec![0, 10, 20, 30]);
         assert_eq!(positions(&ring, 15), vec![10, 20, 30], "a frame that begins earlier is sent whole");
         assert_eq!(positions(&ring, 40), vec![]);
-        assert_eq!(ring.push(frame(15, 5), TensorId(9), &BOTH), vec![TensorId(3), TensorId(2)]);
+        assert_eq!(ring.push(frame(15, 5), TensorId(9)), vec![TensorId(3), TensorId(2)]);
         assert_eq!(positions(&ring, 0), vec![0, 10, 15]);
         assert_eq!(ring.forget(REQUEST).len(), 3);
         assert_eq!((ring.rows, ring.count), (0, 0));
@@ -206,22 +216,22 @@ mod tests {
         let (mut ring, _) = filled(30, 3);
         ring.handle_held(NEXT, vec![(REQUEST, 30)]);
         ring.handle_held(STANDBY, vec![(REQUEST, 10)]);
-        assert_eq!(ring.push(frame(30, 10), TensorId(3), &BOTH), vec![TensorId(0)]);
+        assert_eq!(ring.push(frame(30, 10), TensorId(3)), vec![TensorId(0)]);
         assert_eq!(ring.kept_from(REQUEST), Some(10));
         // The standby did not get further: it falls off, but the bound holds.
-        assert_eq!(ring.push(frame(40, 10), TensorId(4), &BOTH), vec![TensorId(1)]);
+        assert_eq!(ring.push(frame(40, 10), TensorId(4)), vec![TensorId(1)]);
         assert_eq!(ring.replay(REQUEST, 10), vec![], "the ring does not reach back");
     }
 
     #[test]
     fn one_request_that_is_acknowledged_makes_room_for_another_that_is_not() {
-        let mut ring = Ring::new(20);
+        let mut ring = ring(20);
         let of = |request, position| FrameHeader { request: RequestId(request), ..frame(position, 10) };
-        ring.push(of(1, 0), TensorId(1), &BOTH);
-        ring.push(of(2, 0), TensorId(2), &BOTH);
+        ring.push(of(1, 0), TensorId(1));
+        ring.push(of(2, 0), TensorId(2));
         for node in BOTH {
             ring.handle_held(node, vec![(RequestId(2), 10)]);
         }
-        assert_eq!(ring.push(of(1, 10), TensorId(3), &BOTH), vec![TensorId(2)]);
+        assert_eq!(ring.push(of(1, 10), TensorId(3)), vec![TensorId(2)]);
     }
 }

@@ -1,4 +1,6 @@
 //! One stage of one job under one epoch: what each request holds here, what waits, what runs.
+use super::pace::Pace;
+use super::queue::{Waiting, choose, join};
 use super::ring::Ring;
 use super::{PipelineOutput, Route, discard};
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
@@ -77,57 +79,6 @@ struct Opened {
     history: Vec<u32>,
 }
 
-#[derive(Debug)]
-struct Waiting {
-    header: FrameHeader,
-    payload: Payload,
-}
-
-/// Frames of one request that follow each other in the queue.
-#[derive(Default)]
-struct Run {
-    indices: Vec<usize>,
-    end: u32,
-    rows: u32,
-    broken: bool,
-}
-
-impl Run {
-    /// Adds a frame if it goes on where the last one ended and there is room in the chunk.
-    fn take(&mut self, index: usize, header: &FrameHeader) {
-        let first = self.indices.is_empty();
-        self.broken |= header.position != self.end || self.rows + header.count > CHUNK_POSITIONS_MAX;
-        if first || !self.broken {
-            self.indices.push(index);
-            self.end = header.position + header.count;
-            self.rows += header.count;
-        }
-    }
-}
-
-/// Two frames that follow each other as one. Tokens chosen for the first one are known, or there would be no second.
-fn join(first: Option<Waiting>, second: Waiting) -> Waiting {
-    let Some(Waiting { header, payload }) = first else { return second };
-    let header = FrameHeader { count: header.count + second.header.count, sample: second.header.sample, ..header };
-    let payload = match (payload, second.payload) {
-        (Payload::Tokens(mut tokens), Payload::Tokens(more)) => {
-            tokens.extend(more);
-            Payload::Tokens(tokens)
-        }
-        (first, second) => Payload::Tensors(tensors(first).chain(tensors(second)).collect()),
-    };
-    Waiting { header, payload }
-}
-
-fn tensors(payload: Payload) -> impl Iterator<Item = TensorId> {
-    let tensors = match payload {
-        Payload::Tensor(tensor) => Vec::from([tensor]),
-        Payload::Tensors(tensors) => tensors,
-        Payload::Tokens(_) => Vec::new(),
-    };
-    tensors.into_iter()
-}
-
 /// A batch at the executor.
 #[derive(Debug)]
 pub(super) struct Batch {
@@ -143,7 +94,7 @@ impl StageRun {
     pub(super) fn new(job: JobId, route: Route) -> Self {
         StageRun {
             job,
-            ring: Ring::new(route.ring_rows),
+            ring: Ring::new(route.ring_rows), // followers come with `go`
             standby: None,
             before: None,
             started: false,
@@ -381,7 +332,7 @@ impl StageRun {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let chosen = self.choose();
+        let chosen = choose(&mut self.waiting, self.prefill_turn);
         let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         self.prefill_turn = chosen.iter().all(|waiting| waiting.header.count == 1);
         let mut batch = Batch {
@@ -400,46 +351,6 @@ impl StageRun {
         }
         self.running = Some(work);
         Some((batch, items))
-    }
-
-    /// Removes from the queue what runs next: each request's first frame, joined with those that follow it up to one
-    /// chunk's rows (many wait only where something is sent again).
-    fn choose(&mut self) -> Vec<Waiting> {
-        let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
-        let mut order = Vec::new();
-        for (index, waiting) in self.waiting.iter().enumerate() {
-            let run = runs.entry(waiting.header.request).or_insert_with(|| {
-                order.push(waiting.header.request);
-                Run { end: waiting.header.position, ..Run::default() }
-            });
-            run.take(index, &waiting.header);
-        }
-        let rows_of = |request: &RequestId| runs.get(request).map_or(0, |run| run.rows);
-        let has_decode = order.iter().any(|request| rows_of(request) == 1);
-        let has_prefill = order.iter().any(|request| rows_of(request) > 1);
-        let prefill = has_prefill && (self.prefill_turn || !has_decode);
-        let mut rows = 0;
-        let mut chosen: BTreeMap<usize, usize> = BTreeMap::new(); // index in the queue → place in the batch
-        let mut batch = 0;
-        for request in &order {
-            let count = rows_of(request);
-            let fits = rows + count <= CHUNK_POSITIONS_MAX || chosen.is_empty();
-            if (count > 1) == prefill && fits {
-                rows += count;
-                chosen.extend(runs.get(request).into_iter().flat_map(|run| &run.indices).map(|&index| (index, batch)));
-                batch += 1;
-            }
-        }
-        let mut taken: Vec<Option<Waiting>> = (0..batch).map(|_| None).collect();
-        let mut kept = VecDeque::with_capacity(self.waiting.len() - chosen.len());
-        for (index, waiting) in self.waiting.drain(..).enumerate() {
-            match chosen.get(&index) {
-                None => kept.push_back(waiting),
-                Some(&place) => taken[place] = Some(join(taken[place].take(), waiting)),
-            }
-        }
-        self.waiting = kept;
-        taken.into_iter().flatten().collect()
     }
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
@@ -512,7 +423,7 @@ impl StageRun {
                     let to = core::iter::once(next).filter(|_| !known).chain(self.standby);
                     out.extend(to.map(|to| PipelineOutput::Frame { to, header, payload: Payload::Tensor(output) }));
                 }
-                let gone = self.ring.push(header, output, &self.followers());
+                let gone = self.ring.push(header, output);
                 out.extend(gone.into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
             }
             (ItemResult::Hidden, _) => out.push_back(PipelineOutput::Discard { tensor: output }),
@@ -583,6 +494,7 @@ impl StageRun {
     pub(super) fn go(&mut self, now: Instant, resume: &[(RequestId, u32)], out: &mut Out) {
         self.started = true;
         self.reported_at = now;
+        self.ring.set_followers(self.followers());
         let Some(next) = self.route.next.filter(|_| !self.route.shadow) else { return };
         for &(request, have) in resume.iter().take(2 * SEQUENCES_MAX as usize) {
             self.send_from.insert(request, have);
@@ -621,7 +533,7 @@ impl StageRun {
     pub(super) fn handle_standby(&mut self, stage: u16, node: Option<NodeId>) {
         if stage == self.route.stage + 1 {
             self.standby = node;
-            self.ring.retain_followers(&self.followers());
+            self.ring.set_followers(self.followers());
         } else if Some(stage) == self.route.stage.checked_sub(1) {
             self.before = node;
         }
@@ -634,7 +546,7 @@ impl StageRun {
     }
 
     pub(super) fn handle_held(&mut self, from: NodeId, held: Vec<(RequestId, u32)>) {
-        if self.followers().contains(&from) && held.len() <= 2 * SEQUENCES_MAX as usize {
+        if held.len() <= 2 * SEQUENCES_MAX as usize {
             self.ring.handle_held(from, held);
         }
     }
@@ -705,42 +617,6 @@ impl Batch {
                 ItemResult::Hidden => out.push_back(PipelineOutput::Discard { tensor }),
                 ItemResult::Token { .. } | ItemResult::Nothing => {}
             }
-        }
-    }
-}
-
-/// What batches took so far, to predict the next one.
-#[derive(Debug, Default)]
-struct Pace {
-    /// Slowest recent batch of decode steps.
-    decode: Option<Duration>,
-    /// Slowest recent nanoseconds per row of a prefill batch.
-    prefill_row_ns: Option<u64>,
-}
-
-impl Pace {
-    /// Before anything has been measured: a first batch on a slow machine under load.
-    const UNKNOWN: Duration = Duration::from_secs(30);
-
-    fn predict(&self, rows: u64) -> Duration {
-        let prefill = self.prefill_row_ns.map(|ns| Duration::from_nanos(ns.saturating_mul(rows)));
-        if rows <= u64::from(crate::limits::SEQUENCES_MAX) {
-            self.decode.or(prefill).unwrap_or(Self::UNKNOWN)
-        } else {
-            prefill.unwrap_or(Self::UNKNOWN)
-        }
-    }
-
-    /// Takes the slower at once and forgets by an eighth with each faster one.
-    fn learn(&mut self, rows: u64, took: Duration) {
-        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        if rows <= u64::from(crate::limits::SEQUENCES_MAX) {
-            let old = self.decode.map_or(took, |old| old - old / 8);
-            self.decode = Some(old.max(took));
-        } else {
-            let row_ns = took_ns / rows.max(1);
-            let old = self.prefill_row_ns.map_or(row_ns, |old| old - old / 8);
-            self.prefill_row_ns = Some(old.max(row_ns));
         }
     }
 }

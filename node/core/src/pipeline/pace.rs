@@ -1,0 +1,39 @@
+//! How long batches take on this node's executor: what makes a stuck one known.
+use crate::limits::SEQUENCES_MAX;
+use crate::time::Duration;
+
+/// What batches took so far, to predict the next one.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// Slowest recent batch of decode steps.
+    decode: Option<Duration>,
+    /// Slowest recent nanoseconds per row of a prefill batch.
+    prefill_row_ns: Option<u64>,
+}
+
+impl Pace {
+    /// Before anything has been measured: a first batch on a slow machine under load.
+    const UNKNOWN: Duration = Duration::from_secs(30);
+
+    pub(super) fn predict(&self, rows: u64) -> Duration {
+        let prefill = self.prefill_row_ns.map(|ns| Duration::from_nanos(ns.saturating_mul(rows)));
+        if rows <= u64::from(SEQUENCES_MAX) {
+            self.decode.or(prefill).unwrap_or(Self::UNKNOWN)
+        } else {
+            prefill.unwrap_or(Self::UNKNOWN)
+        }
+    }
+
+    /// Takes the slower at once and forgets by an eighth with each faster one.
+    pub(super) fn learn(&mut self, rows: u64, took: Duration) {
+        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        if rows <= u64::from(SEQUENCES_MAX) {
+            let old = self.decode.map_or(took, |old| old - old / 8);
+            self.decode = Some(old.max(took));
+        } else {
+            let row_ns = took_ns / rows.max(1);
+            let old = self.prefill_row_ns.map_or(row_ns, |old| old - old / 8);
+            self.prefill_row_ns = Some(old.max(row_ns));
+        }
+    }
+}
