@@ -392,13 +392,14 @@ impl ModelJob {
     /// a stage that serves is better than none.
     fn hand_over(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
         let State::Ready { plan } = &self.state else { return };
-        let drains = |stage: &partitioner::Stage| self.draining.contains(&stage.device.into());
-        let at =
-            plan.stages().iter().position(|stage| drains(stage) && NodeId::from(stage.device) != self.epoch.minter);
-        let Some(stage) = at.and_then(|at| u16::try_from(at).ok()) else { return };
-        let node = NodeId::from(plan.stages()[usize::from(stage)].device);
-        if self.standbys.is_current(stage, &self.requests.acked()) {
-            self.replan(now, &BTreeSet::from([node]), ids, out);
+        let acked = self.requests.acked();
+        let ready = |(at, node): &(u16, NodeId)| {
+            self.draining.contains(node) && *node != self.epoch.minter && self.standbys.is_current(*at, &acked)
+        };
+        let stages = (0..).zip(plan.stages().iter().map(|stage| NodeId::from(stage.device)));
+        let leaving: BTreeSet<NodeId> = stages.filter(ready).map(|(_, node)| node).collect();
+        if !leaving.is_empty() {
+            self.replan(now, &leaving, ids, out);
         }
     }
 
