@@ -3,9 +3,10 @@ use crate::driver::DriverHandle;
 use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use kernels::sampler::{Sampler, SamplerSettings};
-use kernels::stage::{Rows, RowsIn, RowsOut, Stage};
+use kernels::stage::{Rows, RowsIn, RowsOut, Stage, StageError};
 use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
+use node_core::limits::CHALLENGE_STEPS;
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec};
 use std::collections::HashMap;
@@ -51,6 +52,15 @@ pub enum Command {
         job: JobId,
         /// The request.
         request: RequestId,
+    },
+    /// Run some steps on rows drawn from a number.
+    Challenge {
+        /// Its job.
+        job: JobId,
+        /// The epoch it belongs to.
+        epoch: Epoch,
+        /// What the rows are drawn from.
+        nonce: u64,
     },
     /// Run a batch.
     Compute {
@@ -104,6 +114,11 @@ impl Executor {
                         let _ = catch_unwind(AssertUnwindSafe(|| stage.release(request.0)));
                     }
                 }
+                Command::Challenge { job, epoch, nonce } => {
+                    let answer = catch_unwind(AssertUnwindSafe(|| self.challenge(job, epoch, nonce)));
+                    let result = answer.unwrap_or_else(|panic| Err(panic_text(panic.as_ref())));
+                    self.driver.input(Input::Challenged { job, epoch, nonce, result });
+                }
                 Command::Compute { work, job, epoch, items } => {
                     // What panics must not take the node with it: the stage is reported failed and loaded anew.
                     let computed = catch_unwind(AssertUnwindSafe(|| self.compute(job, epoch, &items)));
@@ -133,6 +148,17 @@ impl Executor {
             None => Err("there is no stage of this job to keep".to_owned()),
         };
         self.driver.input(Input::Loaded { job, load, result });
+    }
+
+    /// A digest of what the stage makes of some rows, one after the other: equal wherever the numerics are.
+    fn challenge(&mut self, job: JobId, epoch: Epoch, nonce: u64) -> Result<u64, String> {
+        let (held, stage) = self.stages.get_mut(&job).ok_or("no stage is loaded for this job")?;
+        if *held != epoch {
+            return Err(format!("the stage was loaded for epoch {}, not {}", held.counter, epoch.counter));
+        }
+        let digest = challenge(stage.as_mut(), nonce);
+        stage.release(CHALLENGE_SEQUENCE);
+        digest.map_err(|e| e.to_string())
     }
 
     fn compute(&mut self, job: JobId, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {
@@ -167,6 +193,42 @@ impl Executor {
             (RowsOut::Nothing, Some(_)) => return Err("the stage gave no logits where a token was asked for".into()),
         })
     }
+}
+
+/// The sequence of a challenge: no request has this number.
+const CHALLENGE_SEQUENCE: u64 = u64::MAX;
+
+/// Runs [`CHALLENGE_STEPS`] single rows, drawn from `nonce`, at consecutive positions, and hashes the bits that come out.
+fn challenge(stage: &mut dyn Stage, nonce: u64) -> Result<u64, StageError> {
+    let seed = blake3::derive_key("meshnode 2026 rows of a challenge", &nonce.to_le_bytes());
+    let mut bytes = vec![0; stage.width()];
+    blake3::Hasher::new_keyed(&seed).finalize_xof().fill(&mut bytes);
+    // A byte an element: from -1 to just below 1, as normalised rows are.
+    let hidden: Vec<f32> = bytes.iter().map(|&byte| (f32::from(byte) - 128.0) / 128.0).collect();
+    let mut digest = blake3::Hasher::new();
+    for position in 0..CHALLENGE_STEPS {
+        let row = |input| Rows {
+            sequence: CHALLENGE_SEQUENCE,
+            position: position as usize,
+            input,
+            logits: position + 1 == CHALLENGE_STEPS,
+        };
+        // Every vocabulary has that many tokens.
+        let token = [u32::from(bytes[position as usize])];
+        // A stage says what it takes by refusing the other, which changes nothing in it.
+        let outputs = match stage.forward(&[row(RowsIn::Hidden(&hidden))]) {
+            Err(StageError::Input(_)) => stage.forward(&[row(RowsIn::Tokens(&token))]),
+            answer => answer,
+        };
+        for output in outputs? {
+            if let RowsOut::Hidden(values) | RowsOut::Logits(values) = output {
+                for value in values {
+                    digest.update(&value.to_bits().to_le_bytes());
+                }
+            }
+        }
+    }
+    Ok(u64::from_le_bytes(digest.finalize().as_bytes()[..8].try_into().unwrap_or_default()))
 }
 
 /// Payloads that were kept apart, one after the other; nothing if any of them is gone or they are not of one kind.

@@ -254,8 +254,8 @@ impl NodeHandle {
             loop {
                 match events.recv().await {
                     None => return Err(NodeError::Failed("the node stopped".into())),
-                    Some(CallEvent::Node(Event::PlanReady { result, standbys, .. })) => {
-                        return result.map(|plan| (plan, standbys)).map_err(NodeError::Plan);
+                    Some(CallEvent::Node(Event::PlanReady { result, standbys, change, .. })) => {
+                        return result.map(|plan| (plan, standbys, change)).map_err(NodeError::Plan);
                     }
                     Some(CallEvent::Node(_)) => {}
                 }
@@ -265,8 +265,8 @@ impl NodeHandle {
         .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
         self.inner.hub.forget(call);
         let names = self.names().await;
-        let (plan, standbys) = answer?;
-        Ok(plan_report(opened.name, &plan, &standbys, &names))
+        let (plan, standbys, change) = answer?;
+        Ok(plan_report(opened.name, &plan, &standbys, change, &names))
     }
 
     /// Submits a request to a served model.

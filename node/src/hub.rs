@@ -110,6 +110,8 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::Lost { .. }
         | Event::Standby { .. }
         | Event::Promoted { .. }
+        | Event::Reshaping { .. }
+        | Event::Measured { .. }
         | Event::Refused { .. } => None,
     }
 }

@@ -71,6 +71,8 @@ impl Shell {
             }),
             Output::Load { job, epoch, load, stage } => self.load(job, epoch, load, *stage),
             Output::Keep { job, epoch, load, stage } => self.keep(job, epoch, load, &stage),
+            Output::Fetch { job, epoch, stage } => self.fetch(job, epoch, *stage),
+            Output::Challenge { job, epoch, nonce } => self.execute(Command::Challenge { job, epoch, nonce }),
             Output::Unload { job } => {
                 self.endpoint.forget(job.0);
                 self.residency.end(job, || self.execute(Command::Unload { job }));
@@ -188,6 +190,19 @@ impl Shell {
         });
     }
 
+    /// Gets the weights of a stage that is not to be loaded yet.
+    fn fetch(&self, job: JobId, epoch: Epoch, spec: StageSpec) {
+        let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
+        let driver = self.driver.clone();
+        self.runtime.spawn(async move {
+            let layers = spec.layers.start as usize..spec.layers.end as usize;
+            let held = library.share(spec.content, layers, &spec.sources, &ask).await;
+            driver.input(Input::Holdings(library.contents()));
+            let result = held.map(|held| held.fetched_bytes).map_err(|e| e.to_string());
+            driver.input(Input::Fetched { job, epoch, result });
+        });
+    }
+
     fn execute(&self, command: Command) {
         let _ = self.executor.send(command);
     }
@@ -224,6 +239,17 @@ fn log(event: &Event) {
         }
         Event::Promoted { job, epoch, stage, node } => {
             tracing::warn!("job {:016x} epoch {}: {node} steps in for stage {stage}", job.0, epoch.counter);
+        }
+        Event::Reshaping { job, change } => tracing::info!(
+            "job {:016x} moves: {} of weights for {:.2} ms a token instead of {:.2}",
+            job.0,
+            crate::config::Size(change.bytes),
+            change.after_ns as f64 / 1e6,
+            change.before_ns as f64 / 1e6
+        ),
+        Event::Measured { node, percent: 100 } => tracing::info!("{node} computes as fast as it says"),
+        Event::Measured { node, percent } => {
+            tracing::warn!("{node} takes {percent} % of the time it says it takes: plans count with that");
         }
         Event::Refused { from, what } => match from {
             Some(node) => tracing::debug!("refused {node}: {what}"),

@@ -56,6 +56,8 @@ pub struct Held {
     pub content: ContentId,
     /// The mapped file.
     pub file: Arc<ModelFile>,
+    /// Bytes of weights that came from peers when it was asked for; the header, which every share needs, is not counted.
+    pub fetched_bytes: u64,
 }
 
 /// Every model this node holds.
@@ -141,10 +143,10 @@ impl Library {
         let content = ContentId(index.content_id());
         let mut held = self.lock();
         if let Some(file) = held.get(&content).and_then(|known| known.whole_file()) {
-            return Ok(Held { content, file: file.clone() });
+            return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
         }
         held.insert(content, Arc::new(Holding::whole(path, index, file.clone())));
-        Ok(Held { content, file })
+        Ok(Held { content, file, fetched_bytes: 0 })
     }
 
     /// Takes every model file of a folder in whose index is already known; others wait until they are asked for.
@@ -200,7 +202,7 @@ impl Library {
         ask: &Arc<impl Ask>,
     ) -> Result<Held, TransferError> {
         if let Some(file) = self.lock().get(&content).and_then(|known| known.whole_file()) {
-            return Ok(Held { content, file: file.clone() });
+            return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
         }
         // From here on it is not removed to make room.
         let ongoing = self.ledger.begin(content, layers.clone());
@@ -211,12 +213,12 @@ impl Library {
         let file = holding.open()?;
         ongoing.progress.name(&file.config().name);
         let needed = holding.index.chunks_for(&file.stage_ranges(layers));
-        self.complete(&holding, needed, &mut swarm).await?;
+        let fetched_bytes = self.complete(&holding, needed, &mut swarm).await?;
         self.cache.touch(content);
         if let Some(line) = ongoing.progress.summary(Instant::now()) {
             tracing::info!("{line}");
         }
-        Ok(Held { content, file })
+        Ok(Held { content, file, fetched_bytes })
     }
 
     /// What is here of a content; its index from a peer if it was not heard of before.
@@ -243,13 +245,13 @@ impl Library {
         Ok(holding)
     }
 
-    /// Hashes what is there of these chunks, makes room for the others and fetches them.
+    /// Hashes what is there of these chunks, makes room for the others and fetches them; returns the bytes of those.
     async fn complete(
         self: &Arc<Self>,
         holding: &Arc<Holding>,
         chunks: Vec<usize>,
         swarm: &mut Swarm<impl Ask>,
-    ) -> Result<(), TransferError> {
+    ) -> Result<u64, TransferError> {
         let (library, looked_at, progress) = (self.clone(), holding.clone(), swarm.progress.clone());
         let missing = tokio::task::spawn_blocking(move || {
             let missing = looked_at.missing(&chunks);
@@ -257,7 +259,10 @@ impl Library {
             library.make_room(&looked_at.path).map(|()| missing)
         });
         let missing = missing.await.map_err(interrupted)??;
-        if missing.is_empty() { Ok(()) } else { swarm.fetch(holding, &missing).await }
+        if !missing.is_empty() {
+            swarm.fetch(holding, &missing).await?;
+        }
+        Ok(holding.bytes(&missing))
     }
 
     /// Removes what was not used for longest and is not in use, until all that is on its way fits.

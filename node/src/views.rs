@@ -5,7 +5,7 @@ use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
-use node_core::output::DownReason;
+use node_core::output::{Change, DownReason};
 use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -28,6 +28,39 @@ pub struct PlanReport {
     pub standbys: Vec<StandbyView>,
     /// What would happen if a node were lost.
     pub losses: Vec<LossView>,
+    /// Where the model is served already: from its present placement to this plan.
+    pub change: Option<ChangeView>,
+}
+
+/// From one placement to another.
+#[derive(Clone, Debug, Serialize)]
+pub struct ChangeView {
+    /// Predicted milliseconds per token as it is, on the mesh as it is now.
+    pub before_ms: f64,
+    /// And as it would be.
+    pub after_ms: f64,
+    /// Weight bytes that nodes hold then and do not hold now.
+    pub moved_bytes: u64,
+}
+
+impl From<Change> for ChangeView {
+    fn from(change: Change) -> Self {
+        Self {
+            before_ms: change.before_ns as f64 / 1e6,
+            after_ms: change.after_ns as f64 / 1e6,
+            moved_bytes: change.bytes,
+        }
+    }
+}
+
+/// The last move of a job to a better placement.
+#[derive(Clone, Debug, Serialize)]
+pub struct MoveView {
+    /// As planned.
+    #[serde(flatten)]
+    pub change: ChangeView,
+    /// Weight bytes that came from peers for it; what a node had on its disk did not have to.
+    pub fetched_bytes: u64,
 }
 
 /// One stage of a plan or a job.
@@ -173,6 +206,8 @@ pub struct JobView {
     pub stages: Vec<StageView>,
     /// Who steps in if a stage's node is lost.
     pub standbys: Vec<StandbyView>,
+    /// Its last move to a better placement.
+    pub moved: Option<MoveView>,
     /// Requests running.
     pub running: u32,
     /// Requests waiting.
@@ -252,6 +287,7 @@ pub fn job_views(node: &Node) -> Vec<JobView> {
                     StandbyView::new(standby.stage, standby.node.map(name), standby.tier, state, standby.stall_ns)
                 })
                 .collect(),
+            moved: job.moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
             running: job.running as u32,
             queued: job.waiting as u32,
         })
@@ -271,6 +307,7 @@ pub fn job_views(node: &Node) -> Vec<JobView> {
         token_ms: 0.0,
         stages: vec![stage(own.node, s.layers, s.bytes.unwrap_or(0))],
         standbys: Vec::new(),
+        moved: None,
         running: 0,
         queued: 0,
     });
@@ -307,6 +344,7 @@ pub(crate) fn plan_report(
     model: String,
     plan: &Plan,
     standbys: &[Standby],
+    change: Option<Change>,
     names: &BTreeMap<String, String>,
 ) -> PlanReport {
     let name = |id: &partitioner::DeviceId| {
@@ -316,6 +354,7 @@ pub(crate) fn plan_report(
     let stages = |plan: &Plan| plan.stages().iter().map(|s| stage_view(s, name(&s.device))).collect::<Vec<_>>();
     PlanReport {
         model,
+        change: change.map(ChangeView::from),
         token_ms: plan.token_ns() as f64 / 1e6,
         exact: plan.exact(),
         stages: stages(plan),

@@ -6,6 +6,7 @@
 use crate::host::HostSpec;
 use node_core::id::{ContentId, Epoch, JobId, LoadId, RequestId, TensorId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
+use node_core::limits::CHALLENGE_STEPS;
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec, StageSpec};
 use node_core::time::{Duration, Instant};
@@ -142,13 +143,27 @@ impl Executor {
         let positions: u64 = items.iter().map(|item| u64::from(item.count)).sum();
         let layers = self.stages.get(&job).map_or(0, |stage| stage.spec.layers.len() as u64);
         let results = self.run_batch(job, epoch, items);
-        // One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
-        let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
-        let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
-        let took =
-            Duration::from_nanos(predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100);
+        let took = Duration::from_nanos(self.batch_ns(layers, positions));
         self.busy_until = self.busy_until.max(now) + took;
         (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
+    }
+
+    /// `Output::Challenge`: when it will be done, and with what.
+    pub fn challenge(&mut self, now: Instant, job: JobId, epoch: Epoch, nonce: u64) -> Option<(Instant, Input)> {
+        let stage = self.stages.get(&job).filter(|stage| stage.epoch == epoch);
+        let digest = stage.map(|stage| stage.spec.layers.clone().fold(nonce, |row, layer| mix(u64::from(layer), row)));
+        let layers = stage.map_or(0, |stage| stage.spec.layers.len() as u64);
+        let step = Duration::from_nanos(self.batch_ns(layers, 1));
+        self.busy_until = self.busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
+        let result = digest.ok_or_else(|| format!("no stage of {epoch:?} here"));
+        (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, nonce, result }))
+    }
+
+    /// One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
+    fn batch_ns(&self, layers: u64, positions: u64) -> u64 {
+        let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
+        let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
+        predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100
     }
 
     /// A batch as a whole works or fails; its inputs are gone either way.
@@ -335,6 +350,6 @@ fn mix(a: u64, b: u64) -> u64 {
 /// Tokens a symbolic model knows.
 pub const VOCABULARY: u32 = 50_000;
 /// Weights of one symbolic layer.
-const LAYER_BYTES: u64 = 20 << 20;
+pub(crate) const LAYER_BYTES: u64 = 20 << 20;
 /// How fast weights come from disk.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;

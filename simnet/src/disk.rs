@@ -1,5 +1,9 @@
 //! A host's disk: what was synced survives a crash, what was not is gone.
+use crate::compute::LAYER_BYTES;
+use node_core::id::ContentId;
 use node_core::output::Record;
+use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// Records of one host.
 #[derive(Clone, Debug, Default)]
@@ -9,6 +13,8 @@ pub struct Disk {
     waiting: Vec<(u64, Record)>,
     /// Highest generation a node on this disk ever had.
     generation: u64,
+    /// Parts of models: embedding, layers, head.
+    weights: BTreeSet<(ContentId, u32)>,
 }
 
 impl Disk {
@@ -29,6 +35,16 @@ impl Disk {
         });
         self.synced.push(record);
         true
+    }
+
+    /// Has the weights of these layers; returns the bytes that had to come for that.
+    pub fn fetch(&mut self, content: ContentId, layers: &Range<u32>, layers_total: u32) -> u64 {
+        let embedding = (layers.start == 0).then_some(0);
+        let head = (layers.end == layers_total).then_some(layers_total + 1);
+        let ends =
+            embedding.into_iter().chain(head).filter(|&part| self.weights.insert((content, part))).count() as u64;
+        let blocks = layers.clone().filter(|&layer| self.weights.insert((content, layer + 1))).count() as u64;
+        blocks * LAYER_BYTES + ends * (LAYER_BYTES / 2)
     }
 
     /// The machine stops.
@@ -62,6 +78,16 @@ mod tests {
         disk.crash();
         assert!(!disk.sync(2));
         assert_eq!(disk.records().len(), 1);
+    }
+
+    #[test]
+    fn weights_come_once() {
+        let mut disk = Disk::default();
+        let model = ContentId([1; 32]);
+        assert_eq!(disk.fetch(model, &(4..8), 12), 4 * LAYER_BYTES);
+        assert_eq!(disk.fetch(model, &(6..12), 12), 4 * LAYER_BYTES + LAYER_BYTES / 2);
+        disk.crash();
+        assert_eq!(disk.fetch(model, &(0..12), 12), 4 * LAYER_BYTES + LAYER_BYTES / 2);
     }
 
     #[test]

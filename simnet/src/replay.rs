@@ -102,6 +102,7 @@ fn worth_input(input: &Input) -> Option<String> {
         | Input::Computed { .. }
         | Input::PeerFound { .. }
         | Input::Planned { .. }
+        | Input::Challenged { .. }
         | Input::Persisted { .. } => None,
         Input::Deploy { call, model, .. } => Some(format!("> deploy {} (call {})", model.name, call.0)),
         Input::Submit { call, request, .. } => Some(format!("> request {} of {} tokens", call.0, request.prompt.len())),
@@ -113,6 +114,7 @@ fn worth_input(input: &Input) -> Option<String> {
         | Input::Cancel { .. }
         | Input::Undeploy { .. }
         | Input::Loaded { .. }
+        | Input::Fetched { .. }
         | Input::PersistFailed { .. } => Some(format!("> {input:?}")),
     }
 }
@@ -126,6 +128,7 @@ fn worth_output(output: &Output) -> Option<String> {
         | Output::Verify { .. }
         | Output::Plan { .. }
         | Output::Compute { .. }
+        | Output::Challenge { .. }
         | Output::Release { .. }
         | Output::Discard { .. }
         | Output::Persist { .. } => None,
@@ -133,6 +136,9 @@ fn worth_output(output: &Output) -> Option<String> {
         Output::Disconnect { node } => Some(format!("< disconnect from {node}")),
         Output::Load { epoch, stage, .. } => Some(format!("< load layers {:?}, epoch {}", stage.layers, epoch.counter)),
         Output::Keep { epoch, stage, .. } => Some(format!("< keep layers {:?}, epoch {}", stage.layers, epoch.counter)),
+        Output::Fetch { epoch, stage, .. } => {
+            Some(format!("< fetch layers {:?}, epoch {}", stage.layers, epoch.counter))
+        }
         Output::Unload { job } => Some(format!("< unload the stage of job {:x}", job.0)),
         Output::Notify(Event::Token { .. }) => None,
         Output::Notify(Event::JobPlaced { epoch, plan, .. }) => {

@@ -122,6 +122,8 @@ impl Observer for Timeline {
             | Event::Lost { .. }
             | Event::Standby { .. }
             | Event::Promoted { .. }
+            | Event::Reshaping { .. }
+            | Event::Measured { .. }
             | Event::Refused { .. } => true,
         };
         if worth && seen.events.len() < EVENTS_MAX {
@@ -189,6 +191,13 @@ fn told(world: &World, event: &Event) -> Option<String> {
         Event::Promoted { epoch, stage, node, .. } => {
             format!("promotes {} to stage {stage} under epoch {}", host(*node), epoch.counter)
         }
+        Event::Reshaping { change, .. } => format!(
+            "moves the job: {} MB of weights, {:.2} ms a token become {:.2}",
+            change.bytes / 1_000_000,
+            change.before_ns as f64 / 1e6,
+            change.after_ns as f64 / 1e6
+        ),
+        Event::Measured { node, percent } => format!("{} takes {percent} % of the time it says", host(*node)),
         Event::Done { call, reason } => match reason {
             DoneReason::Stop | DoneReason::Length => format!("call {} is done", name(*call)),
             DoneReason::Cancelled => format!("call {} was cancelled", name(*call)),

@@ -42,6 +42,9 @@ impl Trace {
             Input::Loaded { job, load, result } => {
                 self.numbers(&[job.0, load.0, u64::from(result.is_ok())]);
             }
+            Input::Fetched { job, epoch, result } | Input::Challenged { job, epoch, result, .. } => {
+                self.numbers(&[job.0, epoch.counter.into(), result.as_ref().map_or(u64::MAX, |bytes| *bytes)]);
+            }
             Input::Deploy { call, .. } | Input::Submit { call, .. } | Input::Cancel { call } => self.numbers(&[call.0]),
             Input::Undeploy { job } => self.numbers(&[job.0]),
             Input::LinkMeasured { node, rtt_ns, bytes_per_second } => {
@@ -116,5 +119,7 @@ fn kind(input: &Input) -> u8 {
         Input::Persisted { .. } => 21,
         Input::PersistFailed { .. } => 22,
         Input::Banned(_) => 23,
+        Input::Fetched { .. } => 24,
+        Input::Challenged { .. } => 25,
     }
 }

@@ -193,6 +193,8 @@ impl Workload {
                 | Event::Lost { .. }
                 | Event::Standby { .. }
                 | Event::Promoted { .. }
+                | Event::Reshaping { .. }
+                | Event::Measured { .. }
                 | Event::Refused { .. } => self.notes.push(told),
             }
         }

@@ -471,6 +471,7 @@ impl World {
                 self.answer(id, self.options.plan, Input::Planned { token, result });
             }
             Output::Load { job, epoch, load, stage } => {
+                host.disk.fetch(stage.content, &stage.layers, stage.layers_total);
                 let answer = host.executor.load(now, job, epoch, load, *stage);
                 self.answer_at(id, answer);
                 self.measure_memory(id);
@@ -478,6 +479,16 @@ impl World {
             Output::Keep { job, epoch, load, .. } => {
                 let answer = host.executor.keep(now, job, epoch, load);
                 self.answer_at(id, answer);
+            }
+            Output::Fetch { job, epoch, stage } => {
+                let bytes = host.disk.fetch(stage.content, &stage.layers, stage.layers_total);
+                let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / FETCH_BYTES_PER_SECOND);
+                self.answer(id, took + self.options.sync, Input::Fetched { job, epoch, result: Ok(bytes) });
+            }
+            Output::Challenge { job, epoch, nonce } => {
+                if let Some(answer) = host.executor.challenge(now, job, epoch, nonce) {
+                    self.answer_at(id, answer);
+                }
             }
             Output::Unload { job } => {
                 host.executor.unload(job);
@@ -540,6 +551,8 @@ fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     hasher.finalize().as_bytes().to_vec()
 }
 
+/// How fast weights come from peers: a link of a gigabit a second.
+const FETCH_BYTES_PER_SECOND: u64 = 125_000_000;
 /// Time until a change of free memory is noticed.
 const MEASURE: Duration = Duration::from_millis(10);
 /// What a paused host's socket buffers hold; beyond that datagrams are lost.

@@ -1,6 +1,6 @@
 //! Everything that can happen to a node. Nothing else ever changes its state.
 use crate::config::Capacity;
-use crate::id::{CallId, ContentId, JobId, LoadId, NodeId, TensorId, WorkId};
+use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::message::{FrameHeader, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
@@ -58,6 +58,10 @@ pub enum Input {
     // ---- stages: this node as participant
     /// The answer to `Output::Load`.
     Loaded { job: JobId, load: LoadId, result: Result<LoadedStage, String> },
+    /// The answer to `Output::Fetch`: bytes that came from peers.
+    Fetched { job: JobId, epoch: Epoch, result: Result<u64, String> },
+    /// The answer to `Output::Challenge`: a digest of the last row made.
+    Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
     /// A frame arrived; its payload is `tensor`, kept by the shell until `Compute` takes it or `Discard` drops it.
     /// Header, shape and checksum have been checked against the job's shape.
     Frame { from: NodeId, header: FrameHeader, tensor: TensorId },

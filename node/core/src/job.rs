@@ -7,18 +7,19 @@ mod model_job;
 mod requests;
 mod standbys;
 mod stream;
+mod trials;
 
 use crate::id::{CallId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::message::{FrameHeader, Message, Position};
 use crate::output::{DoneReason, Event, Record};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 use model_job::ModelJob;
-pub use model_job::{JobState, JobView};
+pub use model_job::{JobState, JobView, Moved};
 use partitioner::{Plan, PlanError, Work};
 pub use standbys::StandbyView;
 
@@ -29,10 +30,22 @@ pub const JOB_TAG: u64 = 2 << 56;
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobOutput {
-    /// Plan for a caller who only wants to know.
-    PlanOnly { token: u64, work: Box<Work> },
+    /// Plan for a caller who only wants to know. If the model is served already: by which job, and the bytes that it holds.
+    PlanOnly { token: u64, work: Box<Work>, served: Option<(JobId, Vec<(NodeId, u64)>)> },
     /// Tell the caller what was found, and who would stand by.
-    PlanFound { call: CallId, result: Result<Box<Plan>, PlanError>, work: Box<Work> },
+    PlanFound {
+        call: CallId,
+        result: Result<Box<Plan>, PlanError>,
+        work: Box<Work>,
+        /// Where the model is served already.
+        present: Option<Box<Plan>>,
+    },
+    /// As `Plan`, for a job that runs as `present`: say what that takes on the same fleet (`handle_present`), then plan afresh,
+    /// or `repair` it.
+    Look { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, present: Box<Plan>, repair: bool },
+    /// A node took so long for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of these layers, the way there and back
+    /// included, and made rows of that digest.
+    Measured { job: JobId, node: NodeId, work: Box<Work>, layers: core::ops::Range<u32>, took: Duration, digest: u64 },
     /// Plan this job on the present fleet. `resident` bytes of a node are the job's own, and free for its next plan;
     /// `repair` is the plan whose stages may still be held.
     Plan { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, repair: Option<Box<Plan>> },
@@ -61,7 +74,7 @@ pub struct Jobs {
     /// Where each running call's request is. Ended calls are removed when their `Done` is told.
     calls: BTreeMap<CallId, JobId>,
     /// Who waits for which plan.
-    plan_calls: BTreeMap<u64, (CallId, Box<Work>)>,
+    plan_calls: BTreeMap<u64, (CallId, Box<ModelSpec>)>,
     jobs_made: u64,
     ids: Ids,
     leaving: bool,
@@ -101,9 +114,10 @@ impl Jobs {
     pub fn handle_deploy(&mut self, now: Instant, call: CallId, model: ModelSpec, plan_only: bool) {
         if plan_only {
             let token = self.ids.next();
-            let work = Box::new(model.work);
-            self.plan_calls.insert(token, (call, work.clone()));
-            self.out.push_back(JobOutput::PlanOnly { token, work });
+            let work = Box::new(model.work.clone());
+            let served = self.jobs.values().find(|job| job.present(&model).is_some()).map(ModelJob::holds);
+            self.plan_calls.insert(token, (call, Box::new(model)));
+            self.out.push_back(JobOutput::PlanOnly { token, work, served });
             return;
         }
         if let Some(job) = self.jobs.values_mut().find(|job| job.serves(&model)) {
@@ -132,12 +146,56 @@ impl Jobs {
 
     /// The planner answered.
     pub fn handle_planned(&mut self, now: Instant, token: u64, result: Result<Box<Plan>, PlanError>) {
-        if let Some((call, work)) = self.plan_calls.remove(&token) {
-            return self.out.push_back(JobOutput::PlanFound { call, result, work });
+        if let Some((call, model)) = self.plan_calls.remove(&token) {
+            let present = self.jobs.values().find_map(|job| job.present(&model)).cloned().map(Box::new);
+            let work = Box::new(model.work);
+            return self.out.push_back(JobOutput::PlanFound { call, result, work, present });
         }
         if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_plan(token)) {
             job.handle_planned(now, result, &mut self.ids, &mut self.out);
+        } else if let Some(job) = self.jobs.values_mut().find(|job| job.looks(token)) {
+            job.handle_looked(now, result, &mut self.out);
         }
+    }
+
+    /// What the present placement of the job that asked takes per token.
+    pub fn handle_present(&mut self, token: u64, present_ns: Option<u64>) {
+        if let Some(job) = self.jobs.values_mut().find(|job| job.looks(token)) {
+            job.handle_present(present_ns);
+        }
+    }
+
+    /// A node has the weights that it is to hold soon, or cannot get them.
+    pub fn handle_fetched(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        epoch: Epoch,
+        result: Result<u64, String>,
+    ) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.handle_fetched(now, from, epoch, result, &mut self.ids, &mut self.out);
+        }
+    }
+
+    /// A node answered a challenge.
+    pub fn handle_challenged(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        job: JobId,
+        nonce: u64,
+        result: Result<u64, String>,
+    ) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            job.handle_challenged(now, from, nonce, result, &mut self.out);
+        }
+    }
+
+    /// A member is gone, for whatever reason.
+    pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
     }
 
     /// A record is on disk.

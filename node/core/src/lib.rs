@@ -23,6 +23,7 @@ pub mod pipeline;
 pub mod placement;
 pub mod planted;
 pub mod record;
+mod speeds;
 pub mod time;
 
 pub use node::Node;

@@ -77,5 +77,28 @@ pub const PLACE_ATTEMPTS_MAX: u32 = 8;
 pub const DEGRADED_RETRY: Duration = Duration::from_secs(1);
 /// How long a node that failed a job is left out of its plans, unless it comes back as a new member before.
 pub const EXCLUDED: Duration = Duration::from_secs(10);
+/// How often a job that runs looks whether it would run better elsewhere, once the mesh has changed.
+pub const RESHAPE_EVERY: Duration = Duration::from_secs(5);
+/// Looks in a row that must find so before it moves: a link or a machine that dips for seconds moves nothing.
+pub const RESHAPE_LOOKS: u32 = 3;
+/// By how many percent of its time per token a job must gain to be moved: less is within what measurements vary by.
+pub const RESHAPE_GAIN_PERCENT: u64 = 20;
+/// How long a job stays where it is after a loss or a move: moving costs its requests a pause.
+pub const RESHAPE_QUIET: Duration = Duration::from_secs(60);
+/// How long the weights of a move may take to come: 20 GB at 100 Mbit/s.
+pub const FETCH_MAX: Duration = Duration::from_secs(30 * 60);
+/// Steps of a challenge: enough to tell a machine from one three times as fast, and what one token of a request costs.
+pub const CHALLENGE_STEPS: u32 = 4;
+/// Challenges of a node of which the fastest counts: one may meet a busy executor.
+pub const CHALLENGES: usize = 3;
+/// How soon the next of them follows.
+pub const CHALLENGE_SOON: Duration = Duration::from_secs(1);
+/// How often a node is challenged after that.
+pub const CHALLENGE_EVERY: Duration = Duration::from_secs(60);
+/// How long an answer may take before the challenge counts as lost.
+pub const CHALLENGE_MAX: Duration = Duration::from_secs(10);
+/// From how many times the time it should take on a node is planned with what was measured: below that the difference may be
+/// the mesh's own load.
+pub const SLOWER_TIMES: u64 = 3;
 /// How long a stage may go on reporting a neighbour silent that the head itself hears, before their link counts as cut.
 pub const LINK_CUT: Duration = Duration::from_secs(1);

@@ -63,6 +63,14 @@ pub enum Message {
     StageFailed { job: JobId, epoch: Epoch, reason: String },
     /// Graceful goodbye.
     Leaving,
+    /// Head to a node that is to hold this stage soon: have its weights on disk by then.
+    Fetch { job: JobId, epoch: Epoch, prepare: Prepare },
+    /// To the head: the weights are there, and so many bytes of them came from peers.
+    Fetched { job: JobId, epoch: Epoch, result: Result<u64, String> },
+    /// Head to an owner or standby: run some steps of the stage on rows drawn from `nonce`. The head takes the time.
+    Challenge { job: JobId, epoch: Epoch, nonce: u64 },
+    /// To the head: a digest of what the steps made.
+    Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
 }
 
 /// What a stage holds of one request.

@@ -9,17 +9,19 @@ use crate::failover::{Failover, FailoverOutput};
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
 use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
-use crate::limits::{LEASE, SOURCES_MAX};
+use crate::limits::{CHALLENGE_STEPS, LEASE, SOURCES_MAX};
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
 use crate::message::{FrameHeader, Message};
-use crate::output::{DownReason, Event, Output, Payload, Record};
+use crate::output::{Change, DownReason, Event, Output, Payload, Record, StageSpec};
 use crate::pipeline::{Pipeline, PipelineOutput};
 use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
+use crate::speeds::Speeds;
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
-use partitioner::{DeviceId, Fleet, Goal, Options};
+use core::ops::Range;
+use partitioner::{DeviceId, Fleet, Goal, Options, Plan, Work};
 
 /// A node of the mesh: the whole of what it decides.
 ///
@@ -34,6 +36,7 @@ pub struct Node {
     pipeline: Pipeline,
     jobs: Jobs,
     failover: Failover,
+    speeds: Speeds,
     now: Instant,
     /// Peers whose connection broke and does not stand again yet.
     broken: BTreeSet<NodeId>,
@@ -61,6 +64,7 @@ impl Node {
             pipeline: Pipeline::default(),
             jobs: Jobs::new(me, config.generation),
             failover: Failover::default(),
+            speeds: Speeds::default(),
             now: Instant::default(),
             broken: BTreeSet::new(),
             remembered: 0,
@@ -188,6 +192,10 @@ impl Node {
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
             Input::Undeploy { job } => self.jobs.handle_undeploy(job),
             Input::Loaded { job, load, result } => self.placement.handle_loaded(job, load, result),
+            Input::Fetched { job, epoch, result } => self.placement.handle_fetched(job, epoch, result),
+            Input::Challenged { job, epoch, nonce, result } => {
+                self.send(epoch.minter, Message::Challenged { job, epoch, nonce, result });
+            }
             Input::Frame { from, header, tensor } => {
                 self.liveness.handle_heard(now, from);
                 self.route_frame(from, header, Payload::Tensor(tensor));
@@ -282,6 +290,18 @@ impl Node {
                 self.jobs.handle_progress(now, from, job, epoch, request, position);
             }
             Message::Gap { job, epoch, request, have } => self.jobs.handle_gap(now, from, job, epoch, request, have),
+            Message::Fetch { job, epoch, prepare } => self.placement.handle_fetch(from, job, epoch, prepare),
+            Message::Fetched { job, epoch, result } => self.jobs.handle_fetched(now, from, job, epoch, result),
+            Message::Challenge { job, epoch, nonce } => {
+                if self.is_admitted(from, job, epoch) && from == epoch.minter {
+                    self.out.push_back(Output::Challenge { job, epoch, nonce });
+                }
+            }
+            Message::Challenged { job, epoch, nonce, result } => {
+                if self.jobs.epoch_of(job) == Some(epoch) {
+                    self.jobs.handle_challenged(now, from, job, nonce, result);
+                }
+            }
             Message::Silent { job, epoch, node, silent_ms } => {
                 if self.jobs.epoch_of(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
@@ -396,6 +416,8 @@ impl Node {
     fn peer_down(&mut self, node: NodeId, reason: DownReason) {
         let heard = self.liveness.is_fresh(self.now, node);
         self.failover.handle_peer_down(self.now, node, reason, heard);
+        self.jobs.handle_gone(self.now, node);
+        self.speeds.forget(node);
         if reason == DownReason::Left {
             self.jobs.handle_peer_left(node);
         }
@@ -455,21 +477,36 @@ impl Node {
 
     fn route_job(&mut self, output: JobOutput) {
         match output {
-            JobOutput::PlanOnly { token, work } => {
-                let fleet = Box::new(self.membership.fleet());
+            JobOutput::PlanOnly { token, work, served } => {
+                let fleet = served.map_or_else(|| self.fleet(), |(job, resident)| self.fleet_for(job, &resident));
+                let fleet = Box::new(fleet);
                 let options = self.plan_options(true);
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair: None });
             }
-            JobOutput::PlanFound { call, result, work } => {
-                let (fleet, options) = (self.membership.fleet(), self.plan_options(true));
+            JobOutput::PlanFound { call, result, work, present } => {
+                let (fleet, options) = (self.fleet(), self.plan_options(true));
+                let change = present.zip(result.as_ref().ok()).and_then(|(present, next)| {
+                    let before_ns = self.token_ns(&present, &work, &fleet)?;
+                    let bytes = partitioner::moved_bytes(&present, next, &work);
+                    Some(Change { before_ns, after_ns: next.token_ns(), bytes })
+                });
                 let standbys = result
                     .as_ref()
                     .map_or_else(|_| Vec::new(), |plan| partitioner::standbys(plan, &work, &fleet, &options, &[]));
-                self.notify(Event::PlanReady { call, result, standbys });
+                self.notify(Event::PlanReady { call, result, standbys, change });
             }
             JobOutput::Plan { token, job, work, resident, repair } => {
                 let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair });
+            }
+            JobOutput::Look { token, job, work, resident, present, repair } => {
+                let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
+                self.jobs.handle_present(token, self.token_ns(&present, &work, &fleet));
+                let repair = repair.then_some(present);
+                self.out.push_back(Output::Plan { token, work, fleet, options, repair });
+            }
+            JobOutput::Measured { job, node, work, layers, took, digest } => {
+                self.measured(job, node, &work, &layers, took, digest);
             }
             JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
@@ -487,16 +524,50 @@ impl Node {
             }
             JobOutput::Unwatch { job } => {
                 self.failover.handle_ended(job);
+                self.speeds.forget_job(job);
                 self.liveness.handle_unwatch(job);
             }
             JobOutput::Notify(event) => self.notify(event),
         }
     }
 
+    /// The mesh as it says it is, corrected by what was measured.
+    fn fleet(&self) -> Fleet {
+        let mut fleet = self.membership.fleet();
+        fleet.devices.iter_mut().for_each(|device| self.speeds.correct(device));
+        fleet
+    }
+
+    /// What a placement is predicted to take per token.
+    fn token_ns(&self, plan: &Plan, work: &Work, fleet: &Fleet) -> Option<u64> {
+        partitioner::cost::token_ns(work, fleet, self.me.into(), &plan.placement())
+    }
+
+    /// A node answered challenges: what it took is held against what it says about itself.
+    fn measured(&mut self, job: JobId, node: NodeId, work: &Work, layers: &Range<u32>, took: Duration, digest: u64) {
+        let fleet = self.membership.fleet();
+        let expected =
+            fleet.device(node.into()).and_then(|device| partitioner::cost::stage_ns(work, device, layers, 1));
+        let (Some(step_ns), Some(numerics)) = (expected, self.membership.capacity(node).map(|says| says.numerics))
+        else {
+            return;
+        };
+        let way_ns = self.membership.member(node).and_then(|member| member.rtt_ns).unwrap_or(0);
+        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).saturating_sub(way_ns);
+        let news = self.speeds.handle_measured(node, took_ns, step_ns.saturating_mul(CHALLENGE_STEPS.into()));
+        if let Some(percent) = news {
+            self.notify(Event::Measured { node, percent });
+            self.fleet_changed();
+        }
+        if let Some(what) = self.speeds.handle_digest(job, layers, node, numerics, digest) {
+            self.refused(Some(node), what);
+        }
+    }
+
     /// The mesh as a job may use it: members alive, less those that this job lost, and with what the job holds already
     /// counted as free, though never more than a node has in all.
     fn fleet_for(&self, job: JobId, resident: &[(NodeId, u64)]) -> Fleet {
-        let mut fleet = self.membership.fleet();
+        let mut fleet = self.fleet();
         let excluded: Vec<DeviceId> = self.failover.excluded(self.now, job).map(DeviceId::from).collect();
         for device in &mut fleet.devices {
             device.excluded |= excluded.contains(&device.id);
@@ -514,18 +585,15 @@ impl Node {
     fn route_placement(&mut self, output: PlacementOutput) {
         match output {
             PlacementOutput::Load { job, epoch, load, mut stage } => {
-                // The head and the other stages are asked first; then whoever says that it has some of the weights.
-                let holders = self.membership.holders(stage.content, SOURCES_MAX);
-                let others: Vec<NodeId> = holders.into_iter().filter(|node| !stage.sources.contains(node)).collect();
-                stage.sources.extend(others);
-                stage.sources.truncate(SOURCES_MAX);
-                for &node in stage.sources.iter().filter(|node| **node != self.me) {
-                    self.membership.connect(self.now, node);
-                }
+                self.find_sources(&mut stage);
                 self.out.push_back(Output::Load { job, epoch, load, stage });
             }
             PlacementOutput::Keep { job, epoch, load, stage } => {
                 self.out.push_back(Output::Keep { job, epoch, load, stage });
+            }
+            PlacementOutput::Fetch { job, epoch, mut stage } => {
+                self.find_sources(&mut stage);
+                self.out.push_back(Output::Fetch { job, epoch, stage });
             }
             PlacementOutput::Unload { job } => self.out.push_back(Output::Unload { job }),
             PlacementOutput::Fence { job } => {
@@ -546,6 +614,17 @@ impl Node {
             PlacementOutput::Unwatch { job } => self.liveness.handle_unwatch(job),
             PlacementOutput::Message { to, message } => self.send(to, message),
             PlacementOutput::Refused { from, what } => self.refused(Some(from), what),
+        }
+    }
+
+    /// Who may have a stage's weights: the head and the other stages are asked first; then whoever says that it has some.
+    fn find_sources(&mut self, stage: &mut StageSpec) {
+        let holders = self.membership.holders(stage.content, SOURCES_MAX);
+        let others: Vec<NodeId> = holders.into_iter().filter(|node| !stage.sources.contains(node)).collect();
+        stage.sources.extend(others);
+        stage.sources.truncate(SOURCES_MAX);
+        for &node in stage.sources.iter().filter(|node| **node != self.me) {
+            self.membership.connect(self.now, node);
         }
     }
 

@@ -40,6 +40,11 @@ pub enum Output {
     /// The job's stage is asked for anew as it is: weights and caches stay, under this epoch from now on (answer: `Loaded`,
     /// after the batch that runs).
     Keep { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
+    /// Have the weights of this stage on disk, from `sources` by content hash, beside whatever runs (answer: `Fetched`).
+    Fetch { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
+    /// Run [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of one row through the job's stage, after what waits
+    /// there, on a sequence of their own that is released again (answer: `Challenged`).
+    Challenge { job: JobId, epoch: Epoch, nonce: u64 },
     /// Drop a job's stage, cache and tensors.
     Unload { job: JobId },
     /// Run items through the job's stage, in order, as one batch (answer: `Computed`). Inputs are consumed.
@@ -139,7 +144,12 @@ pub enum Event {
     /// A member is gone.
     PeerDown { node: NodeId, reason: DownReason },
     /// Answer to `Deploy` with `plan_only`: the plan, and who would stand by.
-    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError>, standbys: Vec<Standby> },
+    /// Where the model is served already: what going from that placement to this plan would mean.
+    PlanReady { call: CallId, result: Result<Box<Plan>, PlanError>, standbys: Vec<Standby>, change: Option<Change> },
+    /// A job that runs is to run elsewhere, because that is better or because a node leaves: the weights are fetched first.
+    Reshaping { job: JobId, change: Change },
+    /// A node computes this many percent of the time it says it would take (over 100), or as it says again (100).
+    Measured { node: NodeId, percent: u32 },
     /// A job has a new placement and is loading.
     JobPlaced { job: JobId, epoch: Epoch, plan: Box<Plan> },
     /// Answer to `Deploy`: every stage is resident and warm. Also told (without call) after each re-plan.
@@ -160,6 +170,17 @@ pub enum Event {
     Promoted { job: JobId, epoch: Epoch, stage: u16, node: NodeId },
     /// Something was refused or dropped, for the log.
     Refused { from: Option<NodeId>, what: String },
+}
+
+/// From one placement of a job to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// Predicted nanoseconds per token as it is, on the mesh as it is now.
+    pub before_ns: u64,
+    /// And as it would be.
+    pub after_ns: u64,
+    /// Weight bytes that nodes hold then and do not hold now.
+    pub bytes: u64,
 }
 
 /// Why a member is gone.

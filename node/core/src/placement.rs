@@ -23,6 +23,8 @@ pub enum PlacementOutput {
     Load { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
     /// The stage stays as it is under this epoch: weights, caches.
     Keep { job: JobId, epoch: Epoch, load: LoadId, stage: Box<StageSpec> },
+    /// Have this stage's weights on disk.
+    Fetch { job: JobId, epoch: Epoch, stage: Box<StageSpec> },
     /// Drop the job's stage.
     Unload { job: JobId },
     /// Stop the job's pipeline before anything else happens under its old epoch.
@@ -84,6 +86,8 @@ pub struct HeldStage {
 pub struct Placement {
     me: NodeId,
     held: BTreeMap<JobId, Held>,
+    /// Weights that heads want here before they move their jobs; at most `JOBS_MAX`.
+    fetches: BTreeMap<JobId, Fetch>,
     /// Takes no new work (drain, leave).
     draining: bool,
     loads: u64,
@@ -101,6 +105,15 @@ struct Held {
     gone: bool,
     /// When the head was last heard about this job.
     head_heard: Instant,
+}
+
+/// Weights to be had for a stage that is not asked for yet.
+#[derive(Debug)]
+struct Fetch {
+    epoch: Epoch,
+    prepare: Prepare,
+    /// How it ended, once it has.
+    result: Option<Result<u64, String>>,
 }
 
 #[derive(Debug)]
@@ -141,7 +154,14 @@ impl Held {
 impl Placement {
     /// No stages yet.
     pub fn new(me: NodeId) -> Self {
-        Placement { me, held: BTreeMap::new(), draining: false, loads: 0, out: VecDeque::new() }
+        Placement {
+            me,
+            held: BTreeMap::new(),
+            fetches: BTreeMap::new(),
+            draining: false,
+            loads: 0,
+            out: VecDeque::new(),
+        }
     }
 
     /// May a frame or message of this epoch act on the job's stage?
@@ -202,6 +222,7 @@ impl Placement {
         let load = LoadId(self.loads);
         let held = Held { epoch, load, prepare, state: State::Loading { kept }, gone: false, head_heard: now };
         self.held.insert(job, held);
+        self.fetches.remove(&job);
         self.watch(job);
         let output = if kept {
             PlacementOutput::Keep { job, epoch, load, stage }
@@ -259,6 +280,47 @@ impl Placement {
         }
     }
 
+    /// The head asks for the weights of a stage that it wants here soon.
+    pub fn handle_fetch(&mut self, from: NodeId, job: JobId, epoch: Epoch, prepare: Prepare) {
+        if let Some(known) = self.fetches.get(&job).filter(|known| known.epoch == epoch && known.prepare == prepare) {
+            if let Some(result) = known.result.clone() {
+                self.say_fetched(job, epoch, result); // the answer was lost with a connection
+            }
+            return;
+        }
+        let mut refusal = self.unsound(from, job, epoch, &prepare).or_else(|| {
+            let stale = self.held.get(&job).is_some_and(|held| epoch < held.epoch);
+            stale.then(|| format!("epoch {} of the job is over", epoch.counter))
+        });
+        if refusal.is_none() && self.draining {
+            refusal = Some(format!("node {} takes no new work", self.me));
+        }
+        if refusal.is_none() && self.fetches.len() >= JOBS_MAX && !self.fetches.contains_key(&job) {
+            refusal = Some(format!("already asked for the weights of {JOBS_MAX} jobs"));
+        }
+        if let Some(what) = refusal {
+            self.out.push_back(PlacementOutput::Refused { from, what: what.clone() });
+            let message = Message::Fetched { job, epoch, result: Err(what) };
+            return self.out.push_back(PlacementOutput::Message { to: from, message });
+        }
+        let stage = Box::new(spec(self.me, epoch.minter, &prepare));
+        self.fetches.insert(job, Fetch { epoch, prepare, result: None });
+        self.out.push_back(PlacementOutput::Fetch { job, epoch, stage });
+    }
+
+    /// The weights are there, or cannot be had.
+    pub fn handle_fetched(&mut self, job: JobId, epoch: Epoch, result: Result<u64, String>) {
+        if let Some(fetch) = self.fetches.get_mut(&job).filter(|fetch| fetch.epoch == epoch) {
+            fetch.result = Some(result.clone());
+            self.say_fetched(job, epoch, result);
+        }
+    }
+
+    fn say_fetched(&mut self, job: JobId, epoch: Epoch, result: Result<u64, String>) {
+        let message = Message::Fetched { job, epoch, result };
+        self.out.push_back(PlacementOutput::Message { to: epoch.minter, message });
+    }
+
     /// The executor loaded a stage, or could not.
     pub fn handle_loaded(&mut self, job: JobId, load: LoadId, result: Result<LoadedStage, String>) {
         let Some(held) = self.held.get_mut(&job).filter(|held| held.load == load) else { return };
@@ -298,6 +360,7 @@ impl Placement {
 
     /// The head ended the job.
     pub fn handle_end(&mut self, from: NodeId, job: JobId, epoch: Epoch) {
+        self.fetches.retain(|fetched, fetch| *fetched != job || fetch.epoch.minter != from);
         if self.held.get(&job).is_some_and(|held| held.head() == from && epoch >= held.epoch) {
             self.drop_job(job);
         }
@@ -305,6 +368,7 @@ impl Placement {
 
     /// A node said goodbye, or is dead as far as the mesh knows: jobs of which it was the head are over.
     pub fn handle_head_gone(&mut self, node: NodeId) {
+        self.fetches.retain(|_, fetch| fetch.epoch.minter != node);
         let jobs: Vec<JobId> = self.held.iter().filter(|(_, held)| held.head() == node).map(|(&job, _)| job).collect();
         jobs.into_iter().for_each(|job| self.drop_job(job));
     }

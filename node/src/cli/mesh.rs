@@ -190,18 +190,35 @@ fn jobs_text(jobs: &Value) -> String {
         .map(|job| {
             let role = if job["head"] == true { "headed here" } else { "headed elsewhere" };
             format!(
-                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}{}",
+                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}{}{}",
                 string(&job["model"]),
                 string(&job["state"]),
                 job["epoch"],
                 job["running"],
                 job["queued"],
                 stages(&job["stages"]),
-                standbys(&job["standbys"])
+                standbys(&job["standbys"]),
+                moved(&job["moved"]),
             )
         })
         .collect::<Vec<_>>()
         .join("\n")
+}
+
+/// The last move of a job.
+fn moved(moved: &Value) -> String {
+    let ms = |name: &str| moved[name].as_f64().unwrap_or(0.0);
+    let bytes = |name: &str| Size(moved[name].as_u64().unwrap_or(0));
+    if moved.is_null() {
+        return String::new();
+    }
+    format!(
+        "moved here for {:.2} ms a token instead of {:.2}: {} of weights, {} of them from peers\n",
+        ms("after_ms"),
+        ms("before_ms"),
+        bytes("moved_bytes"),
+        bytes("fetched_bytes")
+    )
 }
 
 fn list(value: &Value) -> impl Iterator<Item = &Value> {

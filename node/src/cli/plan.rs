@@ -4,6 +4,7 @@ use super::model::{ModelArgs, Service, display_name};
 use super::table::{render, row};
 use super::{Failure, Global, answer};
 use crate::config::Size;
+use node_core::limits;
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -27,6 +28,21 @@ fn text(model: &str, report: &Value) -> String {
     let millis = report["token_ms"].as_f64().unwrap_or(0.0);
     let search = if report["exact"] == true { "the best there is" } else { "the best that was found (beam search)" };
     let mut text = format!("{model}: {millis:.2} ms a token predicted, {search}\n\n{}", stages(&report["stages"]));
+    if report["change"].is_object() {
+        let change = &report["change"];
+        let number = |name: &str| change[name].as_f64().unwrap_or(0.0);
+        let _ = match change["moved_bytes"].as_u64().unwrap_or(0) {
+            0 => writeln!(text, "\nThat is where it runs."),
+            bytes => writeln!(
+                text,
+                "\nIt runs elsewhere now, with {:.2} ms a token: {} of weights would move. It moves by itself when that saves a \
+                 fifth of the time for {} s.",
+                number("before_ms"),
+                Size(bytes),
+                (limits::RESHAPE_EVERY * limits::RESHAPE_LOOKS).as_secs(),
+            ),
+        };
+    }
     let reasons = report["reasons"].as_array().map(Vec::as_slice).unwrap_or_default();
     if !reasons.is_empty() {
         let rows: Vec<_> = reasons.iter().map(|r| row([string(&r["node"]), string(&r["reason"])])).collect();

@@ -1,6 +1,7 @@
 //! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
 use super::requests::{Requests, Track};
 use super::standbys::{StandbyView, Standbys};
+use super::trials::Trials;
 use super::{Ids, JobOutput, reason_of};
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::input::ModelSpec;
@@ -15,6 +16,11 @@ use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 use core::ops::Range;
 use partitioner::{Plan, PlanError};
+use reshape::Reshape;
+
+pub use reshape::Moved;
+
+mod reshape;
 
 type Out = VecDeque<JobOutput>;
 
@@ -47,6 +53,8 @@ pub(super) struct ModelJob {
     draining: BTreeSet<NodeId>,
     /// When to look for standbys that are missing; none while nothing is missing or nobody new could help.
     standbys_due: Option<Instant>,
+    reshape: Reshape,
+    trials: Trials,
 }
 
 #[derive(Debug)]
@@ -98,6 +106,8 @@ pub struct JobView {
     pub standbys: Vec<StandbyView>,
     /// Predicted nanoseconds per token; 0 while there is no plan.
     pub token_ns: u64,
+    /// Its last move to a better placement.
+    pub moved: Option<Moved>,
     /// Requests in slots.
     pub running: usize,
     /// Requests in the queue.
@@ -123,6 +133,8 @@ impl ModelJob {
             standbys: Standbys::default(),
             draining: BTreeSet::new(),
             standbys_due: None,
+            reshape: Reshape::default(),
+            trials: Trials::default(),
         }
     }
 
@@ -177,6 +189,7 @@ impl ModelJob {
     /// Stops what runs and asks for a plan; where every lost stage has a standby in memory, that is the plan.
     pub(super) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut Out) {
         self.requests.stop();
+        self.forget_move(now, out);
         if let Some(plan) = self.promote(lost, out) {
             return self.mint(now, plan, ids, out);
         }
@@ -190,10 +203,10 @@ impl ModelJob {
         }
         let token = ids.next();
         self.state = State::Planning { token };
-        let resident = self.resident.iter().map(|(&node, &bytes)| (node, bytes)).collect();
+        let (job, resident) = self.holds();
         let work = Box::new(self.model.work.clone());
         let repair = self.last_ready.clone();
-        out.push_back(JobOutput::Plan { token, job: self.id, work, resident, repair });
+        out.push_back(JobOutput::Plan { token, job, work, resident, repair });
     }
 
     /// The present plan with standbys in the place of all its lost stages, if there are such.
@@ -307,7 +320,12 @@ impl ModelJob {
     }
 
     fn prepare(&self, plan: &Plan, stage: u16, to: NodeId, bytes_max: u64, standby: bool) -> JobOutput {
-        let prepare = Prepare {
+        let prepare = self.prepared(plan, stage, bytes_max, standby);
+        JobOutput::Message { to, message: Message::Prepare { job: self.id, epoch: self.epoch, prepare } }
+    }
+
+    fn prepared(&self, plan: &Plan, stage: u16, bytes_max: u64, standby: bool) -> Prepare {
+        Prepare {
             content: self.model.content,
             name: self.model.name.clone(),
             route: route_of(plan),
@@ -318,8 +336,7 @@ impl ModelJob {
             int8: self.model.int8,
             bytes_max,
             standby,
-        };
-        JobOutput::Message { to, message: Message::Prepare { job: self.id, epoch: self.epoch, prepare } }
+        }
     }
 
     /// A participant holds its stage; when all do, the job is ready.
@@ -505,8 +522,9 @@ impl ModelJob {
         }
         self.draining.clone_from(draining);
         self.hand_over(now, ids, out);
-        if matches!(self.state, State::Ready { .. }) && self.standbys_due.is_none() {
-            self.standbys_due = Some(now + STANDBY_RETRY);
+        if matches!(self.state, State::Ready { .. }) {
+            self.standbys_due.get_or_insert(now + STANDBY_RETRY);
+            self.notice_change(now);
         }
     }
 
@@ -559,6 +577,8 @@ impl ModelJob {
                     for (stage, to) in self.standbys.due(now) {
                         out.push_back(self.prepare(&plan, stage, to, self.standbys.bytes(stage), true));
                     }
+                    self.challenge(now, &plan, out);
+                    self.reshape_wakeup(now, ids, out);
                 }
             }
             State::Degraded { retry_at } if *retry_at <= now => {
@@ -567,6 +587,30 @@ impl ModelJob {
             }
             State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
         }
+    }
+
+    /// Asks the next node that is due to show how fast it is.
+    fn challenge(&mut self, now: Instant, plan: &Plan, out: &mut Out) {
+        let owners = plan.stages().iter().map(|stage| (NodeId::from(stage.device), stage.layers.clone()));
+        let others = owners.chain(self.standbys.resident()).filter(|(node, _)| *node != self.epoch.minter);
+        if let Some((to, nonce)) = self.trials.next(now, self.id, &Vec::from_iter(others)) {
+            let message = Message::Challenge { job: self.id, epoch: self.epoch, nonce };
+            out.push_back(JobOutput::Message { to, message });
+        }
+    }
+
+    /// A node answered a challenge.
+    pub(super) fn handle_challenged(
+        &mut self,
+        now: Instant,
+        node: NodeId,
+        nonce: u64,
+        result: Result<u64, String>,
+        out: &mut Out,
+    ) {
+        let Some((layers, took)) = self.trials.handle_answer(now, node, nonce, result.is_ok()) else { return };
+        let (job, work, digest) = (self.id, Box::new(self.model.work.clone()), result.unwrap_or_default());
+        out.push_back(JobOutput::Measured { job, node, work, layers, took, digest });
     }
 
     /// Fails the requests that have waited for a plan for too long.
@@ -594,7 +638,10 @@ impl ModelJob {
             State::Ready { .. } => {
                 let requests = self.requests.next_wakeup().map(|at| (at, "job: a request makes no progress"));
                 let standbys = [self.standbys_due, self.standbys.next_wakeup()].into_iter().flatten().min();
-                requests.into_iter().chain(standbys.map(|at| (at, "job: a standby is missing"))).min()
+                let standbys = standbys.map(|at| (at, "job: a standby is missing"));
+                let reshape = self.reshape.next_wakeup().map(|at| (at, "job: is there a better placement"));
+                let trials = self.trials.next_wakeup().map(|at| (at, "job: how fast is a node"));
+                [requests, standbys, reshape, trials].into_iter().flatten().min()
             }
             State::Degraded { retry_at } => Some((*retry_at, "job: there is no plan")),
             State::Planning { .. } | State::Minting { .. } => None,
@@ -611,6 +658,17 @@ impl ModelJob {
             out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.into() }));
         }
         out.push_back(JobOutput::Notify(Event::JobEnded { job }));
+    }
+
+    /// Where it runs, if it is the model that is asked about.
+    pub(super) fn present(&self, model: &ModelSpec) -> Option<&Plan> {
+        self.plan()
+            .filter(|plan| self.model.content == model.content && plan.layers() as usize == model.work.layers.len())
+    }
+
+    /// The bytes that nodes hold for it.
+    pub(super) fn holds(&self) -> (JobId, Vec<(NodeId, u64)>) {
+        (self.id, self.resident.iter().map(|(&node, &bytes)| (node, bytes)).collect())
     }
 
     fn plan(&self) -> Option<&Plan> {
@@ -637,6 +695,7 @@ impl ModelJob {
             stages: self.plan().map(route_of).unwrap_or_default(),
             standbys: self.standbys.views(&self.requests.acked()),
             token_ns: self.plan().map_or(0, Plan::token_ns),
+            moved: self.reshape.last(),
             running,
             waiting,
         }

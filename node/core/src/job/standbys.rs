@@ -80,6 +80,12 @@ impl Standbys {
         self.by_stage.iter().filter(move |(_, standby)| fed(standby)).map(|(&stage, standby)| (stage, standby.node()))
     }
 
+    /// Those with their stage in memory, and its layers.
+    pub(super) fn resident(&self) -> impl Iterator<Item = (NodeId, core::ops::Range<u32>)> + '_ {
+        let resident = self.by_stage.values().filter(|standby| standby.progress == Progress::Following);
+        resident.map(|standby| (standby.node(), standby.place.layers.clone()))
+    }
+
     /// Stage and device of each, for the planner.
     pub(super) fn kept(&self) -> Vec<(u16, partitioner::DeviceId)> {
         self.by_stage.iter().map(|(&stage, standby)| (stage, standby.place.device)).collect()

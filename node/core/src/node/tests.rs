@@ -265,6 +265,13 @@ impl Mesh {
                 let result = Ok(LoadedStage { bytes: layers * LAYER_BYTES });
                 self.post(Duration::from_millis(3), me, Input::Loaded { job, load, result });
             }
+            Output::Fetch { job, epoch, stage } => {
+                let result = Ok(stage.layers.len() as u64 * LAYER_BYTES);
+                self.post(Duration::from_millis(50), me, Input::Fetched { job, epoch, result });
+            }
+            Output::Challenge { job, epoch, nonce } => {
+                self.post(Duration::from_millis(8), me, Input::Challenged { job, epoch, nonce, result: Ok(nonce) });
+            }
             Output::Unload { job } => {
                 self.nodes.get_mut(&me).unwrap().stage.remove(&job);
                 self.tell_capacity(me);
