@@ -145,19 +145,33 @@ impl Network {
         self.cuts.clear();
     }
 
-    /// Everything but the cuts is as `usual` again.
+    /// Everything but the cuts and the bottlenecks is as `usual` again.
     pub(crate) fn mend(&mut self, usual: &Options) {
         self.options = usual.clone();
         self.corrupt_ppm = 0;
-        for place in &mut self.hosts {
-            place.bandwidth = None;
-        }
     }
 
-    /// What a host's links let through from now on, if less than usual.
-    pub(crate) fn collapse(&mut self, host: HostId, bandwidth: Option<u64>) {
+    /// A host's links let everything through again. Nothing waits before its bottleneck any more: what did is to be sent
+    /// anew, with `forward`. False if there was no bottleneck.
+    pub(crate) fn widen(&mut self, now: Instant, host: HostId) -> bool {
+        let Some(place) = self.hosts.get_mut(host.index()).filter(|place| place.bandwidth.is_some()) else {
+            return false;
+        };
+        (place.bandwidth, place.free_at) = (None, now);
+        for (pair, connection) in &mut self.connections {
+            if pair.0 == host || pair.1 == host {
+                for lane in &mut connection.lanes {
+                    (lane.free_at, lane.last_at) = (now, now);
+                }
+            }
+        }
+        true
+    }
+
+    /// What a host's links let through from now on.
+    pub(crate) fn collapse(&mut self, host: HostId, bandwidth: u64) {
         if let Some(place) = self.hosts.get_mut(host.index()) {
-            place.bandwidth = bandwidth;
+            place.bandwidth = Some(bandwidth);
         }
     }
 
@@ -270,6 +284,21 @@ impl Network {
         to: HostId,
         parcel: Parcel,
     ) -> Option<(Instant, u64, Parcel)> {
+        let lane = &mut self.connections.get_mut(&pair(from, to))?.lanes[usize::from(from > to)];
+        lane.sent += 1;
+        let number = lane.sent;
+        self.forward(now, from, to, number, parcel)
+    }
+
+    /// The same for a parcel that has its number already.
+    pub(crate) fn forward(
+        &mut self,
+        now: Instant,
+        from: HostId,
+        to: HostId,
+        number: u64,
+        parcel: Parcel,
+    ) -> Option<(Instant, u64, Parcel)> {
         let open = self.reaches(from, to);
         let mut delay = self.delay(from, to);
         while self.happens(self.options.loss_ppm) {
@@ -279,15 +308,14 @@ impl Network {
         let connection = self.connections.get_mut(&pair(from, to))?;
         let up = connection.up;
         let lane = &mut connection.lanes[usize::from(from > to)];
-        lane.sent += 1;
         if !up || !open || !lane.held.is_empty() {
-            lane.held.insert(lane.sent, parcel);
+            lane.held.insert(number, parcel);
             return None;
         }
         let bytes = parcel.bytes();
         let sending = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bandwidth);
         lane.free_at = lane.free_at.max(now) + sending;
-        let (free_at, number) = (lane.free_at, lane.sent);
+        let free_at = lane.free_at;
         let free_at = self.through(free_at, [from, to], bytes);
         let connection = self.connections.get_mut(&pair(from, to))?;
         let lane = &mut connection.lanes[usize::from(from > to)];

@@ -37,6 +37,15 @@ impl<E> Queue<E> {
         self.heap.pop().map(|Reverse(entry)| (entry.at, entry.event))
     }
 
+    /// Takes out every event for which `which` holds, in the order in which they would have happened.
+    pub fn extract(&mut self, which: impl Fn(&E) -> bool) -> Vec<E> {
+        let all = std::mem::take(&mut self.heap).into_vec();
+        let (mut taken, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|Reverse(entry)| which(&entry.event));
+        self.heap = kept.into();
+        taken.sort_unstable_by(|Reverse(a), Reverse(b)| a.cmp(b));
+        taken.into_iter().map(|Reverse(entry)| entry.event).collect()
+    }
+
     /// Events waiting.
     pub fn len(&self) -> usize {
         self.heap.len()
@@ -77,6 +86,17 @@ impl<E> Ord for Entry<E> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_taken_out_keeps_its_order() {
+        let mut queue = Queue::new();
+        for (at, name) in [(5, 'c'), (3, 'a'), (5, 'd'), (4, 'b')] {
+            queue.push(Instant(at), name);
+        }
+        assert_eq!(queue.extract(|name| *name != 'b'), ['a', 'c', 'd']);
+        assert_eq!(queue.pop_until(Instant(9)), Some((Instant(4), 'b')));
+        assert!(queue.is_empty());
+    }
 
     #[test]
     fn equal_times_keep_their_order() {

@@ -96,6 +96,29 @@ impl World {
         }
     }
 
+    /// A host's links are as fast as usual again: what waited before its bottleneck does not wait any longer.
+    pub(super) fn widen(&mut self, host: HostId) {
+        if !self.network.widen(self.now, host) {
+            return;
+        }
+        let on_its_links = |happening: &Happening| matches!(happening, Happening::Parcel { pair, .. } if pair.0 == host || pair.1 == host);
+        let waiting = self.queue.extract(on_its_links);
+        for happening in waiting {
+            let Happening::Parcel { pair, id, from, number, parcel } = happening else { continue };
+            if self.network.connection(pair).is_none_or(|connection| connection.id != id) {
+                continue; // lost with its connection
+            }
+            let to = if pair.0 == from { pair.1 } else { pair.0 };
+            match self.network.forward(self.now, from, to, number, *parcel) {
+                Some((at, number, parcel)) => {
+                    let parcel = Box::new(parcel);
+                    self.queue.push(at, Happening::Parcel { pair, id, from, number, parcel });
+                }
+                None => self.watch_idle(pair),
+            }
+        }
+    }
+
     pub(super) fn arrive(&mut self, pair: Pair, id: u64, from: HostId, number: u64, parcel: Parcel) {
         let to = if pair.0 == from { pair.1 } else { pair.0 };
         let Some(connection) = self.network.connection(pair).filter(|connection| connection.id == id) else { return };

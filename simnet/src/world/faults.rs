@@ -112,7 +112,7 @@ impl World {
                 self.ends(lasts, End::Corrupt);
             }
             Fault::Collapse { host, bytes_per_second, lasts } => {
-                self.network.collapse(host, Some(bytes_per_second));
+                self.network.collapse(host, bytes_per_second);
                 self.ends(lasts, End::Collapse(host));
             }
             Fault::Leave(id) => self.leave(id),
@@ -171,7 +171,7 @@ impl World {
             End::Duplicate => self.network.options.duplicate_ppm = usual.duplicate_ppm,
             End::Reorder => self.network.options.reorder_ppm = usual.reorder_ppm,
             End::Corrupt => self.network.corrupt_ppm = 0,
-            End::Collapse(host) => self.network.collapse(host, None),
+            End::Collapse(host) => self.widen(host),
             End::Slow(host) => self.hosts[host.index()].executor.slow_percent = 100,
             End::Flap { between, period, lasts } => self.flap(between, period, lasts),
         }
@@ -227,6 +227,7 @@ impl World {
         self.network.mend(&self.options);
         for index in 0..self.hosts.len() {
             let id = self.hosts[index].id;
+            self.widen(id);
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
             if self.hosts[index].leaves {
