@@ -57,13 +57,15 @@ impl World {
             && self.network.reaches(pair.1, pair.0)
     }
 
+    /// Both ends hear of it at once, but after whatever they are doing now: a node that dials a peer in its new life is in
+    /// the middle of its outputs, and is given no input before the last of them is carried out.
     pub(super) fn break_connection(&mut self, pair: Pair) {
         let Some(connection) = self.network.remove(pair) else { return };
         let ends = [(pair.0, pair.1, connection.lives.0), (pair.1, pair.0, connection.lives.1)];
         for (host, other, life) in ends {
             let node = self.hosts[other.index()].node_id;
             if self.hosts[host.index()].life == life {
-                self.deliver(host, Input::Disconnected { node });
+                self.answer(host, Duration::ZERO, Input::Disconnected { node });
             }
         }
     }
