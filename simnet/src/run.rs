@@ -176,6 +176,8 @@ impl<'a> Run<'a> {
         self.world.strike(Fault::Mend);
         let mended = self.world.now();
         self.mended = Some(mended);
+        // The mending ends the process of a host that was leaving: callers see that before they ask anything else.
+        self.step(mended + LOOK);
         let limit = mended + SETTLE_MAX;
         let ended = self.until(limit, |run| run.all_ended() && run.turn_at.is_none() && run.work.job.is_some());
         if !ended {
