@@ -390,7 +390,9 @@ struct Sums {
     virtual_ms: u64,
     failed: Vec<u64>,
     ends: BTreeMap<String, u32>,
-    pauses_ms: Vec<u64>,
+    /// Of each seed: how long, and which.
+    pauses_ms: Vec<(u64, u64)>,
+    stalls_ms: Vec<(u64, u64)>,
     settled_ms_max: u64,
 }
 
@@ -405,14 +407,22 @@ impl Sums {
         for (kind, count) in &outcome.ends {
             *self.ends.entry(kind.clone()).or_insert(0) += count;
         }
-        self.pauses_ms.push(outcome.pause_ms_max);
+        self.pauses_ms.push((outcome.pause_ms_max, outcome.seed));
+        self.stalls_ms.push((outcome.stall_ms_max, outcome.seed));
         self.settled_ms_max = self.settled_ms_max.max(outcome.settled_ms);
     }
 
     fn pause(&self, percent: usize) -> u64 {
         let mut sorted = self.pauses_ms.clone();
         sorted.sort_unstable();
-        sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0)
+        sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).map_or(0, |(ms, _)| *ms)
+    }
+
+    /// The seeds with the longest times, the longest first.
+    fn worst(times_ms: &[(u64, u64)]) -> Vec<serde_json::Value> {
+        let mut sorted = times_ms.to_vec();
+        sorted.sort_unstable_by(|a, b| b.cmp(a));
+        sorted.iter().take(WORST_TOLD).map(|(ms, seed)| json!({ "seed": seed, "ms": ms })).collect()
     }
 
     fn to_json(&self, real_s: f64) -> serde_json::Value {
@@ -420,13 +430,15 @@ impl Sums {
             "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "events": self.events,
             "virtual_s": self.virtual_ms / 1000, "real_s": real_s, "pause_ms_p50": self.pause(50),
             "pause_ms_max": self.pause(100), "settled_ms_max": self.settled_ms_max,
+            "worst_pauses": Sums::worst(&self.pauses_ms), "worst_stalls": Sums::worst(&self.stalls_ms),
         })
     }
 
     fn to_text(&self, real_s: f64, jobs: usize) -> String {
         let ends: Vec<String> = self.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         format!(
-            "{} seeds, {} fail {:?}; requests: {}; longest pause a seed: median {} ms, worst {} ms; at rest at most {} ms after \
+            "{} seeds, {} fail {:?}; requests: {}; longest pause a seed: median {} ms, worst {} ms; longest wait \
+             after the mending {} ms; at rest at most {} ms after \
              the mending; {:.0} virtual s in {real_s:.1} s on {jobs} threads ({:.0} ms a seed a thread), {} events",
             self.seeds,
             self.failed.len(),
@@ -434,6 +446,7 @@ impl Sums {
             ends.join(", "),
             self.pause(50),
             self.pause(100),
+            self.stalls_ms.iter().map(|(ms, _)| *ms).max().unwrap_or(0),
             self.settled_ms_max,
             self.virtual_ms as f64 / 1000.0,
             real_s * 1000.0 * jobs as f64 / self.seeds.max(1) as f64,
@@ -446,5 +459,7 @@ fn say(line: &str) {
     println!("{line}");
 }
 
+/// Seeds named for their long times.
+const WORST_TOLD: usize = 20;
 /// What making a failing case smaller may cost: about ten seconds.
 const MINIMIZE_RUNS: u32 = 200;

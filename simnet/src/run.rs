@@ -10,7 +10,7 @@ use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
 use crate::timeline::{Line, Timeline, name, pauses};
 use crate::units;
-use crate::workload::{HEAD_DIED, Workload, request, symbolic_model};
+use crate::workload::{Call, HEAD_DIED, Workload, request, symbolic_model};
 use crate::world::World;
 use crate::{Options, Timed};
 use node_core::id::CallId;
@@ -36,6 +36,8 @@ pub struct Outcome {
     pub ends: BTreeMap<String, u32>,
     /// Longest wait between two tokens of a request.
     pub pause_ms_max: u64,
+    /// Longest wait of a request for its next token, or its end, after everything was mended.
+    pub stall_ms_max: u64,
     /// From everything mended to everything at rest.
     pub settled_ms: u64,
     /// The highest epoch any head reached.
@@ -284,6 +286,18 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// The longest time after the mending in which a request that was running got no further.
+    fn stall(&self) -> Duration {
+        let Some(mended) = self.mended else { return Duration::ZERO };
+        let longest = |call: &Call| {
+            let ended = call.ends.iter().map(|(at, _)| *at);
+            let times = call.tokens.iter().map(|(at, ..)| *at).chain(ended).filter(|at| *at > mended);
+            let mut last = mended.max(call.tokens.first().map_or(call.submitted, |(at, ..)| *at));
+            times.map(|at| at.since(std::mem::replace(&mut last, at))).max().unwrap_or_default()
+        };
+        self.work.calls.values().map(longest).max().unwrap_or_default()
+    }
+
     fn outcome(mut self) -> Outcome {
         self.violations.extend(self.checks.violations());
         if self.mended.is_some() {
@@ -316,6 +330,7 @@ impl<'a> Run<'a> {
             epochs: heads.flat_map(|node| node.jobs()).map(|view| view.epoch.counter).max().unwrap_or(0),
             ends,
             pause_ms_max: longest.as_millis() as u64,
+            stall_ms_max: self.stall().as_millis() as u64,
             settled_ms: self.mended.map_or(0, |mended| now.since(mended).as_millis() as u64),
             timeline: self.timeline.lines(&self.world, &self.work, self.origin),
             violations: self.violations,

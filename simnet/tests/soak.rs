@@ -46,3 +46,12 @@ fn the_same_seed_is_the_same_run() {
     let (one, other) = (run_caught(&draw(1, Size::default())), run_caught(&draw(2, Size::default())));
     assert_ne!(one.trace, other.trace);
 }
+
+/// Seeds that once found something, here or in the checkers.
+#[test]
+fn what_once_failed_does_not_fail_again() {
+    for seed in [3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287] {
+        let outcome = run_caught(&draw(seed, Size::default()));
+        assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
+    }
+}
