@@ -45,6 +45,8 @@ pub struct Executor {
     arrivals: u64,
     /// Work runs in order.
     pub(crate) busy_until: Instant,
+    /// Since when it would have been idle, and until when it answers nothing.
+    stalled: Option<(Instant, Instant)>,
     /// Answers nothing any more (a hung driver).
     pub hung: bool,
     /// The next so many batches fail (a device that is lost and found).
@@ -74,6 +76,7 @@ impl Executor {
             tensors: BTreeMap::new(),
             arrivals: 1 << 63,
             busy_until: Instant(0),
+            stalled: None,
             hung: false,
             failures: 0,
             refusals: 0,
@@ -84,6 +87,23 @@ impl Executor {
     /// The process died and took everything with it.
     pub(crate) fn reset(&mut self, spec: &HostSpec) {
         *self = Executor::new(spec);
+    }
+
+    /// Nothing that is not begun yet is answered before `until`.
+    pub(crate) fn stall(&mut self, now: Instant, until: Instant) {
+        if until > self.busy_until {
+            let from = self.stalled.filter(|(_, end)| *end > now).map_or(self.busy_until.max(now), |(from, _)| from);
+            self.stalled = Some((from, until));
+            self.busy_until = until;
+        }
+    }
+
+    /// It goes on before its time. Returns from when on its answers come earlier, and by how much.
+    pub(crate) fn end_stall(&mut self, now: Instant) -> Option<(Instant, Duration)> {
+        let (from, until) = self.stalled.take().filter(|(_, until)| *until > now)?;
+        let less = until.since(from.max(now));
+        self.busy_until = self.busy_until - less;
+        Some((until, less))
     }
 
     /// `Output::Load`: with empty caches. A stage beyond the memory left is refused.

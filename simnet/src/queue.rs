@@ -37,13 +37,13 @@ impl<E> Queue<E> {
         self.heap.pop().map(|Reverse(entry)| (entry.at, entry.event))
     }
 
-    /// Takes out every event for which `which` holds, in the order in which they would have happened.
-    pub fn extract(&mut self, which: impl Fn(&E) -> bool) -> Vec<E> {
+    /// Takes out every event for which `which` holds, with its time, in the order in which they would have happened.
+    pub fn extract(&mut self, which: impl Fn(&E) -> bool) -> Vec<(Instant, E)> {
         let all = std::mem::take(&mut self.heap).into_vec();
         let (mut taken, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|Reverse(entry)| which(&entry.event));
         self.heap = kept.into();
         taken.sort_unstable_by(|Reverse(a), Reverse(b)| a.cmp(b));
-        taken.into_iter().map(|Reverse(entry)| entry.event).collect()
+        taken.into_iter().map(|Reverse(entry)| (entry.at, entry.event)).collect()
     }
 
     /// Events waiting.
@@ -93,7 +93,8 @@ mod tests {
         for (at, name) in [(5, 'c'), (3, 'a'), (5, 'd'), (4, 'b')] {
             queue.push(Instant(at), name);
         }
-        assert_eq!(queue.extract(|name| *name != 'b'), ['a', 'c', 'd']);
+        let taken: String = queue.extract(|name| *name != 'b').into_iter().map(|(_, name)| name).collect();
+        assert_eq!(taken, "acd");
         assert_eq!(queue.pop_until(Instant(9)), Some((Instant(4), 'b')));
         assert!(queue.is_empty());
     }

@@ -105,7 +105,7 @@ impl World {
         }
         let on_its_links = |happening: &Happening| matches!(happening, Happening::Parcel { pair, .. } if pair.0 == host || pair.1 == host);
         let waiting = self.queue.extract(on_its_links);
-        for happening in waiting {
+        for (_, happening) in waiting {
             let Happening::Parcel { pair, id, from, number, parcel } = happening else { continue };
             if self.network.connection(pair).is_none_or(|connection| connection.id != id) {
                 continue; // lost with its connection

@@ -69,9 +69,7 @@ impl World {
                 self.ends(lasts, End::Slow(host));
             }
             Fault::Stall { host, lasts } => {
-                let until = self.now + lasts;
-                let executor = &mut self.hosts[host.index()].executor;
-                executor.busy_until = executor.busy_until.max(until);
+                self.hosts[host.index()].executor.stall(self.now, self.now + lasts);
             }
             Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
             Fault::Refuse { host, loads } => self.hosts[host.index()].executor.refusals += loads,
@@ -228,6 +226,7 @@ impl World {
         for index in 0..self.hosts.len() {
             let id = self.hosts[index].id;
             self.widen(id);
+            self.end_stall(id);
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
             if self.hosts[index].leaves {
@@ -240,6 +239,16 @@ impl World {
             }
         }
         self.resend();
+    }
+
+    /// A device that stalls goes on: what waits for it comes earlier by what is left of the stall.
+    fn end_stall(&mut self, id: HostId) {
+        let Some((from, less)) = self.hosts[id.index()].executor.end_stall(self.now) else { return };
+        let answers = |input: &Input| matches!(input, Input::Computed { .. } | Input::Loaded { .. });
+        let waits = |happening: &Happening| matches!(happening, Happening::Answer { host, input, .. } if *host == id && answers(input));
+        for (at, happening) in self.queue.extract(waits) {
+            self.queue.push(if at >= from { at - less } else { at }, happening);
+        }
     }
 
     /// What partitions held is sent again.
