@@ -9,4 +9,5 @@ mod head;
 mod joining;
 mod mesh;
 mod openai;
+mod reshape;
 mod weights;

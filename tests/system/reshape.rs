@@ -1,0 +1,88 @@
+//! A node that joins under load takes over from one that is far away: no request fails, no token differs, and what moves is
+//! what `plan` said would.
+use crate::client::{Solo, solo, watch};
+use crate::harness::{Mesh, deploy};
+use serde_json::Value;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use system_tests::relay::Link;
+
+const JOIN_MAX: Duration = Duration::from_secs(20);
+/// Three looks at five seconds, and the time to fetch and load beside a generation.
+const MOVE_MAX: Duration = Duration::from_secs(90);
+/// Tokens of each answer.
+const TOKENS: u32 = 24;
+
+/// A head and a node 30 ms away, which both are needed, serve the model.
+fn far(solo: &Solo) -> Mesh {
+    let mut mesh = Mesh::relayed(7);
+    let memory = Some(solo.memory(0.8));
+    mesh.start("head", memory);
+    mesh.start("far", memory);
+    mesh.wait_members(2, JOIN_MAX);
+    let relay = mesh.relay.as_ref().expect("a relay");
+    for (from, to) in [(0, 1), (1, 0)] {
+        relay.link(from, to, Link { delay: Duration::from_millis(30), ..Link::PLAIN });
+    }
+    // A connection is measured when it is made.
+    mesh.nodes[1].kill();
+    mesh.nodes[0].wait_members(1, JOIN_MAX).expect("it is gone");
+    mesh.restart(1);
+    mesh.wait_members(2, JOIN_MAX);
+    let far =
+        |state: &Value| state["peers"].as_array().is_some_and(|p| p.iter().any(|p| p["rtt_ms"].as_f64() > Some(50.0)));
+    mesh.nodes[0].wait_state(JOIN_MAX, far).expect("the round trip is measured");
+    mesh.deploy(0, &solo.model);
+    mesh
+}
+
+#[test]
+fn a_node_that_joins_under_load_takes_over_from_one_that_is_far_away() {
+    let Some(solo) = solo() else { return };
+    let mut mesh = far(solo);
+    assert_eq!(mesh.stages_beside(0), [1], "both are needed");
+    let ended = AtomicBool::new(false);
+    mesh.start("near", Some(solo.memory(0.8)));
+    let (answers, planned, job) = std::thread::scope(|scope| {
+        let answers = scope.spawn(|| {
+            let mut answers = 0;
+            while !ended.load(Ordering::Relaxed) {
+                let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |_| {});
+                assert_eq!(view.tokens, solo.tokens(TOKENS), "answer {answers}");
+                answers += 1;
+            }
+            answers
+        });
+        let start = Instant::now();
+        let mut planned = Vec::new();
+        let job = loop {
+            assert!(start.elapsed() < MOVE_MAX, "it has not moved:\n{}", mesh.nodes[0].log());
+            let state = mesh.nodes[0].get("/api/v1/state").expect("a state");
+            let job = state["jobs"][0].clone();
+            if job["moved"].is_object() && job["state"] == "ready" {
+                break job;
+            }
+            if let Ok(plan) = mesh.nodes[0].post("/api/v1/plan", &deploy(&solo.model)) {
+                planned.extend(plan["change"]["moved_bytes"].as_u64());
+            }
+            std::thread::sleep(Duration::from_millis(300));
+        };
+        ended.store(true, Ordering::Relaxed);
+        (answers.join().expect("no answer is wrong"), planned, job)
+    });
+    assert_eq!(mesh.stages_beside(0), [2], "{job}");
+    let moved = job["moved"]["moved_bytes"].as_u64().expect("bytes");
+    eprintln!("{answers} answers meanwhile; {job}");
+    assert!(answers >= 2);
+    assert!(moved > 0 && planned.contains(&moved), "moved {moved}, planned {planned:?}");
+
+    // It may have had the weights already, because it stood by for the same layers; then they came then.
+    let fetched = job["moved"]["fetched_bytes"].as_u64().expect("bytes");
+    let state = mesh.nodes[2].get("/api/v1/state").expect("a state");
+    let came: u64 =
+        state["weights"]["peers"].as_array().into_iter().flatten().filter_map(|p| p["bytes"].as_u64()).sum();
+    eprintln!("{moved} bytes moved as planned, {fetched} of them came for the move, {came} came in all");
+    assert!(fetched <= moved && moved <= came, "{fetched} <= {moved} <= {came}");
+    let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |_| {});
+    assert_eq!(view.tokens, solo.tokens(TOKENS));
+}
