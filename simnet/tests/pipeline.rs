@@ -362,6 +362,57 @@ fn an_executor_that_hangs_loses_its_stage_though_its_node_lives() {
 }
 
 #[test]
+fn a_head_whose_own_executor_hangs_goes_on_elsewhere() {
+    for seed in seeds(10) {
+        let what = format!("the head's executor hangs, seed {seed}");
+        let mut draw = chance(seed, "the head's executor hangs");
+        let mut room = Room::serving(Options::swarm(seed), 6);
+        assert!(room.work.stages(&room.world).contains(&HEAD), "{what}: it holds a stage");
+        room.submit(seed, draw.random_range(1..400), 200);
+        room.run_for(ms(draw.random_range(1_000..2_500)));
+        room.strike(Fault::Stall { host: HEAD, lasts: ms(8_000) });
+        room.run_for(ms(9_000)); // what it holds is given up when it answers
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        assert!(room.longest_pause() < ms(3_000), "{what}: the caller waited {:?}", room.longest_pause());
+    }
+}
+
+#[test]
+fn a_head_whose_own_executor_hangs_waits_for_it_where_nobody_else_has_room() {
+    let mut room = Room::serving(Options::lan(2), 3);
+    room.submit(2, 100, 200);
+    room.run_for(ms(1_500));
+    let epoch = room.work.epoch;
+    room.strike(Fault::Stall { host: HEAD, lasts: ms(4_000) });
+    let room = room.check("nobody else has room");
+    room.assert_all_finished("nobody else has room");
+    assert!(room.longest_pause() < ms(5_000), "the caller waited {:?}", room.longest_pause());
+    assert_eq!(room.work.epoch, epoch, "and the job was not placed anew");
+}
+
+#[test]
+fn a_stage_that_is_never_ready_though_its_node_lives_is_placed_elsewhere() {
+    for seed in seeds(10) {
+        let what = format!("a load that hangs, seed {seed}");
+        let mut draw = chance(seed, "a load that hangs");
+        let mut room = Room::serving(Options::swarm(seed), 6);
+        let call = room.submit(seed, draw.random_range(1..100), 200);
+        // Before any standby is ready, so that somebody new has to load.
+        let before = room.work.stages(&room.world);
+        room.strike(Fault::Crash(room.some_stage(draw.random_range(0..100)).expect("a stage that is not the head's")));
+        let placed =
+            |work: &Workload, world: &World| work.stages(world).iter().find(|host| !before.contains(host)).copied();
+        assert!(room.work.run(&mut room.world, ms(2_000), |work, world| placed(work, world).is_some()), "{what}");
+        let new = placed(&room.work, &room.world).expect("just looked");
+        room.strike(Fault::Stall { host: new, lasts: ms(60_000) });
+        assert!(room.work.run_until_done(&mut room.world, ms(20_000)), "{what}: {:?}", room.work.notes);
+        assert!(room.longest_pause() < ms(6_000), "{what}: the caller waited {:?}", room.longest_pause());
+        assert!(matches!(room.work.calls[&call].ends[0].1, DoneReason::Length | DoneReason::Stop), "{what}");
+    }
+}
+
+#[test]
 fn cancelling_at_any_moment_frees_everything() {
     for seed in seeds(30) {
         let what = format!("cancel, seed {seed}");

@@ -3,6 +3,7 @@
 //! The head is the node whose API took the job. It mints the job's epochs, keeps the token log of every request, and
 //! tells its callers each token once. It may or may not hold a stage itself. Next: `job/model_job.rs`, then
 //! `job/requests.rs`.
+mod elsewhere;
 mod model_job;
 mod requests;
 mod standbys;
@@ -46,9 +47,16 @@ pub enum JobOutput {
     /// A node took so long for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of these layers, the way there and back
     /// included, and made rows of that digest.
     Measured { job: JobId, node: NodeId, work: Box<Work>, layers: core::ops::Range<u32>, took: Duration, digest: u64 },
-    /// Plan this job on the present fleet. `resident` bytes of a node are the job's own, and free for its next plan;
-    /// `repair` is the plan whose stages may still be held.
-    Plan { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, repair: Option<Box<Plan>> },
+    /// Plan this job on the present fleet, but for the nodes `without`. `resident` bytes of a node are the job's own, and
+    /// free for its next plan; `repair` is the plan whose stages may still be held.
+    Plan {
+        token: u64,
+        job: JobId,
+        work: Box<Work>,
+        resident: Vec<(NodeId, u64)>,
+        without: BTreeSet<NodeId>,
+        repair: Option<Box<Plan>>,
+    },
     /// Write a record; nothing depends on it until `handle_persisted`.
     Persist { seq: u64, record: Record },
     /// A message to a participant.
@@ -338,6 +346,14 @@ impl Jobs {
     pub fn handle_strike(&mut self, now: Instant, job: JobId, reason: &str) {
         if let Some(job) = self.jobs.get_mut(&job) {
             job.requests.strike(now, reason, &mut self.out);
+        }
+    }
+
+    /// This node's own executor does not get on: jobs that have a stage here go on elsewhere, where they can.
+    pub fn handle_stuck(&mut self, now: Instant) {
+        let me = self.me;
+        for job in self.jobs.values_mut() {
+            job.handle_stuck(now, me, &mut self.ids, &mut self.out);
         }
     }
 

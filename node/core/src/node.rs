@@ -40,6 +40,8 @@ pub struct Node {
     now: Instant,
     /// Peers whose connection broke and does not stand again yet.
     broken: BTreeSet<NodeId>,
+    /// This node's executor does not get on, and the jobs headed here know.
+    stuck: bool,
     /// Sequence number of the last `Persist` asked by membership.
     remembered: u64,
     /// What this node said to itself and has not heard yet.
@@ -67,6 +69,7 @@ impl Node {
             speeds: Speeds::default(),
             now: Instant::default(),
             broken: BTreeSet::new(),
+            stuck: false,
             remembered: 0,
             to_self: VecDeque::new(),
             out: VecDeque::new(),
@@ -82,7 +85,17 @@ impl Node {
         }
         self.now = self.now.max(now);
         self.route_input(input);
+        self.look_after_executor();
         self.settle();
+    }
+
+    /// Heads learn from heartbeats that another node's executor does not get on; nobody tells them of their own.
+    fn look_after_executor(&mut self) {
+        let was_stuck = self.stuck;
+        self.stuck = self.pipeline.stuck(self.now).is_some();
+        if self.stuck && !was_stuck {
+            self.jobs.handle_stuck(self.now);
+        }
     }
 
     /// Do this; call until `None`.
@@ -98,7 +111,10 @@ impl Node {
 
     /// When to come back, and who asked.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let heads = !self.stuck && !self.jobs.is_empty();
+        let stuck = self.pipeline.stuck_at().filter(|_| heads).map(|at| (at, "node: its executor may be stuck"));
         let children = [
+            stuck,
             self.membership.next_wakeup(),
             self.liveness.next_wakeup(),
             self.placement.next_wakeup(),
@@ -495,8 +511,11 @@ impl Node {
                     .map_or_else(|_| Vec::new(), |plan| partitioner::standbys(plan, &work, &fleet, &options, &[]));
                 self.notify(Event::PlanReady { call, result, standbys, change });
             }
-            JobOutput::Plan { token, job, work, resident, repair } => {
-                let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
+            JobOutput::Plan { token, job, work, resident, without, repair } => {
+                let (mut fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
+                for device in &mut fleet.devices {
+                    device.excluded |= without.contains(&device.id.into());
+                }
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair });
             }
             JobOutput::Look { token, job, work, resident, present, repair } => {

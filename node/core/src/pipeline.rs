@@ -204,12 +204,21 @@ impl Pipeline {
         }
     }
 
-    /// Why the executor would not get to new work, if a batch (perhaps of a stage long gone) has been with it for far
-    /// longer than predicted.
+    /// When a batch with the executor (perhaps of a stage long gone) will have been there for far longer than predicted.
+    pub fn stuck_at(&self) -> Option<Instant> {
+        self.in_flight.values().map(|batch| batch.started + BATCH_MIN.max(batch.budget * 4)).min()
+    }
+
+    /// For how long the executor has been busy with a batch, if that is far longer than predicted.
+    pub fn stuck(&self, now: Instant) -> Option<Duration> {
+        self.stuck_at().filter(|at| *at <= now)?;
+        self.in_flight.values().map(|batch| now.since(batch.started)).max()
+    }
+
+    /// Why the executor would not get to new work, if it would not.
     pub fn wedged(&self, now: Instant) -> Option<String> {
-        let late = |batch: &&Batch| now.since(batch.started) > BATCH_MIN.max(batch.budget * 4);
-        let batch = self.in_flight.values().find(late)?;
-        Some(format!("the executor has been busy with one batch for {} ms", now.since(batch.started).as_millis()))
+        let elapsed = self.stuck(now)?;
+        Some(format!("the executor has been busy with one batch for {} ms", elapsed.as_millis()))
     }
 
     /// The next thing to do, besides starting batches.

@@ -1,4 +1,5 @@
 //! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
+use super::elsewhere::Elsewhere;
 use super::requests::{Requests, Track};
 use super::standbys::{StandbyView, Standbys};
 use super::trials::Trials;
@@ -48,6 +49,7 @@ pub(super) struct ModelJob {
     attempts: u32,
     /// Since when there has been no plan; none once it is ready again.
     degraded: Option<Degraded>,
+    elsewhere: Elsewhere,
     standbys: Standbys,
     /// Nodes that take no new work.
     draining: BTreeSet<NodeId>,
@@ -130,6 +132,7 @@ impl ModelJob {
             asked: BTreeSet::new(),
             attempts: 0,
             degraded: None,
+            elsewhere: Elsewhere::default(),
             standbys: Standbys::default(),
             draining: BTreeSet::new(),
             standbys_due: None,
@@ -203,10 +206,27 @@ impl ModelJob {
         }
         let token = ids.next();
         self.state = State::Planning { token };
+        out.push_back(self.ask_plan(token, BTreeSet::new(), self.last_ready.clone()));
+    }
+
+    fn ask_plan(&self, token: u64, without: BTreeSet<NodeId>, repair: Option<Box<Plan>>) -> JobOutput {
         let (job, resident) = self.holds();
         let work = Box::new(self.model.work.clone());
-        let repair = self.last_ready.clone();
-        out.push_back(JobOutput::Plan { token, job, work, resident, repair });
+        JobOutput::Plan { token, job, work, resident, without, repair }
+    }
+
+    /// Asks for a plan that does without some nodes of the present one, which goes on until there is such a plan.
+    fn look_elsewhere(&mut self, now: Instant, without: BTreeSet<NodeId>, ids: &mut Ids, out: &mut Out) {
+        let token = ids.next();
+        self.elsewhere.ask(now, token);
+        out.push_back(self.ask_plan(token, without, self.plan().cloned().map(Box::new)));
+    }
+
+    /// The head's own executor does not get on.
+    pub(super) fn handle_stuck(&mut self, now: Instant, me: NodeId, ids: &mut Ids, out: &mut Out) {
+        if matches!(&self.state, State::Ready { plan } if plan.stage_of(me.into()).is_some()) {
+            self.look_elsewhere(now, BTreeSet::from([me]), ids, out);
+        }
     }
 
     /// The present plan with standbys in the place of all its lost stages, if there are such.
@@ -230,7 +250,11 @@ impl ModelJob {
     }
 
     pub(super) fn waits_for_plan(&self, token: u64) -> bool {
-        matches!(self.state, State::Planning { token: waiting } if waiting == token)
+        match self.state {
+            State::Planning { token: waiting } => waiting == token,
+            State::Preparing { .. } | State::Ready { .. } => self.elsewhere.awaits(token),
+            State::Minting { .. } | State::Degraded { .. } => false,
+        }
     }
 
     pub(super) fn handle_planned(
@@ -240,7 +264,15 @@ impl ModelJob {
         ids: &mut Ids,
         out: &mut Out,
     ) {
+        self.elsewhere.end();
+        let goes_on = !matches!(self.state, State::Planning { .. });
         match result {
+            Ok(plan) if goes_on && !plan.stages().is_empty() => {
+                self.requests.stop();
+                self.forget_move(now, out);
+                self.mint(now, plan, ids, out);
+            }
+            Ok(_) | Err(_) if goes_on => {}
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
             Ok(plan) => self.mint(now, plan, ids, out),
             Err(error) => self.degrade(now, reason_of(&error), out),
@@ -296,6 +328,8 @@ impl ModelJob {
         self.standbys.refit(now, plan.stages());
         self.watch(&nodes, out);
         let retry_at = now + PREPARE_RETRY;
+        let bytes = plan.stages().iter().map(|stage| stage.bytes).max().unwrap_or(0);
+        self.elsewhere.begin(now, bytes, plan.token_ns());
         self.state = State::Preparing { plan, missing: nodes, retry_at, held: BTreeMap::new() };
         self.send_prepares(out);
     }
@@ -353,7 +387,7 @@ impl ModelJob {
             return;
         }
         // Also where the placement was given up meanwhile: the node holds it still, so it is free for the next plan.
-        self.resident.insert(from, bytes);
+        let loaded = self.resident.insert(from, bytes).is_none();
         if epoch != self.epoch {
             return;
         }
@@ -369,6 +403,9 @@ impl ModelJob {
             return;
         }
         held.insert(from, positions);
+        if loaded {
+            self.elsewhere.learn(now, bytes);
+        }
         if missing.is_empty() {
             self.become_ready(now, out);
         }
@@ -396,6 +433,7 @@ impl ModelJob {
         }
         self.attempts = 0;
         self.degraded = None;
+        self.elsewhere.end();
         self.last_ready = Some(plan.clone());
         self.requests.start(now, &held, out);
         for (stage, to) in self.standbys.refit(now, plan.stages()) {
@@ -558,6 +596,10 @@ impl ModelJob {
 
     pub(super) fn handle_wakeup(&mut self, now: Instant, ids: &mut Ids, out: &mut Out) {
         match &mut self.state {
+            State::Preparing { missing, .. } if self.elsewhere.due() <= now => {
+                let missing = missing.clone();
+                self.look_elsewhere(now, missing, ids, out);
+            }
             State::Preparing { retry_at, .. } if *retry_at <= now => {
                 *retry_at = now + PREPARE_RETRY;
                 self.send_prepares(out);
@@ -634,7 +676,9 @@ impl ModelJob {
 
     pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         match &self.state {
-            State::Preparing { retry_at, .. } => Some((*retry_at, "job: a stage has not answered Prepare")),
+            State::Preparing { retry_at, .. } => {
+                Some(((*retry_at).min(self.elsewhere.due()), "job: a stage has not answered Prepare"))
+            }
             State::Ready { .. } => {
                 let requests = self.requests.next_wakeup().map(|at| (at, "job: a request makes no progress"));
                 let standbys = [self.standbys_due, self.standbys.next_wakeup()].into_iter().flatten().min();
