@@ -1,6 +1,7 @@
 //! What the API and the commands see of a running node: ask for a model, submit to it, look at the mesh.
 use crate::admission::Admission;
 use crate::bans::Bans;
+use crate::boundary::Boundary;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::transfer::{Held, Library};
@@ -50,6 +51,7 @@ pub(crate) struct Inner {
     pub(crate) models_dir: PathBuf,
     pub(crate) serving: Serving,
     pub(crate) recalled: Arc<Recalled>,
+    pub(crate) boundary: Arc<Boundary>,
     /// Says goodbye soon: no new work.
     pub(crate) leaving: AtomicBool,
 }
@@ -310,6 +312,7 @@ impl NodeHandle {
             jobs,
             waiting: self.inner.admission.waiting(),
             weights: self.inner.library.view(),
+            boundary: self.inner.boundary.view(),
         }
     }
 

@@ -5,6 +5,7 @@
 pub mod admission;
 pub mod api;
 pub mod bans;
+pub mod boundary;
 pub mod cli;
 pub mod client;
 pub mod cluster;

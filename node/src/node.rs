@@ -1,6 +1,7 @@
 //! Puts a node together: identity, membership, sockets, threads. Everything it starts ends with it.
 use crate::admission::{self, Admission, AdmissionError};
 use crate::bans::{self, Bans};
+use crate::boundary::Boundary;
 use crate::config::UpOptions;
 use crate::device::Compute;
 use crate::driver::{self, DriverHandle};
@@ -121,6 +122,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
     let recalled = Arc::new(Recalled::default());
+    let boundary = Arc::new(Boundary::default());
     let shell = Shell {
         driver: driver.clone(),
         runtime: tokio::runtime::Handle::current(),
@@ -135,6 +137,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         device: Arc::new(device),
         residency,
         recalled: recalled.clone(),
+        boundary: boundary.clone(),
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
     let recorder = match &options.record {
@@ -164,6 +167,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             models_dir: options.models_dir,
             serving,
             recalled,
+            boundary,
             leaving: AtomicBool::new(false),
         }),
     };

@@ -1,4 +1,5 @@
 //! Carries out what the core decides: the hands of a node. No policy lives here.
+use crate::boundary::Boundary;
 use crate::driver::DriverHandle;
 use crate::executor::{self, Command};
 use crate::hub::Hub;
@@ -33,6 +34,7 @@ pub struct Shell {
     pub(crate) device: Arc<crate::device::Compute>,
     pub(crate) residency: Arc<Residency>,
     pub(crate) recalled: Arc<crate::handle::Recalled>,
+    pub(crate) boundary: Arc<Boundary>,
 }
 
 impl Shell {
@@ -51,7 +53,7 @@ impl Shell {
                     self.driver.input(Input::Disconnected { node: to });
                 }
             }
-            Output::SendFrame { to, header, payload } => self.send_frame(to, &header, payload),
+            Output::SendFrame { to, header, payload, copy } => self.send_frame(to, &header, payload, copy),
             Output::Connect { node, peer_id, addrs } => self.connect(node, &peer_id, addrs),
             Output::Disconnect { node } => self.endpoint.disconnect(node.0),
             Output::Sign { token, bytes } => {
@@ -100,7 +102,7 @@ impl Shell {
         self.hub.tell(event);
     }
 
-    fn send_frame(&self, to: NodeId, header: &FrameHeader, payload: Payload) {
+    fn send_frame(&self, to: NodeId, header: &FrameHeader, payload: Payload, copy: bool) {
         let tensor = match payload {
             Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens)),
             Payload::Tensor(id) => self.tensors.get(id),
@@ -123,8 +125,15 @@ impl Shell {
             dtype,
             width,
         };
-        let priority = if header.count == 1 { Priority::Decode } else { Priority::Prefill };
-        if let Err(e) = self.endpoint.send_frame(to.0, head, bytes, priority) {
+        let priority = match header.count {
+            _ if copy => Priority::Copy,
+            1 => Priority::Decode,
+            _ => Priority::Prefill,
+        };
+        let size = bytes.len() as u64;
+        let sent = self.endpoint.send_frame(to.0, head, bytes, priority);
+        self.boundary.count(copy, size, sent.is_ok());
+        if let Err(e) = sent {
             tracing::debug!("a frame to {to} is lost: {e}");
         }
     }

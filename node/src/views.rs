@@ -150,6 +150,8 @@ pub struct StateView {
     pub waiting: Vec<String>,
     /// The cache of weights from peers, what they gave, and what is being fetched.
     pub weights: crate::transfer::WeightsView,
+    /// Rows given to other stages, and copies for standbys.
+    pub boundary: crate::boundary::BoundaryView,
 }
 
 /// A member.

@@ -10,4 +10,5 @@ mod joining;
 mod mesh;
 mod openai;
 mod reshape;
+mod standby;
 mod weights;

@@ -187,7 +187,8 @@ impl Endpoint {
     /// order; prompts' chunks share one stream because a chunk that overtakes another would only be asked for again.
     ///
     /// # Errors
-    /// Nothing is known of the node, the payload does not fit the head, or the peer is too slow (its connection is reset).
+    /// Nothing is known of the node, the payload does not fit the head, or the peer is too slow: a copy is left out, anything
+    /// else resets its connection.
     pub fn send_frame(
         &self,
         node: NodeId,
@@ -202,6 +203,7 @@ impl Endpoint {
             return Err(SendError::TooLong { bytes: payload.len(), most: PAYLOAD_BYTES_MAX });
         }
         match self.0.peer(&node) {
+            Some(peer) if priority == Priority::Copy && peer.is_behind() => Err(SendError::LeftOut),
             Some(peer) => peer.send_frame(head, payload, priority).map_err(SendError::from),
             None => self.0.send_later(node, Outgoing::Frame(head, payload, priority)),
         }
@@ -342,6 +344,9 @@ pub enum SendError {
     /// The peer's queue is full; its connection is being reset.
     #[error("the peer is too slow: its queue is full")]
     Slow,
+    /// A copy for a standby that does not take what it was sent before.
+    #[error("a copy is left out: the standby is too slow, its queue is full")]
+    LeftOut,
     /// The peer does not want this stream, or the connection is ending.
     #[error("the stream to the peer has ended")]
     Ended,

@@ -62,7 +62,7 @@ pub enum JobOutput {
     /// A message to a participant.
     Message { to: NodeId, message: Message },
     /// Tokens into the first stage.
-    Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32> },
+    Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
     /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
     /// Choose standbys for the stages of this plan, besides those that there are.

@@ -529,7 +529,7 @@ impl Node {
             }
             JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
-            JobOutput::Frame { to, header, tokens } => self.send_frame(to, header, Payload::Tokens(tokens)),
+            JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
             JobOutput::Watch { job, epoch, nodes, standbys } => {
                 self.failover.handle_placed(job, epoch, nodes.iter().copied());
                 self.failover.handle_standbys(job, standbys.iter().copied());
@@ -656,7 +656,7 @@ impl Node {
             PipelineOutput::Returned { job } => self.liveness.handle_work_done(self.now, job),
             PipelineOutput::Release { job, request } => self.out.push_back(Output::Release { job, request }),
             PipelineOutput::Discard { tensor } => self.discard(tensor),
-            PipelineOutput::Frame { to, header, payload } => self.send_frame(to, header, payload),
+            PipelineOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
             PipelineOutput::Failed { job, epoch, reason } => {
                 self.placement.handle_stage_failed(job, epoch, &reason);
                 self.send(epoch.minter, Message::StageFailed { job, epoch, reason });
@@ -677,11 +677,11 @@ impl Node {
         }
     }
 
-    fn send_frame(&mut self, to: NodeId, header: FrameHeader, payload: Payload) {
+    fn send_frame(&mut self, to: NodeId, header: FrameHeader, payload: Payload, copy: bool) {
         if to == self.me {
             self.to_self.push_back(ToSelf::Frame(header, payload));
         } else {
-            self.out.push_back(Output::SendFrame { to, header, payload });
+            self.out.push_back(Output::SendFrame { to, header, payload, copy });
         }
     }
 

@@ -18,8 +18,9 @@ pub enum Output {
     /// the shell says `Disconnected`.
     SendMessage { to: NodeId, bytes: Vec<u8> },
     /// Send a frame on the long-lived stream of (job, edge, epoch). The payload stays with the shell until `Discard`: the
-    /// same rows may go to a standby, and be sent again.
-    SendFrame { to: NodeId, header: FrameHeader, payload: Payload },
+    /// same rows may go to a standby, and be sent again. A `copy` is for a standby: it is left out where the way there is
+    /// too slow for it, and the standby asks for what it misses.
+    SendFrame { to: NodeId, header: FrameHeader, payload: Payload, copy: bool },
     /// Open a data-plane connection and keep it (answer: `Connected`, or `Disconnected`).
     Connect { node: NodeId, peer_id: Vec<u8>, addrs: Vec<SocketAddr> },
     /// The peer is gone for good: drop its connection and keys.

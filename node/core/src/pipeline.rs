@@ -54,8 +54,8 @@ pub enum PipelineOutput {
     Release { job: JobId, request: RequestId },
     /// Drop a payload.
     Discard { tensor: TensorId },
-    /// Hidden rows for the next stage or its standby. They stay with the shell until they are discarded.
-    Frame { to: NodeId, header: FrameHeader, payload: Payload },
+    /// Hidden rows for the next stage, or a copy for its standby. They stay with the shell until they are discarded.
+    Frame { to: NodeId, header: FrameHeader, payload: Payload, copy: bool },
     /// A message for the head.
     Message { to: NodeId, message: Message },
     /// The executor failed under this stage: it is not to be trusted before it is placed anew.

@@ -58,6 +58,12 @@ pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
         metrics.gauge("memory_offered_bytes", "Bytes this node offers in all.", &[], own.memory_total as f64);
         metrics.gauge("memory_free_bytes", "Bytes of these not taken.", &[], own.memory_free as f64);
     }
+    let frames = "Bytes of rows given to another node's stage, and of copies of them given to its standby.";
+    let boundary = &state.boundary;
+    metrics.total("frame_bytes_total", frames, &[("to", "stage")], boundary.stage_bytes);
+    metrics.total("frame_bytes_total", frames, &[("to", "standby")], boundary.standby_bytes);
+    let left_out = "Copies not sent because the way to the standby was too slow: it asks for them later.";
+    metrics.total("copies_left_out_total", left_out, &[], boundary.copies_left_out);
     weights(metrics, &state.weights);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], metrics.render()).into_response()
 }

@@ -146,6 +146,7 @@ impl Engine for Pretended {
             jobs: self.jobs.lock().unwrap().clone(),
             waiting: vec![],
             weights: crate::transfer::WeightsView::default(),
+            boundary: crate::boundary::BoundaryView::default(),
         }
     }
 

@@ -27,17 +27,20 @@ pub enum Priority {
     Decode,
     /// Chunks of prompts, KV.
     Prefill,
+    /// What a standby computes along: nobody waits for it. Left out while too much of it waits already.
+    Copy,
 }
 
 /// Stream priorities on the wire: few levels, as quinn advises.
-const CONTROL: i32 = 3;
+const CONTROL: i32 = 4;
 pub(super) const BULK: i32 = 0;
 
 impl Priority {
     fn level(self) -> i32 {
         match self {
-            Priority::Decode => 2,
-            Priority::Prefill => 1,
+            Priority::Decode => 3,
+            Priority::Prefill => 2,
+            Priority::Copy => 1,
         }
     }
 }
@@ -51,6 +54,8 @@ pub struct Limits {
     pub message_queue_bytes: usize,
     /// Frames waiting: a few prefill chunks of each of several requests.
     pub frame_queue_bytes: usize,
+    /// Of these, when this much waits, copies for a standby are left out: it asks for what it misses once it reads again.
+    pub copy_queue_bytes: usize,
     /// Frames that arrived and are still held by this node; the peer waits beyond.
     pub arrived_bytes: usize,
 }
@@ -61,6 +66,7 @@ impl Default for Limits {
             connections_max: 1024,
             message_queue_bytes: 16 << 20,
             frame_queue_bytes: 256 << 20,
+            copy_queue_bytes: 4 << 20,
             arrived_bytes: 256 << 20,
         }
     }
@@ -90,6 +96,7 @@ pub(super) struct Peer {
     frames: Mutex<BTreeMap<(Route, Priority), Lane<QuicPipe>>>,
     messages_held: Arc<Budget>,
     frames_held: Arc<Budget>,
+    copy_queue_bytes: usize,
     link: Mutex<LinkState>,
     closed_here: Mutex<Option<(CloseCode, String)>>,
     sink: Arc<dyn Sink>,
@@ -149,6 +156,7 @@ impl Peer {
             frames: Mutex::default(),
             messages_held,
             frames_held: Arc::new(Budget::new(limits.frame_queue_bytes)),
+            copy_queue_bytes: limits.copy_queue_bytes,
             link: Mutex::default(),
             closed_here: Mutex::default(),
             sink,
@@ -184,6 +192,11 @@ impl Peer {
         };
         let sent = self.lane(head.route, priority).send(item);
         self.reset_if_slow(sent)
+    }
+
+    /// So much waits to be sent to it that copies are left out.
+    pub(super) fn is_behind(&self) -> bool {
+        self.frames_held.held() >= self.copy_queue_bytes
     }
 
     /// Ends the streams of a job.

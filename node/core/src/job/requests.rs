@@ -193,7 +193,7 @@ impl Requests {
     pub(super) fn handle_resume(&mut self, to: NodeId, id: RequestId, have: u32, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
         let frames = stream.sent_since(have, self.job, track.epoch);
-        out.extend(frames.into_iter().map(|(header, tokens)| JobOutput::Frame { to, header, tokens }));
+        out.extend(frames.into_iter().map(|(header, tokens)| JobOutput::Frame { to, header, tokens, copy: true }));
     }
 
     /// Up to which position every stage is known to be, of each running request.
@@ -262,8 +262,9 @@ impl Requests {
     fn pump(&mut self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
         while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch) {
-            let copy = track.first_shadow().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone() });
-            out.push_back(JobOutput::Frame { to: track.first(), header, tokens });
+            let copy =
+                track.first_shadow().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
+            out.push_back(JobOutput::Frame { to: track.first(), header, tokens, copy: false });
             out.extend(copy); // after the stage that is waited for
         }
     }

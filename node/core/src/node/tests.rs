@@ -225,7 +225,7 @@ impl Mesh {
                 self.post(delay, to, Input::Datagram { from: me, source: n, bytes });
             }
             Output::SendMessage { to, bytes } => self.post(delay, to, Input::Message { from: me, bytes }),
-            Output::SendFrame { to, header, payload } => {
+            Output::SendFrame { to, header, payload, copy: _ } => {
                 let host = self.nodes.get_mut(&me).unwrap();
                 let rows = match payload {
                     Payload::Tensor(tensor) => host.tensors.get(&tensor).expect("a tensor that is there").clone(),

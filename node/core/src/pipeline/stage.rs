@@ -420,8 +420,11 @@ impl StageRun {
                 let header = FrameHeader { edge: self.route.stage + 1, epoch, ..header };
                 if speaks {
                     let known = self.send_from.get(&request).is_some_and(|&from| position <= from);
-                    let to = core::iter::once(next).filter(|_| !known).chain(self.standby);
-                    out.extend(to.map(|to| PipelineOutput::Frame { to, header, payload: Payload::Tensor(output) }));
+                    let next = (!known).then_some((next, false));
+                    let to = next.into_iter().chain(self.standby.map(|standby| (standby, true)));
+                    let frame =
+                        |(to, copy)| PipelineOutput::Frame { to, header, payload: Payload::Tensor(output), copy };
+                    out.extend(to.map(frame));
                 }
                 let gone = self.ring.push(header, output);
                 out.extend(gone.into_iter().map(|tensor| PipelineOutput::Discard { tensor }));
@@ -504,6 +507,7 @@ impl StageRun {
 
     /// Sends the ring's rows from `have` on, in chunks as large as they may be.
     fn replay(&self, to: NodeId, request: RequestId, have: u32, out: &mut Out) {
+        let copy = self.route.next != Some(to);
         let (epoch, edge) = (self.route.epoch, self.route.stage + 1);
         let mut joined: Option<Waiting> = None;
         for (header, tensor) in self.ring.replay(request, have) {
@@ -513,10 +517,10 @@ impl StageRun {
                 header.position + header.count == next.header.position && rows <= CHUNK_POSITIONS_MAX
             });
             let whole = if adjoins { None } else { joined.take() };
-            out.extend(whole.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload }));
+            out.extend(whole.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload, copy }));
             joined = Some(join(joined.take(), next));
         }
-        out.extend(joined.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload }));
+        out.extend(joined.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload, copy }));
     }
 
     pub(super) fn positions(&self) -> Vec<Position> {

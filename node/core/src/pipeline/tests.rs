@@ -269,6 +269,11 @@ fn a_standby_gets_a_copy_and_the_next_stage_is_served_first() {
     pipeline.handle_standby(JOB, 1, Some(STANDBY));
     let told = run(&mut pipeline, frame(1, 0, 5, false));
     assert_eq!(frames(&told), vec![(NEXT, 0, 5), (STANDBY, 0, 5)]);
+    let marked = |output: &PipelineOutput| match output {
+        PipelineOutput::Frame { to, copy, .. } => *copy == (*to == STANDBY),
+        _ => true,
+    };
+    assert!(told.iter().all(marked), "the copy, and only that, may be left out on the way");
     run(&mut pipeline, frame(1, 5, 1, true));
     // It lost something: the ring has it. Nobody else may ask.
     pipeline.handle_resume(STANDBY, JOB, RequestId(1), 5);

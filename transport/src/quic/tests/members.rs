@@ -1,5 +1,6 @@
 //! What members do with each other.
 use super::*;
+use std::collections::BTreeSet;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_nodes_exchange_messages_frames_and_requests() {
@@ -226,6 +227,33 @@ async fn a_peer_that_does_not_read_is_reset_and_blocks_nobody() {
     assert!(told, "{reason:?}");
     let held: usize = b.passed.iter().filter(|e| matches!(e, Event::Frame { .. })).count();
     assert!(held <= 1, "{held} frames of 4 MiB arrived, the credit is 4 MiB");
+}
+
+/// A standby that does not read: copies for it are left out, nothing is reset, and it is sent what it asks for later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn copies_are_left_out_for_a_standby_that_does_not_read() {
+    let limits = Limits { copy_queue_bytes: 4 << 20, arrived_bytes: 4 << 20, ..Limits::default() };
+    let mut nodes = connected_pair(limits).await;
+    let (a, b) = pair(&mut nodes);
+    b.endpoint.expect(route(1), Expectation::hidden(2048, 512));
+    let to = b.id();
+    let send =
+        |position, priority| a.endpoint.send_frame(to, head(route(1), position, 512, 2048), rows(512, 2048), priority);
+    // b keeps every frame: its credit runs out, then the windows, then a's queue of copies.
+    let (first, error) = (0..1000).find_map(|i| Some((i, send(i, Priority::Copy).err()?))).expect("one is left out");
+    assert_eq!(error, SendError::LeftOut);
+    assert!(a.endpoint.peers()[0].queued_bytes < (4 << 20) + rows(512, 2048).len() + 1024, "the queue is bounded");
+    assert_eq!(send(first, Priority::Prefill), Ok(()), "what is waited for is not left out");
+    let mut arrived = BTreeSet::new();
+    while arrived.len() <= first as usize {
+        arrived.insert(b.frame().await.1.position);
+    }
+    assert!(arrived.into_iter().eq(0..=first), "it reads again, over the same connection");
+    while let Err(error) = send(first + 1, Priority::Copy) {
+        assert_eq!(error, SendError::LeftOut);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(b.frame().await.1.position, first + 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

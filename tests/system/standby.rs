@@ -1,0 +1,174 @@
+//! A hot standby costs the running job nothing on the token path: it is sent a copy of what its stage is sent, and when it
+//! stands still or cannot be reached fast enough, the answer goes on without it and it catches up later.
+use crate::client::{Solo, seed, solo, watch};
+use crate::harness::Mesh;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use system_tests::relay::{Link, Plane, Random};
+
+const JOIN_MAX: Duration = Duration::from_secs(20);
+/// A standby fetches its share, loads it and catches up.
+const HOT_MAX: Duration = Duration::from_secs(60);
+const TOKENS: u32 = 64;
+const NODES: usize = 4;
+/// Numbers in a row of SmolLM2-135M, each as long as a token id.
+const WIDTH: u64 = 576;
+
+/// Four nodes behind a relay, of which any two hold the model: two stages, and two nodes to spare. The first serves it.
+fn formed(solo: &Solo, seed: u64) -> Mesh {
+    let mut mesh = Mesh::relayed(seed);
+    for i in 0..NODES {
+        mesh.start(&format!("n{i}"), Some(solo.memory(0.8)));
+    }
+    mesh.wait_members(NODES, JOIN_MAX);
+    mesh.deploy(0, &solo.model);
+    mesh
+}
+
+/// A job all of whose stages but the head's have standbys that are current. Nodes by their place in the mesh.
+#[derive(Debug, PartialEq, Eq)]
+struct Hot {
+    epoch: u64,
+    owners: Vec<usize>,
+    /// By stage.
+    standbys: BTreeMap<usize, usize>,
+}
+
+fn hot(mesh: &Mesh) -> Hot {
+    let current = |job: &Value| {
+        let standbys = job["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
+        job["state"] == "ready" && !standbys.is_empty() && standbys.iter().all(|s| s["state"] == "current")
+    };
+    let state = mesh.nodes[0].wait_state(HOT_MAX, |state| current(&state["jobs"][0])).expect("hot standbys");
+    let job = &state["jobs"][0];
+    let place = |at: &Value| mesh.nodes.iter().position(|node| at["name"] == node.name.as_str()).expect("a node");
+    let list = |what: &str| job[what].as_array().cloned().unwrap_or_default();
+    let stage = |standby: &Value| usize::try_from(standby["stage"].as_u64().expect("a number")).expect("few");
+    Hot {
+        epoch: job["epoch"].as_u64().expect("an epoch"),
+        owners: list("stages").iter().map(place).collect(),
+        standbys: list("standbys").iter().map(|standby| (stage(standby), place(standby))).collect(),
+    }
+}
+
+impl Hot {
+    /// Who sends a stage its rows: the one before it, or the head.
+    fn feeder(&self, stage: usize) -> usize {
+        stage.checked_sub(1).map_or(0, |before| self.owners[before])
+    }
+
+    /// A stage whose standby is not the head, and that standby. There is one: of the two nodes to spare one at most is the
+    /// head, and then both stages have standbys.
+    fn beside_the_head(&self) -> (usize, usize) {
+        let found = self.standbys.iter().find(|(_, standby)| **standby != 0);
+        found.map(|(&stage, &standby)| (stage, standby)).unwrap_or_else(|| panic!("no such standby: {self:?}"))
+    }
+
+    /// Nobody but the present standbys may stand by.
+    fn drain_others(&self, mesh: &Mesh) {
+        let idle = |node: &usize| !self.owners.contains(node) && !self.standbys.values().any(|s| s == node);
+        for node in (1..mesh.nodes.len()).filter(idle) {
+            mesh.nodes[node].post("/api/v1/drain", &json!({"on": true})).expect("it drains");
+        }
+    }
+}
+
+/// Bytes of frames that all nodes gave to stages of others, and to standbys.
+fn given(mesh: &Mesh) -> (u64, u64) {
+    let count = |what: &str| {
+        let states = mesh.nodes.iter().map(|node| node.get("/api/v1/state").expect("a state"));
+        states.map(|state| state["boundary"][what].as_u64().expect("a count")).sum()
+    };
+    assert_eq!(count("copies_left_out"), 0, "nothing is left out on an easy way");
+    (count("stage_bytes"), count("standby_bytes"))
+}
+
+/// Byte for byte what the stage is sent, and no more.
+#[test]
+fn a_standby_is_sent_what_its_stage_is_sent() {
+    let Some(solo) = solo() else { return };
+    let mesh = formed(solo, seed("a_standby_is_sent_what_its_stage_is_sent"));
+    let roles = hot(&mesh);
+    let before = given(&mesh);
+    let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |_| {});
+    assert_eq!(view.tokens, solo.tokens(TOKENS));
+    assert_eq!(hot(&mesh), roles, "nothing was placed anew");
+    let after = given(&mesh);
+    let (stages, standbys) = (after.0 - before.0, after.1 - before.1);
+    // What stays on one node is no frame. Of each position a first stage gets a token id, the others a row.
+    let row = |stage: usize| if stage == 0 { 1 } else { WIDTH };
+    let fed = |stage: usize, to: usize| if roles.feeder(stage) == to { 0 } else { row(stage) };
+    let per_position: u64 = roles.owners.iter().enumerate().map(|(stage, &owner)| fed(stage, owner)).sum();
+    let copies_per_position: u64 = roles.standbys.iter().map(|(&stage, &standby)| fed(stage, standby)).sum();
+    eprintln!("{view}; {stages} bytes for the stages, {standbys} for the standbys of {roles:?}");
+    assert!(standbys > 0 && copies_per_position > 0);
+    // A frame is counted when it leaves, so that none is on its way.
+    assert_eq!(standbys * per_position, stages * copies_per_position);
+    let metrics = mesh.nodes[0].text("/metrics").expect("metrics");
+    assert!(metrics.contains("meshnode_frame_bytes_total{to=\"standby\"}"), "{metrics}");
+}
+
+/// It is stopped in the middle of an answer and goes on only when the answer is over: whoever waited for it would never
+/// have finished. Then it stands by again.
+#[test]
+fn an_answer_does_not_wait_for_a_standby_that_is_stopped() {
+    let Some(solo) = solo() else { return };
+    let seed = seed("an_answer_does_not_wait_for_a_standby_that_is_stopped");
+    let mesh = formed(solo, seed);
+    let roles = hot(&mesh);
+    roles.drain_others(&mesh);
+    let (_, standby) = roles.beside_the_head();
+    let moment = 4 + Random(seed).below(TOKENS as usize / 2);
+    let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
+        if count == moment {
+            mesh.nodes[standby].signal(Signal::STOP);
+        }
+    });
+    let jobs = mesh.nodes[0].get("/api/v1/jobs").expect("jobs");
+    mesh.nodes[standby].signal(Signal::CONT);
+    eprintln!("SIGSTOP of the standby n{standby} at token {moment}: {view}");
+    assert_eq!(view.tokens, solo.tokens(TOKENS));
+    assert_eq!(jobs[0]["epoch"].as_u64(), Some(roles.epoch), "the loss of a standby places nothing anew: {jobs}");
+    mesh.wait_members(NODES, JOIN_MAX);
+    assert_eq!(hot(&mesh), roles, "it stands by again");
+}
+
+/// The way to it is narrower than what the copies take: they are late or left out, the answer is not. When the way is
+/// wide again it catches up, and takes the stage over as if nothing had been.
+#[test]
+fn an_answer_does_not_wait_for_a_standby_behind_a_narrow_link() {
+    let Some(solo) = solo() else { return };
+    let seed = seed("an_answer_does_not_wait_for_a_standby_behind_a_narrow_link");
+    let mesh = formed(solo, seed);
+    let relay = mesh.relay.as_ref().expect("a relay");
+    let roles = hot(&mesh);
+    roles.drain_others(&mesh);
+    let (stage, standby) = roles.beside_the_head();
+    let feeder = roles.feeder(stage);
+    let moment = 4 + Random(seed).below(TOKENS as usize / 2);
+    // Less than what the copies take; a short queue, so that signs of life get through now and then.
+    let narrow = Link { bytes_per_second: Some(20_000), queue_bytes: 5_000, ..Link::PLAIN };
+    let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
+        if count == moment {
+            relay.link(feeder, standby, narrow);
+        }
+    });
+    let jobs = mesh.nodes[0].get("/api/v1/jobs").expect("jobs");
+    relay.link(feeder, standby, Link::PLAIN);
+    let copied = relay.passed(feeder, standby, Plane::Data);
+    eprintln!("20 kB/s from n{feeder} to the standby n{standby} from token {moment} on: {view}; {copied:?}");
+    assert_eq!(view.tokens, solo.tokens(TOKENS));
+    assert_eq!(jobs[0]["epoch"].as_u64(), Some(roles.epoch), "nothing is placed anew: {jobs}");
+    mesh.wait_members(NODES, JOIN_MAX);
+    assert_eq!(hot(&mesh), roles);
+    let owner = roles.owners[stage];
+    let view = watch(&mesh.nodes[0], &solo.model, TOKENS, |count| {
+        if count == moment {
+            mesh.nodes[owner].signal(Signal::KILL);
+        }
+    });
+    eprintln!("then SIGKILL of its stage n{owner}: {view}");
+    assert_eq!(view.tokens, solo.tokens(TOKENS));
+}
