@@ -1,9 +1,11 @@
 //! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed while they speak.
 mod chaos;
+mod head_loss;
 
 use crate::cluster::{LocalNode, LocalNodeOptions};
 pub use chaos::ChaosSummary;
 use console::style;
+pub use head_loss::HeadLoss;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::io::{Error, Result, Write};
@@ -250,6 +252,14 @@ impl Demo {
         LocalNode::spawn(&self.exe, &self.dir, &options)
     }
 
+    /// Puts the model's file into the cache of a node that is still to be started.
+    fn give_model(&self, name: &str) -> Result<()> {
+        let models = self.dir.join(name).join("cache/models");
+        std::fs::create_dir_all(&models)?;
+        let file = self.model.file_name().ok_or_else(|| Error::other("the model has no name"))?;
+        std::os::unix::fs::symlink(std::path::absolute(&self.model)?, models.join(file))
+    }
+
     fn model_request(&self) -> Value {
         json!({"model": self.model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
     }
@@ -374,9 +384,15 @@ impl Screen {
             summary.seed
         );
         line!(
-            "{:.1} tokens/s with standbys, {:.1} without",
+            "{:.1} tokens/s with standbys, {:.1} without: they cost {:.1} %",
             summary.tokens_per_s,
-            summary.tokens_per_s_without_standbys
+            summary.tokens_per_s_without_standbys,
+            summary.standby_cost_percent
+        );
+        let HeadLoss { error_ms, same_answer_elsewhere_ms, equal } = summary.head_loss;
+        let same = if equal { "the same answer" } else { "NOT the same answer" };
+        line!(
+            "head killed: its client heard of it after {error_ms:.0} ms, and had {same} from another node in {same_answer_elsewhere_ms:.0} ms"
         );
     }
 

@@ -189,6 +189,9 @@ fn five_kills_lose_no_request_and_no_token() {
     eprintln!("{summary}");
     assert_eq!((&summary["kills"], &summary["requests_lost"]), (&Value::from(5), &Value::from(0)), "{summary}");
     assert_eq!(summary["tokens_equal_solo"], true, "{summary}");
+    assert!(summary["standby_cost_percent"].is_number(), "{summary}");
+    assert_eq!(summary["head_loss"]["equal"], true, "{summary}");
+    assert!(summary["head_loss"]["error_ms"].is_number(), "{summary}");
 }
 
 /// `serve` without a node is one, until it is told to end.

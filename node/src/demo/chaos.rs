@@ -1,5 +1,5 @@
 //! `meshnode demo --chaos`: a stage is killed in the middle of each of many generations, and the client's stalls are measured.
-use super::{Demo, JOIN_MAX, Run, mib};
+use super::{Demo, HeadLoss, JOIN_MAX, Run, mib};
 use crate::cluster::LocalNode;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -8,8 +8,11 @@ use std::time::{Duration, Instant};
 
 /// Longest wait for a hot standby after a loss: another node fetches, loads and catches up.
 const STANDBY_MAX: Duration = Duration::from_secs(60);
-/// Generations whose speed is measured.
-const SPEED_RUNS: usize = 5;
+/// Pairs of generations, one with and one without standbys, whose speeds are compared: each pair within seconds, so that
+/// what else the machine does changes both.
+const PAIRS: usize = 5;
+/// No further pair is begun after this.
+const PAIRS_MAX: Duration = Duration::from_secs(20);
 /// Tokens before which and after which nobody is killed: the client has to see the stall.
 const MARGIN: u64 = 4;
 
@@ -36,13 +39,19 @@ pub struct ChaosSummary {
     pub seed: u64,
     /// Tokens per second while standbys follow, the middle of a few generations.
     pub tokens_per_s: f64,
-    /// The same before there were nodes to stand by. On a machine with fewer cores than nodes the standbys take their
-    /// computing from the stages.
+    /// The same, in turn with those, while the nodes that stand by take no work.
     pub tokens_per_s_without_standbys: f64,
+    /// How much slower the standbys make the answer, the middle of the pairs. On a machine with fewer cores than nodes they
+    /// take their computing from the stages.
+    pub standby_cost_percent: f64,
+    /// The head killed once, after all that.
+    pub head_loss: HeadLoss,
 }
 
 /// Nodes of the mesh: two hold the model, one stands by, and one may be starting again.
 const NAMES: [&str; 4] = ["ada", "bea", "cem", "dov"];
+/// Who is asked when the head is gone: besides the head it has the model's file.
+const HEIR: &str = "bea";
 
 impl Demo {
     /// Kills one stage in each of `kills` generations.
@@ -52,14 +61,12 @@ impl Demo {
         let memory = solo.bytes * 8 / 9;
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
-        let (first, spares) = NAMES.split_at(2);
-        first.iter().try_for_each(|name| mesh.add(name))?;
-        mesh.nodes[0].wait_members(first.len(), JOIN_MAX)?;
+        self.give_model(HEIR)?;
+        NAMES.iter().try_for_each(|name| mesh.add(name))?;
+        mesh.nodes[0].wait_members(NAMES.len(), JOIN_MAX)?;
         self.place(&mesh.nodes)?;
-        let without = mesh.speed()?;
-        spares.iter().try_for_each(|name| mesh.add(name))?;
-        mesh.wait_hot()?;
-        let with = mesh.speed()?;
+        let speeds = mesh.speeds()?;
+        self.screen.event("speeds", &json!({"with_standbys": speeds.with, "without_standbys": speeds.without}));
         let bar = self.screen.progress(kills as u64);
         let mut dice = Dice(seed);
         let (mut stalls, mut lost, mut equal) = (Vec::with_capacity(kills), 0, true);
@@ -84,6 +91,10 @@ impl Demo {
             bar.inc(1);
         }
         bar.finish_and_clear();
+        mesh.wait_hot()?;
+        let (head, others) = mesh.nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
+        let heir = others.iter().find(|node| node.name == HEIR).ok_or_else(|| Error::other("no heir"))?;
+        let head_loss = self.lose_head(head, heir, self.options.tokens as usize / 3, &solo.run.text)?;
         stalls.sort_by(f64::total_cmp);
         let of_100 = |percent: usize| stalls[(stalls.len() * percent).div_ceil(100).max(1) - 1];
         Ok(ChaosSummary {
@@ -96,8 +107,10 @@ impl Demo {
             stalls_above_1s: stalls.iter().filter(|ms| **ms > 1e3).count(),
             nodes: NAMES.len(),
             seed,
-            tokens_per_s: with,
-            tokens_per_s_without_standbys: without,
+            tokens_per_s: middle(&speeds.with),
+            tokens_per_s_without_standbys: middle(&speeds.without),
+            standby_cost_percent: speeds.cost_percent(),
+            head_loss,
         })
     }
 }
@@ -139,12 +152,40 @@ impl Mesh<'_> {
         Ok(victims)
     }
 
-    /// Tokens per second of undisturbed generations: the middle one.
-    fn speed(&self) -> Result<f64> {
-        let runs = (0..SPEED_RUNS).map(|_| self.demo.generate(&self.nodes[0], &mut |_, _| Ok(())));
-        let mut speeds = runs.map(|run| run.map(|run| run.tokens_per_s)).collect::<Result<Vec<f64>>>()?;
-        speeds.sort_by(f64::total_cmp);
-        Ok(speeds[speeds.len() / 2])
+    /// Undisturbed generations in pairs, one with hot standbys and one without any: the spare nodes are there all the time,
+    /// and drain meanwhile. Which of the two comes first changes from pair to pair.
+    fn speeds(&self) -> Result<Speeds> {
+        let (mut speeds, end) = (Speeds::default(), Instant::now() + PAIRS_MAX);
+        let speed = || self.demo.generate(&self.nodes[0], &mut |_, _| Ok(())).map(|run| run.tokens_per_s);
+        self.wait_hot()?;
+        speed()?; // the first is not like the others
+        while speeds.with.len() < PAIRS && (speeds.with.len() < 2 || Instant::now() < end) {
+            speeds.with.push(speed()?);
+            let spares = self.drain_spares()?;
+            speeds.without.push(speed()?);
+            if speeds.with.len() < PAIRS && Instant::now() < end {
+                speeds.without.push(speed()?);
+            }
+            spares.iter().try_for_each(|spare| drain(spare, false))?;
+            self.wait_hot()?;
+            if speeds.with.len() < speeds.without.len() {
+                speeds.with.push(speed()?);
+            }
+        }
+        Ok(speeds)
+    }
+
+    /// Nodes that hold no stage take no work any more; returns them once nobody stands by.
+    fn drain_spares(&self) -> Result<Vec<&LocalNode>> {
+        let stages = self.wait_hot()?;
+        let spares: Vec<&LocalNode> =
+            (1..self.nodes.len()).filter(|at| !stages.contains(at)).map(|at| &self.nodes[at]).collect();
+        spares.iter().try_for_each(|spare| drain(spare, true))?;
+        self.nodes[0].wait_state(STANDBY_MAX, |state| {
+            let standbys = state["jobs"][0]["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
+            standbys.iter().all(|standby| standby["name"].is_null())
+        })?;
+        Ok(spares)
     }
 
     /// One generation; a node is killed when so many tokens have come.
@@ -167,6 +208,38 @@ impl Mesh<'_> {
         let name = self.nodes[at].name.clone();
         self.nodes[at] = self.demo.start(&name, Some(self.memory), self.ticket.clone())?;
         Ok(())
+    }
+}
+
+fn drain(node: &LocalNode, on: bool) -> Result<()> {
+    node.post("/api/v1/drain", &json!({"on": on})).map(|_| ())
+}
+
+/// Tokens per second; the generations of one index are a pair.
+#[derive(Debug, Default)]
+struct Speeds {
+    with: Vec<f64>,
+    without: Vec<f64>,
+}
+
+impl Speeds {
+    /// By how much the middle pair is slower with standbys.
+    fn cost_percent(&self) -> f64 {
+        let costs: Vec<f64> =
+            self.with.iter().zip(&self.without).map(|(with, without)| 100.0 * (1.0 - with / without)).collect();
+        middle(&costs)
+    }
+}
+
+/// The median.
+fn middle(figures: &[f64]) -> f64 {
+    let mut sorted = figures.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    match sorted.len() {
+        0 => 0.0,
+        even if even % 2 == 0 => f64::midpoint(sorted[half - 1], sorted[half]),
+        _ => sorted[half],
     }
 }
 
