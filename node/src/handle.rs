@@ -10,6 +10,7 @@ use kernels::stage::Activations;
 use kernels::weights::ModelFile;
 use node_core::id::{JobId, NodeId};
 use node_core::input::{Input, ModelSpec, Request};
+use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
 use node_core::message::Sampling;
 use node_core::output::{DoneReason, Event};
 use partitioner::PlanError;
@@ -213,11 +214,12 @@ impl NodeHandle {
             Some(options) => options,
             None => self.inner.recalled.options(opened.held.content)?,
         };
-        let before = serving.find(&opened.name, &opened.spec(&options));
+        let gpus = self.has_gpus().await;
+        let before = serving.find(&opened.name, opened.held.content);
         let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
-        let mut spec = opened.spec(&options);
-        if let Some(before) = &before {
-            spec.name.clone_from(&before.spec.name); // the same weights under another name are the same job
+        let mut spec = opened.spec(&options, gpus);
+        if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
+            spec.clone_from(&before.spec); // also under another name, and planned for other members
         }
         let model = ModelHandle {
             name: opened.name,
@@ -250,8 +252,9 @@ impl NodeHandle {
     /// As for [`Self::deploy`].
     pub async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
         let opened = self.open(&model).await?;
+        let spec = opened.spec(&options, self.has_gpus().await);
         let (call, mut events) = self.inner.hub.open(8);
-        self.inner.driver.input(Input::Deploy { call, model: Box::new(opened.spec(&options)), plan_only: true });
+        self.inner.driver.input(Input::Deploy { call, model: Box::new(spec), plan_only: true });
         let answer = tokio::time::timeout(PLAN_MAX, async {
             loop {
                 match events.recv().await {
@@ -403,6 +406,12 @@ impl NodeHandle {
         self.inner.driver.views().await.0.into_iter().map(|p| (p.node, p.name)).collect()
     }
 
+    /// Whether any member may hold a stage on something else than a processor: caches take more there.
+    async fn has_gpus(&self) -> bool {
+        let (peers, _) = self.inner.driver.views().await;
+        peers.iter().any(|peer| !peer.device.is_empty() && peer.device.split(' ').next() != Some("cpu"))
+    }
+
     /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
     async fn open(&self, model: &ModelRef) -> Result<Opened, NodeError> {
         let path = crate::pull::locate(&model.0, &self.inner.models_dir).ok_or_else(|| {
@@ -430,11 +439,11 @@ struct Opened {
 }
 
 impl Opened {
-    fn spec(&self, options: &ModelOptions) -> ModelSpec {
+    fn spec(&self, options: &ModelOptions, gpus: bool) -> ModelSpec {
         ModelSpec {
             content: self.held.content,
             name: self.name.clone(),
-            work: work(&self.held.file, options),
+            work: work(&self.held.file, options, gpus),
             width: self.held.file.config().width as u32,
             int8: options.is_int8(),
             eos: self.tokenizer.eos().to_vec(),
@@ -456,12 +465,22 @@ const CONTEXT_DEFAULT: u32 = 2048;
 /// Requests at once unless told otherwise.
 const SEQUENCES_DEFAULT: u32 = 4;
 
-fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
+/// The same model run the same way.
+fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
+    let run = |spec: &ModelSpec| (spec.content, spec.int8, spec.work.context, spec.work.sequences);
+    run(a) == run(b)
+}
+
+/// What the planner has to know; `gpus`: some member computes on one.
+fn work(file: &ModelFile, options: &ModelOptions, gpus: bool) -> partitioner::Work {
     let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
-    // Any node may compute on a GPU.
-    let costs = file.costs(activations, true);
+    let costs = file.costs(activations, gpus);
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
+    let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
+    let row_bytes = file.config().width as u64 * 4;
+    // What a stage keeps to send again: all rows of all sequences, up to the bound.
+    let ring_bytes = RING_BYTES_MAX.min(row_bytes * u64::from(context) * u64::from(sequences));
     partitioner::Work {
         layers: costs
             .layers
@@ -476,10 +495,10 @@ fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
         head_bytes: costs.head_bytes,
         tied: costs.tied,
         head_flops: costs.head_flops,
-        activation_bytes: file.config().width as u64 * 4,
+        activation_bytes: row_bytes,
         context,
-        sequences: options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, node_core::limits::SEQUENCES_MAX),
-        scratch_bytes: crate::executor::SCRATCH_BYTES,
+        sequences,
+        scratch_bytes: crate::executor::SCRATCH_BYTES + ring_bytes,
     }
 }
 

@@ -4,7 +4,7 @@ use super::{ModelHandle, NodeError};
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::views::{JobView, PeerView};
-use node_core::id::JobId;
+use node_core::id::{ContentId, JobId};
 use node_core::input::{Input, ModelSpec};
 use node_core::output::{DoneReason, Event};
 use std::collections::BTreeMap;
@@ -56,9 +56,9 @@ impl Serving {
     }
 
     /// The model served under that name, or else the same weights under another.
-    pub(super) fn find(&self, name: &str, wanted: &ModelSpec) -> Option<ModelHandle> {
+    pub(super) fn find(&self, name: &str, content: ContentId) -> Option<ModelHandle> {
         let models = self.lock();
-        models.get(name).or_else(|| models.values().find(|m| m.spec.content == wanted.content)).cloned()
+        models.get(name).or_else(|| models.values().find(|m| m.spec.content == content)).cloned()
     }
 
     /// Sees to it that `model` is served under its name, instead of `before`. Its job is in the answer.
