@@ -1,9 +1,12 @@
 //! Nodes without the model get their share of it from several others at once, also where one of these is damaged.
+use crate::client::{seed, solo, watch};
 use crate::harness::{Mesh, deploy, generate, greedy, model, require, tokens_of};
 use meshnode::cluster::LocalNode;
+use rustix::process::Signal;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use system_tests::relay::Link;
 
 const JOIN_MAX: Duration = Duration::from_secs(20);
 /// Adverts reach everybody in less.
@@ -61,6 +64,42 @@ fn a_share_comes_from_several_holders_and_a_damaged_one_is_found_out() {
         .expect("it holds its stage again");
     assert_eq!(tokens_of(&generate(&mesh.nodes[0], &greedy(&model, 30))), reference);
     assert_eq!(from_peers(&mesh.nodes[3], "bytes"), 0, "what was fetched is kept:\n{}", mesh.nodes[3].log());
+}
+
+/// A node is killed while it fetches its share over a slow link. Started again, it hashes what it has and fetches only the
+/// rest; then the model runs.
+#[test]
+fn a_node_killed_while_it_fetches_goes_on_where_it_was() {
+    let Some(solo) = solo() else { return };
+    let mut mesh = Mesh::relayed(seed("a_node_killed_while_it_fetches_goes_on_where_it_was"));
+    mesh.start("head", Some(solo.memory(0.8)));
+    mesh.start("empty", Some(solo.memory(0.8)));
+    mesh.wait_members(2, JOIN_MAX);
+    let link = |link| mesh.relay.as_ref().expect("a relay").link(0, 1, link);
+    link(Link { bytes_per_second: Some(4_000_000), ..Link::PLAIN });
+    let kept = std::thread::scope(|scope| {
+        let deployed = scope.spawn(|| mesh.nodes[0].post("/api/v1/deploy", &deploy(&solo.model)));
+        let state = mesh.nodes[1].wait_state(JOIN_MAX, |state| {
+            let transfer = &state["weights"]["transfers"][0];
+            transfer["bytes_done"].as_u64().is_some_and(|done| done > 8 << 20)
+        });
+        let transfer = state.expect("it fetches")["weights"]["transfers"][0].clone();
+        mesh.nodes[1].signal(Signal::KILL);
+        assert!(transfer["bytes_done"].as_u64() < transfer["bytes_total"].as_u64(), "in the middle: {transfer}");
+        deployed.join().expect("no panic").expect_err("one node alone has no room for the model");
+        transfer["bytes_done"].as_u64().expect("a count")
+    });
+    link(Link::PLAIN);
+    mesh.nodes[1].kill();
+    mesh.restart(1);
+    mesh.wait_members(2, JOIN_MAX);
+    mesh.deploy(0, &solo.model);
+    let view = watch(&mesh.nodes[0], &solo.model, 30, |_| {});
+    assert_eq!(view.tokens, solo.tokens(30));
+    let there = mesh.nodes[1].get("/api/v1/state").expect("a state")["weights"]["cache_used"].as_u64();
+    let (fetched, there) = (from_peers(&mesh.nodes[1], "bytes"), there.expect("a count"));
+    eprintln!("{kept} bytes before the SIGKILL, {fetched} after it: {there} in the cache");
+    assert!(fetched > 0 && kept + fetched <= there, "nothing is fetched twice:\n{}", mesh.nodes[1].log());
 }
 
 /// A figure of what peers gave this node, summed.
