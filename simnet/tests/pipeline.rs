@@ -392,6 +392,23 @@ fn a_head_whose_own_executor_hangs_waits_for_it_where_nobody_else_has_room() {
 }
 
 #[test]
+fn a_head_that_stood_still_takes_no_executor_for_hung() {
+    for seed in seeds(10) {
+        let what = format!("a head that stood still, seed {seed}");
+        let mut draw = chance(seed, "a head that stood still");
+        let mut room = Room::serving(Options::swarm(seed), 6);
+        room.submit(seed, draw.random_range(1..400), 200);
+        room.run_for(Duration::from_micros(draw.random_range(1_000_000..1_500_000)));
+        let lasts = ms(draw.random_range(1_100..9_000)); // shorter than stages keep a job whose head is silent
+        room.strike(Fault::Pause { host: HEAD, lasts });
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        assert!(room.work.stages(&room.world).contains(&HEAD), "{what}: its own stage stays where it is");
+        assert!(room.longest_pause() < lasts + ms(2_000), "{what}: the caller waited {:?}", room.longest_pause());
+    }
+}
+
+#[test]
 fn a_stage_that_is_never_ready_though_its_node_lives_is_placed_elsewhere() {
     for seed in seeds(10) {
         let what = format!("a load that hangs, seed {seed}");

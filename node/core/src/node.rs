@@ -82,6 +82,8 @@ impl Node {
         // lid), and may have been replaced.
         if now.since(self.now) >= LEASE {
             self.pipeline.withhold(self.me);
+            let late = self.next_wakeup().map_or(Duration::ZERO, |(due, _)| now.since(due));
+            self.pipeline.excuse(late);
         }
         self.now = self.now.max(now);
         self.route_input(input);

@@ -12,6 +12,7 @@ mod stage;
 
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
 use crate::input::ItemResult;
+use crate::limits::LEASE;
 use crate::message::{FrameHeader, Message, Position, Sampling};
 use crate::output::{Item, Payload};
 use crate::time::{Duration, Instant};
@@ -111,6 +112,14 @@ impl Pipeline {
     /// This node was paused: of the stages that others head nothing leaves before their head is heard.
     pub fn withhold(&mut self, me: NodeId) {
         self.stages.values_mut().filter(|stage| stage.head() != me).for_each(StageRun::withhold);
+    }
+
+    /// This node comes back so much later than it wanted: it was stopped, and its executor perhaps with it. No batch counts
+    /// as late for that, and an answer may be waiting to be read.
+    pub fn excuse(&mut self, late: Duration) {
+        if late >= LEASE {
+            self.in_flight.values_mut().for_each(|batch| batch.started = batch.started + late + LEASE);
+        }
     }
 
     /// A job's head is heard under the present epoch.
