@@ -48,6 +48,8 @@ pub(super) struct ModelJob {
     attempts: u32,
     /// Since when there has been no plan; none once it is ready again.
     degraded: Option<Degraded>,
+    /// Nodes came or went since the plan was asked for.
+    outdated: bool,
     elsewhere: Elsewhere,
     standbys: Standbys,
     /// Nodes that take no new work.
@@ -131,6 +133,7 @@ impl ModelJob {
             asked: BTreeSet::new(),
             attempts: 0,
             degraded: None,
+            outdated: false,
             elsewhere: Elsewhere::default(),
             standbys: Standbys::default(),
             draining: BTreeSet::new(),
@@ -203,7 +206,12 @@ impl ModelJob {
                 return self.degrade(now, reason, out);
             }
         }
+        self.plan_anew(ids, out);
+    }
+
+    fn plan_anew(&mut self, ids: &mut Ids, out: &mut Out) {
         let token = ids.next();
+        self.outdated = false;
         self.state = State::Planning { token };
         out.push_back(self.ask_plan(token, BTreeSet::new(), self.last_ready.clone()));
     }
@@ -272,6 +280,7 @@ impl ModelJob {
                 self.mint(now, plan, ids, out);
             }
             Ok(_) | Err(_) if goes_on => {}
+            Err(_) if self.outdated => self.plan_anew(ids, out),
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
             Ok(plan) => self.mint(now, plan, ids, out),
             Err(error) => self.degrade(now, reason_of(&error), out),

@@ -124,6 +124,7 @@ impl ModelJob {
         for node in leaving {
             self.handle_standby_lost(now, node, out);
         }
+        self.outdated = true;
         self.draining.clone_from(draining);
         self.hand_over(now, ids, out);
         if matches!(self.state, State::Ready { .. }) {
