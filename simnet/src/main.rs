@@ -90,6 +90,9 @@ struct SoakArgs {
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
+    /// Of one seed: tell every message of jobs, every frame, and what each node thinks of the others, too
+    #[arg(long, conflicts_with = "json")]
+    messages: bool,
     /// One object a line on stdout: each seed that fails, then the sums
     #[arg(long)]
     json: bool,
@@ -342,7 +345,10 @@ fn one(args: &SoakArgs, size: Size) -> ExitCode {
     let case = draw(args.from, size);
     say(&format!("seed {}\n{}", case.seed, figures(&case)));
     case.faults.iter().for_each(|timed| say(&format!("  {:>10} {}", ms(timed.at), timed.fault)));
-    let outcome = run_caught(&case);
+    let outcome = match args.messages {
+        true => simnet::run::run_telling(&case, simnet::timeline::Timeline::with_messages()),
+        false => run_caught(&case),
+    };
     tell(&outcome);
     if !outcome.violations.is_empty() {
         say(&format!("\nagain: {}\nthe fewest faults that make it fail:", again(args, args.from)));

@@ -54,7 +54,7 @@ enum What {
 }
 
 impl Timeline {
-    /// With every control message of jobs and every frame, as they are sent.
+    /// With every control message of jobs and every frame, as they are sent, and with whom each node misses and sees again.
     pub fn with_messages() -> Self {
         let timeline = Timeline::default();
         timeline.seen.borrow_mut().messages = true;
@@ -110,8 +110,8 @@ impl Observer for Timeline {
         }
         let Output::Notify(event) = output else { return };
         let worth = match event {
-            Event::PeerUp { node } => seen.down.remove(node),
-            Event::PeerDown { node, .. } => seen.down.insert(*node),
+            Event::PeerUp { node } => seen.down.remove(node) || seen.messages,
+            Event::PeerDown { node, .. } => seen.down.insert(*node) || seen.messages,
             Event::Token { .. } => false,
             Event::PlanReady { .. }
             | Event::JobPlaced { .. }
@@ -174,7 +174,7 @@ fn told(world: &World, event: &Event) -> Option<String> {
     Some(match event {
         Event::PeerUp { node } => format!("sees {} again", host(*node)),
         Event::PeerDown { node, reason: DownReason::Left } => format!("{} has left", host(*node)),
-        Event::PeerDown { node, reason: DownReason::Failed } => format!("is the first to miss {}", host(*node)),
+        Event::PeerDown { node, reason: DownReason::Failed } => format!("misses {}", host(*node)),
         Event::JobPlaced { epoch, plan, .. } => {
             let stages = plan.stages().iter();
             let stages = stages.map(|stage| format!("{} {:?}", host(stage.device.into()), stage.layers));
