@@ -38,11 +38,22 @@ pub struct ModelFile {
     partial: bool,
     /// Bytes before the first tensor's data.
     header_len: u64,
+    /// What peers get in their place.
+    served_header: Option<Bytes>,
     metadata: Metadata,
     /// In file order; ranges are inside the file and do not overlap.
     tensors: Vec<TensorInfo>,
     by_name: BTreeMap<String, usize>,
     config: ModelConfig,
+}
+
+/// Where bytes are that peers may ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Served<'a> {
+    /// Here: they are in no file.
+    Header(&'a [u8]),
+    /// At this range of the file.
+    File(Range<u64>),
 }
 
 /// Where a tensor lies. Rows are contiguous, each a whole number of blocks.
@@ -163,8 +174,8 @@ impl ModelFile {
         let config =
             ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
         config.check_tensors(&header.tensors, &by_name)?;
-        let gguf::Header { header_len, metadata, tensors, layout: _ } = header;
-        Ok(Arc::new(Self { bytes, path, partial, header_len, metadata, tensors, by_name, config }))
+        let gguf::Header { header_len, metadata, tensors, layout: _, served: served_header } = header;
+        Ok(Arc::new(Self { bytes, path, partial, header_len, served_header, metadata, tensors, by_name, config }))
     }
 
     /// What the model is: sizes, rotary embedding, options of its architecture.
@@ -225,6 +236,25 @@ impl ModelFile {
     #[must_use]
     pub fn header_range(&self) -> Range<u64> {
         0..self.header_len
+    }
+
+    /// The header that peers get, where that is another than the file's: all they get is one file, and this one's meaning
+    /// lies beside it. The tensors' data follows it as it follows the file's own.
+    #[must_use]
+    pub fn served_header(&self) -> Option<&Bytes> {
+        self.served_header.as_ref()
+    }
+
+    /// Where a range of the file that peers get is found; it is of the header, or of what follows, not of both.
+    #[must_use]
+    pub fn served(&self, range: &Range<u64>) -> Served<'_> {
+        let Some(header) = &self.served_header else { return Served::File(range.clone()) };
+        let len = header.len() as u64;
+        if range.end <= len {
+            return Served::Header(&header[range.start as usize..range.end as usize]);
+        }
+        let at_home = |at: u64| at.saturating_sub(len) + self.header_len;
+        Served::File(at_home(range.start)..at_home(range.end))
     }
 
     /// The byte ranges a stage of these layers needs besides the header, sorted, touching ones merged.

@@ -506,9 +506,16 @@ pub(crate) fn unix_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// `dir/SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct.Q4_1`; a cached name as itself.
+/// `dir/SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct.Q4_1`, a folder of weights by its name, and a
+/// cached name as itself.
 fn model_name(reference: &str) -> String {
     let path = std::path::Path::new(reference);
+    let folder = if path.ends_with(crate::pull::FOLDER_WEIGHTS) { path.parent() } else { Some(path) };
+    if let Some(folder) = folder.filter(|folder| folder.join(crate::pull::FOLDER_WEIGHTS).is_file())
+        && let Some(name) = folder.file_name()
+    {
+        return name.to_string_lossy().into_owned();
+    }
     match path.extension() {
         Some(extension) if extension == "gguf" => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
         _ => reference.to_owned(),

@@ -104,14 +104,19 @@ pub fn locate(reference: &str, models_dir: &Path) -> Option<PathBuf> {
         Reference::Known(name) => models_dir.join(known(name).file),
         Reference::Hub { owner, repo, file } => hub_path(models_dir, owner, repo, file),
         Reference::Path(path) if path.is_file() => path.to_owned(),
+        Reference::Path(path) if path.join(FOLDER_WEIGHTS).is_file() => path.join(FOLDER_WEIGHTS),
         Reference::Path(path) if is_name(reference) => {
             let exact = models_dir.join(path);
-            if exact.is_file() { exact } else { models_dir.join(format!("{reference}.gguf")) }
+            let candidates = [exact.clone(), exact.join(FOLDER_WEIGHTS), models_dir.join(format!("{reference}.gguf"))];
+            candidates.into_iter().find(|candidate| candidate.is_file())?
         }
         Reference::Path(_) => return None,
     };
     found.is_file().then_some(found)
 }
+
+/// The weights in a model's folder as Hugging Face lays it out.
+pub const FOLDER_WEIGHTS: &str = "model.safetensors";
 
 /// Whether a model is in the cache under that name; a path to a file anywhere else is no name.
 pub fn is_cached(name: &str, models_dir: &Path) -> bool {

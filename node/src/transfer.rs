@@ -139,6 +139,7 @@ impl Library {
     /// The file is not a model we can read. A side file that cannot be written only costs time the next time.
     pub fn add(&self, path: &Path) -> Result<Held, TransferError> {
         let file = ModelFile::open(path).map_err(|e| TransferError::Model(e.to_string()))?;
+        let path = file.path().unwrap_or(path); // of a folder the weights in it
         let index = Arc::new(self.index_of(path, &file)?);
         let content = ContentId(index.content_id());
         let mut held = self.lock();
@@ -153,7 +154,9 @@ impl Library {
     pub fn add_known(&self, models_dir: &Path) {
         for entry in std::fs::read_dir(models_dir).into_iter().flatten().flatten() {
             let path = entry.path();
-            if path.extension().is_some_and(|e| e == "gguf")
+            let weights = path.join(crate::pull::FOLDER_WEIGHTS);
+            let path = if weights.is_file() { weights } else { path };
+            if path.extension().is_some_and(|e| e == "gguf" || e == "safetensors")
                 && self.side_file(&path).exists()
                 && let Err(e) = self.add(&path)
             {
@@ -168,6 +171,12 @@ impl Library {
         let (whole, sparse): (Vec<_>, Vec<_>) = held.into_iter().partition(|h| h.whole_file().is_some());
         let some = sparse.into_iter().filter(|h| h.bitmap().contains(&true));
         whole.into_iter().chain(some).map(|h| h.content).collect()
+    }
+
+    /// The user's file of a content, if it is held whole.
+    pub fn path_of(&self, content: ContentId) -> Option<PathBuf> {
+        let known = self.lock().get(&content).cloned()?;
+        known.whole_file().and_then(|file| file.path()).map(Path::to_owned)
     }
 
     /// Answers a peer's request: a status byte (1: here it is), then the bytes.
@@ -288,7 +297,11 @@ impl Library {
     fn index_of(&self, path: &Path, file: &Arc<ModelFile>) -> Result<ShardIndex, TransferError> {
         let disk = |cause| TransferError::Disk { path: path.to_owned(), cause };
         let stat = std::fs::metadata(path).map_err(disk)?;
-        let stamp = [stat.len().to_le_bytes(), stat.mtime().to_le_bytes(), stat.mtime_nsec().to_le_bytes()].concat();
+        let mut stamp =
+            [stat.len().to_le_bytes(), stat.mtime().to_le_bytes(), stat.mtime_nsec().to_le_bytes()].concat();
+        if let Some(header) = file.served_header() {
+            stamp.extend(blake3::hash(header).as_bytes());
+        }
         let side = self.side_file(path);
         if let Ok(bytes) = std::fs::read(&side)
             && let Some(encoded) = bytes.strip_prefix(stamp.as_slice())

@@ -31,6 +31,8 @@ pub(super) struct Header {
     pub tensors: Vec<TensorInfo>,
     /// How attention matrices are laid out.
     pub layout: Layout,
+    /// What peers get in place of the header, where that alone does not say what the tensors mean.
+    pub served: Option<Bytes>,
 }
 
 /// Reads and checks everything but the weights themselves.
@@ -55,7 +57,7 @@ pub(super) fn parse(bytes: &Bytes) -> Result<Header, WeightsError> {
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
     let tensors = place(table, header_len, alignment, bytes.len() as u64)?;
     // A file whose data begins beyond its end has no data at all.
-    Ok(Header { header_len: header_len.min(bytes.len() as u64), metadata, tensors, layout: Layout::Gguf })
+    Ok(Header { header_len: header_len.min(bytes.len() as u64), metadata, tensors, layout: Layout::Gguf, served: None })
 }
 
 fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {

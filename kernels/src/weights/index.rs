@@ -7,7 +7,7 @@ use std::ops::Range;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
-use super::ModelFile;
+use super::{ModelFile, Served, TensorInfo};
 
 /// Bytes of a chunk at most: a fraction of a second on a slow link, and 40 thousand chunks for 40 GB.
 pub const CHUNK_BYTES_MAX: u64 = 1 << 20;
@@ -66,14 +66,17 @@ impl ShardIndex {
         let chunks = layout(file)
             .into_par_iter()
             .map(|(range, content)| {
-                // The layout lies inside the file, which is mapped whole.
-                let bytes = &file.bytes()[range.start as usize..range.end as usize];
+                let bytes = match file.served(&range) {
+                    Served::Header(bytes) => bytes,
+                    // The layout lies inside the file, which is mapped whole.
+                    Served::File(range) => &file.bytes()[range.start as usize..range.end as usize],
+                };
                 let hash = blake3::hash(bytes).into();
                 progress(bytes.len() as u64);
                 Chunk { range, content, hash }
             })
             .collect();
-        Ok(Self { file_len: file.file_len(), header_len: file.header_range().end, chunks })
+        Ok(Self { file_len: served_at(file, file.file_len()), header_len: served_header_len(file), chunks })
     }
 
     /// Length of the file.
@@ -197,8 +200,8 @@ impl ShardIndex {
     /// Whether this index describes that file's tensors: lengths, and each row range where the file has it.
     #[must_use]
     pub fn matches(&self, file: &ModelFile) -> bool {
-        self.file_len == file.file_len()
-            && self.header_len == file.header_range().end
+        self.file_len == served_at(file, file.file_len())
+            && self.header_len == served_header_len(file)
             && layout(file).into_iter().eq(self.chunks.iter().map(|c| (c.range.clone(), c.content.clone())))
     }
 }
@@ -216,25 +219,36 @@ impl<'de> Deserialize<'de> for ShardIndex {
     }
 }
 
+fn served_header_len(file: &ModelFile) -> u64 {
+    file.served_header().map_or(file.header_range().end, |header| header.len() as u64)
+}
+
+/// Where a byte behind the file's header is in the file that peers get.
+fn served_at(file: &ModelFile, at: u64) -> u64 {
+    at - file.header_range().end + served_header_len(file)
+}
+
 /// The chunks of a file by its header alone.
 fn layout(file: &ModelFile) -> Vec<(Range<u64>, Content)> {
     let mut chunks = Vec::new();
-    split(&mut chunks, file.header_range(), &Content::Header);
-    let data = file.tensors().first().map_or(file.file_len(), |t| t.range.start);
-    split(&mut chunks, file.header_range().end..data, &Content::Padding);
-    let starts = file.tensors().iter().skip(1).map(|t| t.range.start).chain([file.file_len()]);
+    let (header, end) = (served_header_len(file), served_at(file, file.file_len()));
+    split(&mut chunks, 0..header, &Content::Header);
+    let start = |tensor: &TensorInfo| served_at(file, tensor.range.start);
+    let data = file.tensors().first().map_or(end, start);
+    split(&mut chunks, header..data, &Content::Padding);
+    let starts = file.tensors().iter().skip(1).map(start).chain([end]);
     for ((number, tensor), next) in file.tensors().iter().enumerate().zip(starts) {
         let (row_bytes, rows) = (tensor.row_bytes(), tensor.rows as u64);
         // Rows of at most one chunk each: checked when the file was opened.
         let step = (CHUNK_BYTES_MAX / row_bytes).max(1);
         for first in (0..rows).step_by(step as usize) {
             let last = rows.min(first + step);
-            let range = tensor.range.start + first * row_bytes..tensor.range.start + last * row_bytes;
+            let range = start(tensor) + first * row_bytes..start(tensor) + last * row_bytes;
             chunks.push((range, Content::Rows { tensor: number as u32, rows: first..last }));
         }
         match chunks.last_mut() {
             Some((range, _)) if next - range.start <= CHUNK_BYTES_MAX => range.end = next,
-            Some(_) | None => split(&mut chunks, tensor.range.end..next, &Content::Padding),
+            Some(_) | None => split(&mut chunks, served_at(file, tensor.range.end)..next, &Content::Padding),
         }
     }
     chunks

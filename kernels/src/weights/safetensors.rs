@@ -1,8 +1,8 @@
 //! Models as Hugging Face publishes them: a `.safetensors` file beside `config.json`, `tokenizer.json` and
 //! `tokenizer_config.json`, read into the same configuration, names and metadata as a GGUF file.
 //!
-//! The weights are one file (no `…-00001-of-…` parts) in F32, F16 or BF16. What is beside it is not part of a shard index: a
-//! peer needs the folder, or a GGUF conversion.
+//! The weights are one file (no `…-00001-of-…` parts) in F32, F16 or BF16. Peers get it with `config.json` among the metadata
+//! of its header, which is all that a stage needs of what lies beside it; the tokenizer stays with the head.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -21,6 +21,9 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Bytes of a file beside the weights at most: the largest tokenizers have some 30 MiB.
 const BESIDE_BYTES_MAX: u64 = 128 << 20;
 
+/// Where a header carries `config.json`.
+const CONFIG_KEY: &str = "meshnode.config";
+
 /// A tensor as the header lists it.
 #[derive(Deserialize)]
 struct Listed {
@@ -36,25 +39,14 @@ pub(super) fn recognise(bytes: &[u8]) -> bool {
 
 /// Reads the header and what lies beside the file.
 pub(super) fn parse(bytes: &Bytes, path: Option<&Path>) -> Result<Header, WeightsError> {
-    let dir = path
-        .and_then(Path::parent)
-        .ok_or_else(|| WeightsError::Unsupported("a safetensors model is a folder: open it by its path".to_owned()))?;
-    let config = read_json(&dir.join("config.json"))?.ok_or_else(|| {
-        WeightsError::Unsupported(format!(
-            "{} lacks config.json, which says what the tensors mean; fetch the model's whole folder, or take a GGUF file",
-            dir.display()
-        ))
-    })?;
-    let tokenizer = read_json(&dir.join("tokenizer.json"))?;
-    let options = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or(Json::Null);
+    let (listed, data) = read_listed(bytes)?;
     let mut builder = Builder::default();
+    let (config, served) = match listed.get("__metadata__").and_then(|metadata| metadata[CONFIG_KEY].as_str()) {
+        Some(text) => (serde_json::from_str(text).map_err(|e| malformed(&format!("{CONFIG_KEY}: {e}")))?, None),
+        None => builder.folder(path, &listed, data)?,
+    };
     builder.model(&config)?;
-    builder.template(&options, dir)?;
-    if let Some(tokenizer) = &tokenizer {
-        builder.tokenizer(tokenizer, &options, &config)?;
-    }
-    let tied = config["tie_word_embeddings"].as_bool().unwrap_or(false);
-    let (table, data) = read_table(bytes, tied)?;
+    let table = table(listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
     let tensors = gguf::place(table, data, 1, bytes.len() as u64)?;
     // Kernels read whole numbers at a time.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
@@ -63,7 +55,7 @@ pub(super) fn parse(bytes: &Bytes, path: Option<&Path>) -> Result<Header, Weight
             odd.name, odd.range.start
         )));
     }
-    Ok(Header { header_len: data, metadata: builder.finish(), tensors, layout: Layout::HuggingFace })
+    Ok(Header { header_len: data, metadata: builder.finish(), tensors, layout: Layout::HuggingFace, served })
 }
 
 fn read_json(path: &Path) -> Result<Option<Json>, WeightsError> {
@@ -88,16 +80,32 @@ fn read_beside(path: &Path) -> Result<Option<String>, WeightsError> {
     Ok(Some(text))
 }
 
-/// The tensors under GGUF's names, and where the data begins.
-fn read_table(bytes: &[u8], tied: bool) -> Result<(Vec<Entry>, u64), WeightsError> {
+/// What the header lists, and where the data begins.
+fn read_listed(bytes: &[u8]) -> Result<(BTreeMap<String, Json>, u64), WeightsError> {
     let have = bytes.len() as u64;
     let truncated = |need| WeightsError::Truncated { what: "safetensors header".to_owned(), need, have };
     let len = bytes.first_chunk().map(|len| u64::from_le_bytes(*len)).ok_or_else(|| truncated(8))?;
     let data = len.checked_add(8).filter(|_| len <= HEADER_BYTES_MAX);
     let data = data.ok_or_else(|| malformed(&format!("a safetensors header of {len} bytes")))?;
     let header = bytes.get(8..data as usize).ok_or_else(|| truncated(data))?;
-    let listed: BTreeMap<String, Json> =
-        serde_json::from_slice(header).map_err(|e| malformed(&format!("safetensors header: {e}")))?;
+    let listed = serde_json::from_slice(header).map_err(|e| malformed(&format!("safetensors header: {e}")))?;
+    Ok((listed, data))
+}
+
+/// The header with `config.json` in it. Its length keeps the alignment of what follows.
+fn carry(mut listed: BTreeMap<String, Json>, data: u64, config: &Json) -> Bytes {
+    let metadata = listed.entry("__metadata__".to_owned()).or_insert(Json::Null);
+    // Of the rest of it nothing is read.
+    *metadata = serde_json::json!({ CONFIG_KEY: config.to_string() });
+    let mut text = serde_json::to_vec(&listed).unwrap_or_default();
+    while !(8 + text.len() as u64).abs_diff(data).is_multiple_of(64) {
+        text.push(b' ');
+    }
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat().into()
+}
+
+/// The tensors under GGUF's names.
+fn table(listed: BTreeMap<String, Json>, tied: bool) -> Result<Vec<Entry>, WeightsError> {
     let mut table = Vec::new();
     for (name, json) in listed {
         // Inverse frequencies follow from the configuration; a tied head is the embedding again.
@@ -108,7 +116,7 @@ fn read_table(bytes: &[u8], tied: bool) -> Result<(Vec<Entry>, u64), WeightsErro
         let listed: Listed = serde_json::from_value(json).map_err(|e| malformed(&format!("tensor {name:?}: {e}")))?;
         table.push(entry(&name, &listed)?);
     }
-    Ok((table, data))
+    Ok(table)
 }
 
 fn entry(name: &str, listed: &Listed) -> Result<Entry, WeightsError> {
@@ -209,6 +217,32 @@ impl Builder {
         }
         let range = start..self.arrays.len();
         self.set(key, Value::Array(Array { element: Element::F64, len, range }));
+    }
+
+    /// Reads what lies beside the file; returns `config.json`, and the header that carries it.
+    fn folder(
+        &mut self,
+        path: Option<&Path>,
+        listed: &BTreeMap<String, Json>,
+        data: u64,
+    ) -> Result<(Json, Option<Bytes>), WeightsError> {
+        let dir = path.and_then(Path::parent).ok_or_else(|| {
+            WeightsError::Unsupported("a safetensors model is a folder: open it by its path".to_owned())
+        })?;
+        let config = read_json(&dir.join("config.json"))?.ok_or_else(|| {
+            WeightsError::Unsupported(format!(
+                "{} lacks config.json, which says what the tensors mean; fetch the model's whole folder, or take a GGUF file",
+                dir.display()
+            ))
+        })?;
+        let tokenizer = read_json(&dir.join("tokenizer.json"))?;
+        let options = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or(Json::Null);
+        self.template(&options, dir)?;
+        if let Some(tokenizer) = &tokenizer {
+            self.tokenizer(tokenizer, &options, &config)?;
+        }
+        let served = carry(listed.clone(), data, &config);
+        Ok((config, Some(served)))
     }
 
     /// `config.json`.

@@ -2,7 +2,7 @@
 //!
 //! What a former life (or another process) left in a sparse file is hashed before it is used or given away.
 use super::TransferError;
-use kernels::weights::{ModelFile, ShardIndex};
+use kernels::weights::{ModelFile, Served, ShardIndex};
 use node_core::id::ContentId;
 use std::fs::File;
 use std::ops::Range;
@@ -90,7 +90,10 @@ impl Holding {
     pub(super) fn read(&self, chunk: usize) -> Option<Vec<u8>> {
         let range = &self.index.chunks().get(chunk)?.range;
         match &self.kind {
-            Kind::Whole(_) => read(&File::open(&self.path).ok()?, range),
+            Kind::Whole(model) => match model.served(range) {
+                Served::Header(bytes) => Some(bytes.to_vec()),
+                Served::File(range) => read(&File::open(&self.path).ok()?, &range),
+            },
             Kind::Sparse { file, chunks, .. } => match *lock(chunks).get(chunk)? {
                 Presence::Missing => None,
                 Presence::Intact => read(file, range),

@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 use crate::quant::QuantType;
 use crate::stage::Activations;
 use crate::weights::testing::{TINY_CONTROL, TINY_MERGES, TinyModel};
-use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, ShardIndex, WeightsError};
+use crate::weights::{Architecture, ModelFile, RopeKind, RopeScaling, Served, ShardIndex, WeightsError};
 
 /// A model's folder as Hugging Face has it, with the weights of `source`.
 struct Folder {
@@ -128,9 +128,33 @@ fn a_folder_is_the_same_model_as_its_gguf() {
         assert_eq!((a.bos(), a.eos()), (b.bos(), b.eos()));
         let index = ShardIndex::build(&file, |_| ()).expect("complete");
         assert!(index.matches(&file));
+        let given = peers_copy(&file, &index);
+        assert!(index.matches(&given) && given.served_header().is_none());
+        assert_eq!(given.config(), file.config());
+        for tensor in file.tensors() {
+            let (a, b) = (given.tensor(&tensor.name).expect("there"), file.tensor(&tensor.name).expect("there"));
+            assert_eq!((a.quant, a.rows, a.cols, a.bytes), (b.quant, b.rows, b.cols, b.bytes), "{}", tensor.name);
+        }
         let layers = |file: &ModelFile| file.costs(Activations::F32, true).layers;
         assert_eq!(layers(&file), layers(&source));
     }
+}
+
+/// What a peer puts together from the chunks it is given, with nothing beside it.
+fn peers_copy(file: &ModelFile, index: &ShardIndex) -> Arc<ModelFile> {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut bytes = Vec::new();
+    for (number, chunk) in index.chunks().iter().enumerate() {
+        let given = match file.served(&chunk.range) {
+            Served::Header(bytes) => bytes,
+            Served::File(range) => &file.bytes()[range.start as usize..range.end as usize],
+        };
+        assert!(index.verify(number, given), "{:?}", chunk.range);
+        bytes.extend(given);
+    }
+    let path = dir.path().join("weights");
+    std::fs::write(&path, &bytes).expect("written");
+    ModelFile::open_partial(&path).expect("a model")
 }
 
 #[test]
