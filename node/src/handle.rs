@@ -414,7 +414,11 @@ impl NodeHandle {
 
     /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
     async fn open(&self, model: &ModelRef) -> Result<Opened, NodeError> {
-        let path = crate::pull::locate(&model.0, &self.inner.models_dir).ok_or_else(|| {
+        let served = || {
+            let served = self.inner.serving.all().into_iter().find(|served| served.name == model.0)?;
+            self.inner.library.path_of(served.spec.content)
+        };
+        let path = crate::pull::locate(&model.0, &self.inner.models_dir).or_else(served).ok_or_else(|| {
             NodeError::NotFound(format!(
                 "no model `{}` here: give a path to a .gguf file, or fetch it with `meshnode pull {}`",
                 model.0, model.0

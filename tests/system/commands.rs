@@ -152,6 +152,15 @@ fn commands_use_the_node_that_runs() {
     assert!(status.contains("solo") && status.contains("this node"), "{status}");
     let jobs = stdout(&at(&["jobs"]));
     assert!(jobs.contains("ready"), "{jobs}");
+    // Under its name, wherever its file is; and as it is served.
+    let dir = tempfile::tempdir().expect("a folder");
+    let elsewhere = dir.path().join("elsewhere.gguf");
+    std::os::unix::fs::symlink(&*model, &elsewhere).expect("a link");
+    json(&at(&["serve", &elsewhere.to_string_lossy(), "--context", "200", "--json"]));
+    let answer = json(&at(&["run", "elsewhere", "--greedy", "--max-tokens", "4", "--json", "--prompt", "Hi"]));
+    assert_eq!(answer["tokens"], 4);
+    let state = mesh.nodes[0].get("/api/v1/state").expect("a state");
+    assert_eq!(state["jobs"].as_array().map(Vec::len), Some(1), "the one served otherwise has ended: {state}");
     stdout(&at(&["leave"]));
     assert!(mesh.nodes[0].wait(Duration::from_secs(15)).is_some_and(|s| s.success()), "{}", mesh.nodes[0].log());
 }

@@ -113,21 +113,26 @@ impl ModelArgs {
         })
     }
 
-    /// POSTs the model to `path` (`plan` or `deploy`). The node looks for it by name in its own cache first; where that
-    /// is another one, by the path of the file found here.
+    /// POSTs the model to `path` (`plan` or `deploy`). The node looks for it by name among what it serves and in its own
+    /// cache; where it is not there, it is fetched here, and named by the path of its file if that is another cache.
     pub(super) fn post(&self, global: &Global, client: &Client, path: &str) -> Result<Value, Failure> {
+        let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
+        let post = |model: &str| {
+            let _spinner = Spinner::new(format!("{path} {}", self.model));
+            match client.post(path, &json!({"model": model, "options": self.options()})) {
+                Err(ClientError::Refused { status: 404, .. }) => Ok(None),
+                other => other.map(Some),
+            }
+        };
+        if !by_path && let Some(answer) = post(&self.model)? {
+            return Ok(answer);
+        }
         let file = fetch(global, &self.model)?;
         let file = std::path::absolute(&file).unwrap_or(file);
-        let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
-        let body = |model: &str| json!({"model": model, "options": self.options()});
-        let _spinner = Spinner::new(format!("{path} {}", self.model));
-        if !by_path {
-            match client.post(path, &body(&self.model)) {
-                Err(ClientError::Refused { status: 404, .. }) => {}
-                other => return Ok(other?),
-            }
+        if !by_path && let Some(answer) = post(&self.model)? {
+            return Ok(answer);
         }
-        Ok(client.post(path, &body(&file.to_string_lossy()))?)
+        Ok(client.post(path, &json!({"model": file.to_string_lossy(), "options": self.options()}))?)
     }
 }
 
