@@ -20,6 +20,8 @@ mod repair;
 
 mod standby;
 
+pub mod tiles;
+
 pub mod explain;
 
 pub use fleet::{Device, DeviceId, Fleet, Link};

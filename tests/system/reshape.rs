@@ -22,7 +22,7 @@ fn far(solo: &Solo) -> Mesh {
     mesh.wait_members(2, JOIN_MAX);
     let relay = mesh.relay.as_ref().expect("a relay");
     for (from, to) in [(0, 1), (1, 0)] {
-        relay.link(from, to, Link { delay: Duration::from_millis(30), ..Link::PLAIN });
+        relay.link(from, to, Link { latency: Duration::from_millis(30), ..Link::PLAIN });
     }
     // A connection is measured when it is made.
     mesh.nodes[1].kill();

@@ -1,0 +1,519 @@
+//! A grid cut into tiles for machines of different speeds, and how deep their halos are.
+//!
+//! Cuts are planes: the grid is halved again and again, each time across its longest axis and in proportion to what the
+//! machines of either side compute in a second, or it is cut into slabs, whichever is predicted to be faster. A halo of depth
+//! k is exchanged every k steps: fewer waits for the network, more cells computed twice. Next: `explain.rs`.
+use crate::cost;
+use crate::fleet::{Device, DeviceId, Fleet};
+use alloc::collections::BTreeSet;
+use alloc::vec::Vec;
+use core::ops::Range;
+use serde::{Deserialize, Serialize};
+
+/// Most tiles of a job: each exchanges halos with its neighbours every few steps.
+pub const TILES_MAX: usize = 256;
+/// Deepest halo looked at: beyond it the cells computed twice cost more than any network's latency.
+pub const DEPTH_MAX: u32 = 64;
+/// Longest axis of a grid: positions fit 32 bits with room for halos.
+pub const AXIS_MAX: u64 = 1 << 30;
+
+/// A simulation as the planner sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GridWork {
+    /// Cells along x, y and z; z is 1 in two dimensions.
+    pub size: [u64; 3],
+    /// Axes whose ends meet.
+    pub periodic: [bool; 3],
+    /// Cells that a step looks to each side.
+    pub radius: u32,
+    /// Bits of state that a cell takes in memory, all copies.
+    pub state_bits: u64,
+    /// Bits read and written per cell and step.
+    pub traffic_bits: u64,
+    /// Bits of a cell that cross a face in a halo of depth 1: only what moves across.
+    pub face_bits: u64,
+    /// Bits of a cell of a deeper halo: all that a step needs.
+    pub cell_bits: u64,
+    /// Cuts across x fall on multiples of this (the state hash runs over runs of 64 cells).
+    pub align_x: u64,
+    /// Bytes each tile needs besides its cells.
+    pub scratch_bytes: u64,
+}
+
+/// Cells `from..to` along each axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Block {
+    /// First cell.
+    pub from: [u64; 3],
+    /// One past the last.
+    pub to: [u64; 3],
+}
+
+/// One tile on one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GridTile {
+    /// Where.
+    pub device: DeviceId,
+    /// The cells it owns.
+    pub block: Block,
+    /// Bytes it will take there: cells, halo, scratch.
+    pub bytes: u64,
+    /// Predicted nanoseconds of computing per step, halo cells included.
+    pub compute_ns: u64,
+    /// Predicted nanoseconds per step until its halo has come, from when its edge was computed.
+    pub halo_ns: u64,
+}
+
+/// A valid cut: tiles cover each cell once, on distinct devices, within memory when it was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GridPlan {
+    tiles: Vec<GridTile>,
+    depth: u32,
+    step_ns: u64,
+}
+
+impl GridPlan {
+    /// The tiles, in the order in which the grid was cut.
+    pub fn tiles(&self) -> &[GridTile] {
+        &self.tiles
+    }
+
+    /// Steps between two exchanges: halos are this many times the radius deep.
+    pub fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    /// Predicted nanoseconds per step: the slowest tile's, halos included.
+    pub fn step_ns(&self) -> u64 {
+        self.step_ns
+    }
+
+    /// Predicted share of the step in which the slowest tile computes and does not wait, in percent.
+    pub fn busy_percent(&self) -> u64 {
+        let compute = self.tiles.iter().map(|tile| tile.compute_ns).max().unwrap_or(0);
+        (compute.saturating_mul(100) / self.step_ns.max(1)).min(100)
+    }
+}
+
+/// Why a grid cannot be cut.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GridError {
+    /// Sizes or bits that no simulation has.
+    #[error("the grid cannot be planned: {0}")]
+    Invalid(&'static str),
+    /// No device may be used.
+    #[error("no node of the mesh may take work: join one, or end a drain")]
+    NoDevices,
+    /// It fits nowhere.
+    #[error(
+        "the grid needs {need} bytes, the mesh offers {offered}: {missing} bytes are missing; join another node, raise --memory, or make the grid smaller"
+    )]
+    Memory {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes offered after headroom.
+        offered: u64,
+        /// The difference.
+        missing: u64,
+    },
+    /// In sum it fits, but not as whole layers of cells.
+    #[error(
+        "in sum the mesh offers enough ({offered} bytes for {need}), but no cut fits its nodes: one tile needs {missing} bytes more; raise --memory there, or leave out the smallest node"
+    )]
+    Packing {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes offered after headroom.
+        offered: u64,
+        /// What the tile that fits worst lacks.
+        missing: u64,
+    },
+    /// The depth asked for does not fit the tiles.
+    #[error(
+        "a halo of depth {depth} is deeper than the smallest tile, which has {cells} cells there: at most {most} fits"
+    )]
+    Depth {
+        /// Depth asked for.
+        depth: u32,
+        /// Cells of the smallest tile along an axis that is cut.
+        cells: u64,
+        /// The deepest that fits.
+        most: u32,
+    },
+}
+
+impl Block {
+    /// Cells of it.
+    pub fn cells(&self) -> u64 {
+        (0..3).map(|axis| self.extent(axis)).fold(1, u64::saturating_mul)
+    }
+
+    /// Cells along an axis.
+    pub fn extent(&self, axis: usize) -> u64 {
+        self.to[axis].saturating_sub(self.from[axis])
+    }
+
+    fn intersect(&self, other: &Block) -> Option<Block> {
+        let from = core::array::from_fn(|axis| self.from[axis].max(other.from[axis]));
+        let to: [u64; 3] = core::array::from_fn(|axis| self.to[axis].min(other.to[axis]));
+        (0..3).all(|axis| from[axis] < to[axis]).then_some(Block { from, to })
+    }
+}
+
+/// The cut with the least predicted time per step. `speeds`: cells a second that devices were measured at with this very rule;
+/// others are taken by their memory bandwidth. `depth`: as asked for, or chosen.
+///
+/// Devices that do not help are left out. Ties go to fewer tiles, then to the shallower halo.
+///
+/// # Errors
+/// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
+pub fn cut(
+    work: &GridWork,
+    fleet: &Fleet,
+    headroom_percent: u8,
+    speeds: &[(DeviceId, u64)],
+    depth: Option<u32>,
+) -> Result<GridPlan, GridError> {
+    validate(work)?;
+    let hands = hands(work, fleet, headroom_percent, speeds);
+    if hands.is_empty() {
+        return Err(GridError::NoDevices);
+    }
+    let planner = Planner { work, fleet, depth };
+    let mut best: Option<GridPlan> = None;
+    let mut failed = None;
+    for count in 1..=hands.len() {
+        // The fastest of them, in the order of machines, so that neighbours in the grid are neighbours in the network.
+        let mut chosen: Vec<&Hand<'_>> = hands[..count].iter().collect();
+        chosen.sort_by_key(|hand| (hand.device.machine, hand.device.id));
+        for slabs in [false, true] {
+            match planner.plan(&chosen, slabs) {
+                Ok(plan) if best.as_ref().is_none_or(|best| plan.step_ns < best.step_ns) => best = Some(plan),
+                Ok(_) => {}
+                Err(error) => failed = Some(error),
+            }
+        }
+    }
+    match (best, failed) {
+        (Some(plan), _) => Ok(plan),
+        (None, Some(error)) => Err(shortage(work, &hands).unwrap_or(error)),
+        (None, None) => Err(GridError::NoDevices),
+    }
+}
+
+/// Bits that a cell of a halo of this depth takes on the wire.
+pub fn halo_bits(work: &GridWork, depth: u32) -> u64 {
+    if depth == 1 { work.face_bits } else { work.cell_bits }
+}
+
+/// Bytes of a tile with its halos.
+pub fn tile_bytes(work: &GridWork, block: &Block, depth: u32) -> u64 {
+    let halo = u64::from(work.radius) * u64::from(depth);
+    let cells = (0..3).filter(|&axis| work.size[axis] > 1).fold(block.cells(), |cells, axis| {
+        let extent = block.extent(axis).max(1);
+        let grown = if extent < work.size[axis] { extent + 2 * halo } else { extent };
+        (u128::from(cells) * u128::from(grown) / u128::from(extent)).try_into().unwrap_or(u64::MAX)
+    });
+    bytes_of(cells, work.state_bits).saturating_add(work.scratch_bytes)
+}
+
+fn bytes_of(cells: u64, bits: u64) -> u64 {
+    u64::try_from((u128::from(cells) * u128::from(bits)).div_ceil(8)).unwrap_or(u64::MAX)
+}
+
+fn validate(work: &GridWork) -> Result<(), GridError> {
+    if work.size.iter().any(|&cells| cells == 0 || cells > AXIS_MAX) {
+        return Err(GridError::Invalid("each axis needs 1 to 2^30 cells"));
+    }
+    if work.size.iter().fold(1u128, |cells, &axis| cells * u128::from(axis)) > 1 << 50 {
+        return Err(GridError::Invalid("more than 2^50 cells in all"));
+    }
+    let bits = [work.state_bits, work.traffic_bits, work.face_bits, work.cell_bits];
+    if bits.iter().any(|&bits| bits == 0 || bits > 1 << 16) || work.radius == 0 || work.radius > 64 || work.align_x == 0
+    {
+        return Err(GridError::Invalid("a cell has 1 to 65536 bits, and a radius of 1 to 64"));
+    }
+    Ok(())
+}
+
+/// A device that may be used.
+struct Hand<'a> {
+    device: &'a Device,
+    /// Cells a second.
+    speed: u64,
+    usable: u64,
+}
+
+/// Fastest first.
+fn hands<'a>(work: &GridWork, fleet: &'a Fleet, headroom_percent: u8, speeds: &[(DeviceId, u64)]) -> Vec<Hand<'a>> {
+    let speed = |device: &Device| {
+        let measured = speeds.iter().find(|(id, _)| *id == device.id).map(|&(_, speed)| speed);
+        measured.unwrap_or_else(|| device.bytes_per_second.saturating_mul(8) / work.traffic_bits)
+    };
+    let hand = |device: &'a Device| Hand {
+        device,
+        speed: speed(device),
+        usable: cost::usable_bytes(device, headroom_percent).saturating_sub(work.scratch_bytes),
+    };
+    let usable = |hand: &Hand<'_>| !hand.device.excluded && hand.speed > 0 && hand.usable > 0;
+    let mut hands: Vec<Hand<'a>> = fleet.devices.iter().map(hand).filter(usable).collect();
+    hands.sort_by_key(|hand| (core::cmp::Reverse(hand.speed), hand.device.id));
+    hands.truncate(TILES_MAX);
+    hands
+}
+
+/// That the grid does not fit in sum, if it does not.
+fn shortage(work: &GridWork, hands: &[Hand<'_>]) -> Option<GridError> {
+    let need = bytes_of(work.size.iter().fold(1, |cells, &axis| cells.saturating_mul(axis)), work.state_bits);
+    let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
+    (need > offered).then(|| GridError::Memory { need, offered, missing: need - offered })
+}
+
+struct Planner<'a> {
+    work: &'a GridWork,
+    fleet: &'a Fleet,
+    depth: Option<u32>,
+}
+
+impl Planner<'_> {
+    fn plan(&self, hands: &[&Hand<'_>], slabs: bool) -> Result<GridPlan, GridError> {
+        let whole = Block { from: [0; 3], to: self.work.size };
+        let shares = self.shares(hands)?;
+        let mut blocks = Vec::with_capacity(hands.len());
+        let axis = slabs.then(|| longest(self.work, &whole));
+        self.divide(whole, &shares, axis, &mut blocks);
+        if blocks.iter().any(|block| block.cells() == 0) {
+            return Err(GridError::Invalid("more nodes than layers of cells"));
+        }
+        let most = self.deepest(&blocks);
+        let depths: Range<u32> = match self.depth {
+            Some(depth) if depth == 0 || depth > most => {
+                let cells = blocks.iter().flat_map(|block| self.cut_axes(block).map(|axis| block.extent(axis))).min();
+                return Err(GridError::Depth { depth, cells: cells.unwrap_or(0), most });
+            }
+            Some(depth) => depth..depth + 1,
+            None if blocks.len() == 1 => 1..2,
+            None => 1..most + 1,
+        };
+        let mut best: Option<GridPlan> = None;
+        let mut failed = None;
+        for depth in depths {
+            match self.charge(hands, &blocks, depth) {
+                // Deeper only where it gains: cells computed twice cost somebody's power.
+                Ok(plan) if best.as_ref().is_none_or(|b| plan.step_ns + plan.step_ns / 50 < b.step_ns) => {
+                    best = Some(plan);
+                }
+                Ok(_) => {}
+                Err(error) => failed = Some(error),
+            }
+        }
+        best.ok_or(failed.unwrap_or(GridError::NoDevices))
+    }
+
+    /// Cells for each device: in proportion to its speed, within its memory.
+    fn shares(&self, hands: &[&Hand<'_>]) -> Result<Vec<u64>, GridError> {
+        let total = self.work.size.iter().fold(1u64, |cells, &axis| cells.saturating_mul(axis));
+        let cells_of = |bytes: u64| (u128::from(bytes) * 8 / u128::from(self.work.state_bits)) as u64;
+        let mut shares: Vec<Option<u64>> = hands.iter().map(|_| None).collect();
+        loop {
+            let taken: u64 = shares.iter().flatten().sum();
+            let rest = total.saturating_sub(taken);
+            let speed: u128 =
+                hands.iter().zip(&shares).filter(|(_, s)| s.is_none()).map(|(h, _)| u128::from(h.speed)).sum();
+            if speed == 0 {
+                if rest > 0 {
+                    let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
+                    let need = bytes_of(total, self.work.state_bits);
+                    return Err(GridError::Packing { need, offered, missing: bytes_of(rest, self.work.state_bits) });
+                }
+                return Ok(shares.into_iter().map(|share| share.unwrap_or(0)).collect());
+            }
+            let wanted = |hand: &Hand<'_>| (u128::from(rest) * u128::from(hand.speed) / speed) as u64;
+            // Room for the halos of a block that is not too flat.
+            let most = |hand: &Hand<'_>| cells_of(hand.usable - hand.usable / 16);
+            let full = (0..hands.len()).find(|&i| shares[i].is_none() && wanted(hands[i]) > most(hands[i]));
+            match full {
+                Some(i) => shares[i] = Some(most(hands[i]).min(rest)),
+                None => {
+                    let wanted: Vec<u64> = hands.iter().map(|hand| wanted(hand)).collect();
+                    return Ok(shares.iter().zip(wanted).map(|(share, wanted)| share.unwrap_or(wanted)).collect());
+                }
+            }
+        }
+    }
+
+    /// Halves the block and the devices until each has one.
+    fn divide(&self, block: Block, shares: &[u64], axis: Option<usize>, out: &mut Vec<Block>) {
+        if shares.len() <= 1 {
+            out.push(block);
+            return;
+        }
+        let total: u128 = shares.iter().map(|&share| u128::from(share)).sum::<u128>().max(1);
+        let half = self.middle(shares);
+        let first: u128 = shares[..half].iter().map(|&share| u128::from(share)).sum();
+        let along = axis.unwrap_or_else(|| longest(self.work, &block));
+        let grain = if along == 0 { u128::from(self.work.align_x) } else { 1 };
+        let extent = u128::from(block.extent(along));
+        let grains = extent.div_ceil(grain);
+        // Each side keeps a layer for each of its devices, where there are that many.
+        let (least, most) = (half as u128, grains.saturating_sub((shares.len() - half) as u128));
+        let ideal = (grains * first + total / 2) / total;
+        let at = ideal.min(most).max(least.min(grains)) * grain;
+        let plane = block.from[along] + at.min(extent) as u64;
+        let (mut low, mut high) = (block, block);
+        (low.to[along], high.from[along]) = (plane, plane);
+        self.divide(low, &shares[..half], axis, out);
+        self.divide(high, &shares[half..], axis, out);
+    }
+
+    /// Where the devices are parted so that both sides are as equal as they can be.
+    fn middle(&self, shares: &[u64]) -> usize {
+        let total: u128 = shares.iter().map(|&share| u128::from(share)).sum();
+        let uneven = |at: usize| {
+            let first: u128 = shares[..at].iter().map(|&share| u128::from(share)).sum();
+            (2 * first).abs_diff(total)
+        };
+        (1..shares.len()).min_by_key(|&at| uneven(at)).unwrap_or(1)
+    }
+
+    /// Axes along which a block is not the whole grid.
+    fn cut_axes<'b>(&'b self, block: &'b Block) -> impl Iterator<Item = usize> + 'b {
+        (0..3).filter(move |&axis| block.extent(axis) < self.work.size[axis])
+    }
+
+    /// The deepest halo: no tile needs more than its direct neighbours own.
+    fn deepest(&self, blocks: &[Block]) -> u32 {
+        let extents = blocks.iter().flat_map(|block| self.cut_axes(block).map(|axis| block.extent(axis)));
+        let cells = extents.min().unwrap_or(u64::MAX);
+        u32::try_from(cells / u64::from(self.work.radius)).unwrap_or(u32::MAX).min(DEPTH_MAX)
+    }
+
+    /// The plan with its predictions, if it fits.
+    fn charge(&self, hands: &[&Hand<'_>], blocks: &[Block], depth: u32) -> Result<GridPlan, GridError> {
+        let mut tiles = Vec::with_capacity(blocks.len());
+        for (hand, block) in hands.iter().zip(blocks) {
+            let bytes = tile_bytes(self.work, block, depth);
+            if bytes > hand.usable.saturating_add(self.work.scratch_bytes) {
+                let need = bytes_of(self.work.size.iter().fold(1, |c, &a| c.saturating_mul(a)), self.work.state_bits);
+                let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
+                return Err(GridError::Packing { need, offered, missing: bytes - hand.usable });
+            }
+            let compute_ns = self.compute_ns(hand, block, depth);
+            let halo_ns = self.halo_ns(hands, blocks, hand, block, depth);
+            tiles.push(GridTile { device: hand.device.id, block: *block, bytes, compute_ns, halo_ns });
+        }
+        // While halos travel the interior is computed; what is left of the way is waited for.
+        let step = |tile: &GridTile| tile.compute_ns.max(tile.halo_ns);
+        let step_ns = tiles.iter().map(step).max().unwrap_or(0);
+        Ok(GridPlan { tiles, depth, step_ns })
+    }
+
+    /// Nanoseconds of computing per step, over a whole cycle: the first step of it covers the halo but for one radius.
+    fn compute_ns(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+        let radius = u64::from(self.work.radius);
+        let cells: u128 = (0..u64::from(depth))
+            .map(|step| {
+                let grown = radius * (u64::from(depth) - 1 - step);
+                (0..3usize).fold(1u128, |cells, axis| {
+                    let extent = block.extent(axis);
+                    let grown = if extent < self.work.size[axis] { extent + 2 * grown } else { extent };
+                    cells * u128::from(grown.min(self.work.size[axis]))
+                })
+            })
+            .sum();
+        let ns = cells * 1_000_000_000 / u128::from(hand.speed.max(1)) / u128::from(depth);
+        u64::try_from(ns).unwrap_or(u64::MAX).saturating_add(hand.device.step_ns)
+    }
+
+    /// Nanoseconds per step from the edge being computed to the halo being there: the way, and the bytes of all neighbours
+    /// on this device's link, once in `depth` steps.
+    fn halo_ns(&self, hands: &[&Hand<'_>], blocks: &[Block], hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+        let (mut way, mut wire) = (0u64, 0u64);
+        for (other, owned) in hands.iter().zip(blocks).filter(|(other, _)| other.device.id != hand.device.id) {
+            let cells = self.overlap(block, owned, depth);
+            if cells == 0 {
+                continue;
+            }
+            let link = self.fleet.link(other.device.id, hand.device.id);
+            let bytes = bytes_of(cells, halo_bits(self.work, depth));
+            way = way.max(link.rtt_ns / 2);
+            wire = wire.saturating_add(cost::wire_ns(link, bytes).unwrap_or(u64::MAX / 4));
+        }
+        if way == 0 && wire == 0 {
+            return 0;
+        }
+        // The strips are computed first, and are not hidden: one step of the edge.
+        let edge = self.edge_ns(hand, block, depth);
+        way.saturating_add(wire).saturating_add(edge) / u64::from(depth)
+    }
+
+    fn edge_ns(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+        let halo = u128::from(self.work.radius) * u128::from(depth);
+        let all = u128::from(block.cells());
+        let inner = self.cut_axes(block).fold(all, |cells, axis| {
+            let extent = u128::from(block.extent(axis)).max(1);
+            cells * extent.saturating_sub(2 * halo) / extent
+        });
+        u64::try_from((all - inner) * 1_000_000_000 / u128::from(hand.speed.max(1))).unwrap_or(u64::MAX)
+    }
+
+    /// Cells of the halo around `block` that `owned` has, over the ends of periodic axes too.
+    fn overlap(&self, block: &Block, owned: &Block, depth: u32) -> u64 {
+        let halo = u64::from(self.work.radius) * u64::from(depth);
+        let shift = halo; // so that nothing is below zero
+        let size = self.work.size;
+        let ring = |axis: usize| if block.extent(axis) < size[axis] { halo } else { 0 };
+        let around = Block {
+            from: core::array::from_fn(|axis| block.from[axis] + shift - ring(axis)),
+            to: core::array::from_fn(|axis| block.to[axis] + shift + ring(axis)),
+        };
+        let images = |axis: usize| {
+            let wraps = self.work.periodic[axis] && block.extent(axis) < size[axis];
+            if wraps { -1..=1i64 } else { 0..=0 }
+        };
+        let mut cells = 0u64;
+        for x in images(0) {
+            for y in images(1) {
+                for z in images(2) {
+                    let at = [x, y, z];
+                    let moved = |value: u64, axis: usize| {
+                        let place =
+                            i128::from(value) + i128::from(shift) + i128::from(at[axis]) * i128::from(size[axis]);
+                        u64::try_from(place.max(0)).unwrap_or(u64::MAX)
+                    };
+                    let image = Block {
+                        from: core::array::from_fn(|axis| moved(owned.from[axis], axis)),
+                        to: core::array::from_fn(|axis| moved(owned.to[axis], axis)),
+                    };
+                    cells = cells.saturating_add(around.intersect(&image).map_or(0, |common| common.cells()));
+                }
+            }
+        }
+        cells
+    }
+}
+
+/// The axis along which a block has most cells; x only where it can be cut at all, and last where axes are equal: rows along
+/// x are what memory likes.
+fn longest(work: &GridWork, block: &Block) -> usize {
+    let extent = |axis: usize| if axis == 0 && block.extent(0) <= work.align_x { 0 } else { block.extent(axis) };
+    (0..3).rev().max_by_key(|&axis| (extent(axis), axis)).unwrap_or(1)
+}
+
+/// Whether blocks cover the grid, each cell once.
+pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
+    let inside = |block: &Block| (0..3).all(|axis| block.from[axis] < block.to[axis] && block.to[axis] <= size[axis]);
+    let cells: u128 = blocks.iter().map(|block| u128::from(block.cells())).sum();
+    let apart = || {
+        let mut seen = BTreeSet::new();
+        let clash = |a: &Block, b: &Block| a.intersect(b).is_some();
+        blocks
+            .iter()
+            .enumerate()
+            .all(|(at, block)| seen.insert(*block) && blocks[at + 1..].iter().all(|other| !clash(block, other)))
+    };
+    blocks.iter().all(inside) && cells == size.iter().fold(1, |all, &axis| all * u128::from(axis)) && apart()
+}
+
+#[cfg(test)]
+mod tests;

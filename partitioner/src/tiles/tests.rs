@@ -1,0 +1,176 @@
+//! Cuts of random grids on random fleets, and halo depths against figures worked out by hand.
+use super::*;
+use crate::fleet::Link;
+use alloc::collections::BTreeMap;
+use alloc::string::String;
+use alloc::vec;
+
+/// D2Q9 in FP32: two copies of nine populations, three of which cross a face.
+fn d2q9(width: u64, height: u64) -> GridWork {
+    GridWork {
+        size: [width, height, 1],
+        periodic: [true, true, false],
+        radius: 1,
+        state_bits: 2 * 9 * 32,
+        traffic_bits: 72 * 8,
+        face_bits: 3 * 32,
+        cell_bits: 9 * 32,
+        align_x: 64,
+        scratch_bytes: 1 << 20,
+    }
+}
+
+fn device(id: u8, gigabytes: u64, memory: u64) -> Device {
+    Device {
+        id: DeviceId([id; 16]),
+        name: String::new(),
+        machine: id.into(),
+        memory,
+        bytes_per_second: gigabytes * 1_000_000_000,
+        flops_per_second: 0,
+        step_ns: 0,
+        numerics: 0,
+        excluded: false,
+    }
+}
+
+fn fleet(devices: Vec<Device>, rtt_ms: u64, bytes_per_second: u64) -> Fleet {
+    Fleet { devices, links: BTreeMap::new(), default_link: Link { rtt_ns: rtt_ms * 1_000_000, bytes_per_second } }
+}
+
+fn blocks(plan: &GridPlan) -> Vec<Block> {
+    plan.tiles().iter().map(|tile| tile.block).collect()
+}
+
+/// A fixed sequence of numbers that look random.
+struct Draw(u64);
+
+impl Draw {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        (self.0 >> 33) % end
+    }
+}
+
+#[test]
+fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
+    let mut draw = Draw(1);
+    let mut several = 0;
+    for seed in 0..400 {
+        let three = draw.below(3) == 0;
+        let axis = |draw: &mut Draw| 1 + draw.below(if three { 200 } else { 3000 });
+        let mut work = d2q9(axis(&mut draw), axis(&mut draw));
+        if three {
+            work.size[2] = axis(&mut draw);
+        }
+        work.periodic = core::array::from_fn(|_| draw.below(2) == 0);
+        let count = 1 + draw.below(9) as u8;
+        let devices = (1..=count).map(|id| device(id, 1 + draw.below(50), (64 << 20) + draw.below(1 << 30))).collect();
+        let fleet = fleet(devices, draw.below(5), 1_000_000_000 + draw.below(100_000_000_000));
+        let plan = match cut(&work, &fleet, 10, &[], None) {
+            Ok(plan) => plan,
+            Err(GridError::Memory { need, offered, missing }) => {
+                assert_eq!(missing, need - offered, "seed {seed}");
+                continue;
+            }
+            Err(GridError::Packing { .. }) => continue,
+            Err(other) => panic!("seed {seed}: {other}"),
+        };
+        let blocks = blocks(&plan);
+        assert!(covers(work.size, &blocks), "seed {seed}: {blocks:?}");
+        several += usize::from(blocks.len() > 1);
+        for tile in plan.tiles() {
+            let offered = cost::usable_bytes(fleet.device(tile.device).unwrap(), 10);
+            assert!(tile.bytes <= offered, "seed {seed}");
+            assert!(tile.block.from[0] % 64 == 0, "seed {seed}");
+            for axis in (0..3).filter(|&axis| tile.block.extent(axis) < work.size[axis]) {
+                assert!(u64::from(plan.depth()) <= tile.block.extent(axis), "seed {seed}");
+            }
+        }
+        assert_eq!(cut(&work, &fleet, 10, &[], None), Ok(plan), "seed {seed}: the same question, the same answer");
+    }
+    assert!(several > 100, "{several} of 400 were cut");
+}
+
+#[test]
+fn tiles_are_as_large_as_their_machines_are_fast() {
+    let fleet = fleet(vec![device(1, 10, 8 << 30), device(2, 30, 8 << 30)], 0, 10_000_000_000);
+    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &[], None).unwrap();
+    let cells: Vec<u64> = plan.tiles().iter().map(|tile| tile.block.cells()).collect();
+    assert_eq!(cells, vec![2048 * 1024, 2048 * 3072]);
+    let [a, b] = plan.tiles() else { panic!("two tiles") };
+    assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "both take the same time");
+    // Measured with the rule itself, the first one turns out to be the faster.
+    let speeds = [(DeviceId([1; 16]), 3_000_000_000), (DeviceId([2; 16]), 1_000_000_000)];
+    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &speeds, None).unwrap();
+    assert_eq!(plan.tiles()[0].block.cells(), 2048 * 3072);
+}
+
+#[test]
+fn a_machine_that_does_not_help_is_left_out() {
+    let mut slow = device(2, 1, 8 << 30);
+    slow.step_ns = 50_000_000;
+    let fleet = fleet(vec![device(1, 30, 8 << 30), slow], 1, 100_000_000);
+    let plan = cut(&d2q9(2048, 2048), &fleet, 10, &[], None).unwrap();
+    assert_eq!(plan.tiles().len(), 1);
+    assert_eq!((plan.depth(), plan.busy_percent()), (1, 100));
+}
+
+#[test]
+fn memory_comes_before_speed() {
+    let small = 100 << 20;
+    let fleet = fleet(vec![device(1, 100, small), device(2, 1, 8 << 30)], 0, 10_000_000_000);
+    let work = d2q9(2048, 2048);
+    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let tile = plan.tiles().iter().find(|tile| tile.device == DeviceId([1; 16])).unwrap();
+    assert!(tile.bytes <= small * 9 / 10 && tile.bytes > small / 2, "{}", tile.bytes);
+    let none = Fleet { devices: vec![device(1, 100, small)], ..fleet };
+    assert!(matches!(cut(&work, &none, 10, &[], None), Err(GridError::Memory { .. })));
+}
+
+/// The wide-area rows of the field's own arithmetic: 20 ms one way and 1 Gbit/s between machines of 20 GB/s.
+#[test]
+fn the_halo_is_as_deep_as_the_network_needs() {
+    let wan = |width, height| {
+        let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
+        cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), 10, &[], None).unwrap()
+    };
+    // A tile of 1024²: 3.8 ms a step. 20 ms of way over 3.8 less 0.2 ms of wire: six or seven steps.
+    let plan = wan(1024, 2048);
+    assert!((6..=9).contains(&plan.depth()), "{}", plan.depth());
+    assert!(plan.busy_percent() >= 97, "{}", plan.busy_percent());
+    // A tile of 4096²: 60 ms a step hide the way by themselves.
+    assert_eq!(wan(4096, 8192).depth(), 1);
+    // On a fast network nobody computes anything twice.
+    let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
+    let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), 10, &[], None).unwrap();
+    assert_eq!(near.depth(), 1);
+}
+
+#[test]
+fn a_depth_that_does_not_fit_is_refused_with_the_one_that_does() {
+    let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
+    let fleet = fleet(pair, 0, 1_000_000_000_000);
+    let work = GridWork { periodic: [false; 3], ..d2q9(4096, 20) };
+    assert_eq!(cut(&work, &fleet, 10, &[], Some(3)).unwrap().depth(), 3);
+    // Alone, a tile has no halo at all, so any depth "fits"; but a depth of none does not.
+    assert!(matches!(cut(&work, &fleet, 10, &[], Some(0)), Err(GridError::Depth { .. })));
+    let flat = GridWork { size: [64, 20, 1], ..work };
+    let plan = cut(&flat, &fleet, 10, &[], Some(10));
+    assert!(plan.is_ok(), "{plan:?}");
+}
+
+#[test]
+fn nonsense_is_refused_by_name() {
+    let fleet = fleet(vec![device(1, 20, 64 << 30)], 0, 1_000_000_000);
+    for work in [
+        GridWork { size: [0, 1, 1], ..d2q9(1, 1) },
+        GridWork { size: [1 << 30, 1 << 30, 1 << 30], ..d2q9(1, 1) },
+        GridWork { radius: 0, ..d2q9(64, 64) },
+        GridWork { state_bits: 0, ..d2q9(64, 64) },
+    ] {
+        assert!(matches!(cut(&work, &fleet, 10, &[], None), Err(GridError::Invalid(_))), "{work:?}");
+    }
+    let nobody = Fleet { devices: vec![], ..fleet };
+    assert_eq!(cut(&d2q9(64, 64), &nobody, 10, &[], None), Err(GridError::NoDevices));
+}
