@@ -163,7 +163,12 @@ impl Workload {
 
     /// Takes in what nodes told.
     pub fn absorb(&mut self, world: &mut World) {
-        for told in world.take_told() {
+        self.hear(world.take_told());
+    }
+
+    /// Takes in what nodes told, where several workloads share a world.
+    pub fn hear(&mut self, told: impl IntoIterator<Item = Told>) {
+        for told in told {
             if told.host != self.head {
                 continue;
             }
