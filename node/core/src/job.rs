@@ -5,6 +5,7 @@
 //! `job/requests.rs`.
 mod elsewhere;
 mod model_job;
+mod refusals;
 mod requests;
 mod standbys;
 mod stream;
@@ -364,9 +365,9 @@ impl Jobs {
     }
 
     /// A participant could not hold its stage: it holds nothing else of the job either (it may have started anew).
-    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId) {
+    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.forget_resident(node);
+            job.handle_refusal(node, reason);
             job.handle_standby_lost(now, node, &mut self.out);
         }
     }
@@ -466,9 +467,4 @@ impl Jobs {
     pub fn views(&self) -> impl Iterator<Item = JobView> + '_ {
         self.jobs.values().map(ModelJob::view)
     }
-}
-
-/// What went wrong with a placement, for people.
-fn reason_of(error: &PlanError) -> String {
-    format!("{error}")
 }

@@ -296,7 +296,7 @@ impl Node {
             Message::Prepared { job, epoch, result, held } => match result {
                 Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes, held),
                 Err(reason) if self.jobs.epoch_of(job) == Some(epoch) => {
-                    self.jobs.handle_unprepared(now, job, from);
+                    self.jobs.handle_unprepared(now, job, from, &reason);
                     self.failover.handle_unprepared(now, job, from, &reason);
                 }
                 Err(_) => {}

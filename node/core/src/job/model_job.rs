@@ -1,9 +1,10 @@
 //! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
 use super::elsewhere::Elsewhere;
+use super::refusals::Refusals;
 use super::requests::{Requests, Track};
 use super::standbys::{StandbyView, Standbys};
 use super::trials::Trials;
-use super::{Ids, JobOutput, reason_of};
+use super::{Ids, JobOutput};
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::input::ModelSpec;
 use crate::limits::{CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX};
@@ -56,6 +57,7 @@ pub(super) struct ModelJob {
     draining: BTreeSet<NodeId>,
     /// When to look for standbys that are missing; none while nothing is missing or nobody new could help.
     standbys_due: Option<Instant>,
+    refusals: Refusals,
     reshape: Reshape,
     trials: Trials,
 }
@@ -138,6 +140,7 @@ impl ModelJob {
             standbys: Standbys::default(),
             draining: BTreeSet::new(),
             standbys_due: None,
+            refusals: Refusals::default(),
             reshape: Reshape::default(),
             trials: Trials::default(),
         }
@@ -180,6 +183,12 @@ impl ModelJob {
 
     pub(super) fn forget_resident(&mut self, node: NodeId) {
         self.resident.remove(&node);
+    }
+
+    /// A node cannot hold the stage that it was asked for.
+    pub(super) fn handle_refusal(&mut self, node: NodeId, reason: &str) {
+        self.resident.remove(&node);
+        self.refusals.note(node, reason);
     }
 
     pub(super) fn is_degraded(&self) -> bool {
@@ -283,7 +292,7 @@ impl ModelJob {
             Err(_) if self.outdated => self.plan_anew(ids, out),
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
             Ok(plan) => self.mint(now, plan, ids, out),
-            Err(error) => self.degrade(now, reason_of(&error), out),
+            Err(error) => self.degrade(now, self.refusals.explain(&error), out),
         }
     }
 
@@ -441,6 +450,7 @@ impl ModelJob {
         }
         self.attempts = 0;
         self.degraded = None;
+        self.refusals.clear();
         self.elsewhere.end();
         self.last_ready = Some(plan.clone());
         self.requests.start(now, &held, out);

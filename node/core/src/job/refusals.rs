@@ -1,0 +1,56 @@
+//! Which nodes refused a stage of a job, and why: told with the plan that could not be made without them.
+use crate::id::NodeId;
+use alloc::collections::BTreeMap;
+use alloc::{format, string::String};
+use partitioner::PlanError;
+
+/// The refusals since the job was last ready.
+#[derive(Debug, Default)]
+pub(super) struct Refusals(BTreeMap<NodeId, String>);
+
+impl Refusals {
+    /// A node says why it cannot hold its stage.
+    pub(super) fn note(&mut self, node: NodeId, reason: &str) {
+        if self.0.len() < NODES_MAX || self.0.contains_key(&node) {
+            self.0.insert(node, reason.chars().take(REASON_CHARS_MAX).collect());
+        }
+    }
+
+    /// The job is ready: nobody's refusal matters any more.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Why there is no plan, for people.
+    pub(super) fn explain(&self, error: &PlanError) -> String {
+        let refused = self.0.iter().map(|(node, reason)| format!("; {node} is left out for now: {reason}"));
+        core::iter::once(format!("{error}")).chain(refused).collect()
+    }
+}
+
+/// As many as one reads.
+const NODES_MAX: usize = 3;
+/// A peer's own words, for an error message.
+const REASON_CHARS_MAX: usize = 300;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_told_with_the_missing_plan_and_bounded() {
+        let mut refusals = Refusals::default();
+        let error = PlanError::NoDevices;
+        assert_eq!(refusals.explain(&error), format!("{error}"));
+        for node in 0..10 {
+            refusals.note(NodeId([node; 16]), "no room on the disk");
+            refusals.note(NodeId([0; 16]), &"x".repeat(1000));
+        }
+        let told = refusals.explain(&error);
+        assert!(told.starts_with(&format!("{error}; 00000000 is left out for now: xxx")), "{told}");
+        assert!(told.ends_with("no room on the disk"), "{told}");
+        assert!(told.chars().count() < 1000, "{told}");
+        refusals.clear();
+        assert_eq!(refusals.explain(&error), format!("{error}"));
+    }
+}
