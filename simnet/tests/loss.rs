@@ -80,13 +80,17 @@ fn generations(world: &World) -> BTreeMap<NodeId, Generation> {
     newest
 }
 
-/// More at will: `MESHNODE_MINUTES=600 cargo test --release -p simnet --test loss -- --nocapture`.
+/// More, and other ones, at will: `MESHNODE_MINUTES=600 MESHNODE_SEED=7 cargo test --release -p simnet --test loss -- --nocapture`.
 fn minutes(usual: u64) -> u64 {
-    std::env::var("MESHNODE_MINUTES").ok().and_then(|n| n.parse().ok()).unwrap_or(usual)
+    wanted("MESHNODE_MINUTES").unwrap_or(usual)
+}
+
+fn wanted(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|n| n.parse().ok())
 }
 
 fn quiet(seed: u64, loss_ppm: u32, usual_minutes: u64) -> Wrong {
-    let (mut world, _) = mesh(seed, 64, loss_ppm);
+    let (mut world, _) = mesh(wanted("MESHNODE_SEED").unwrap_or(seed), 64, loss_ppm);
     let began = std::time::Instant::now();
     let minutes = minutes(usual_minutes);
     let wrong = watch(&mut world, Duration::from_secs(60 * minutes));
