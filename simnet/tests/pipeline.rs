@@ -323,6 +323,22 @@ fn a_cut_between_two_stages_alone_is_routed_around() {
     }
 }
 
+/// Heartbeats come through often enough, connections never stand for long: the link is as good as cut.
+#[test]
+fn a_link_that_flaps_so_that_no_connection_lasts_is_routed_around() {
+    for (n, period) in [200, 500, 700, 800, 1_000, 1_400].into_iter().enumerate() {
+        let what = format!("flapping every {period} ms");
+        let mut room = Room::serving(Options::lan(n as u64), 6);
+        room.submit(n as u64, 300, 300);
+        room.run_for(ms(1_500));
+        let stages: Vec<HostId> = room.work.stages(&room.world).into_iter().filter(|&host| host != HEAD).collect();
+        room.strike(Fault::Flap { between: (stages[0], stages[1]), period: ms(period), lasts: ms(10_000) });
+        let room = room.check(&what);
+        room.assert_all_finished(&what);
+        assert!(room.longest_pause() < ms(2_000), "{what}: the caller waited {:?}", room.longest_pause());
+    }
+}
+
 #[test]
 fn a_device_that_fails_is_loaded_anew_or_left_out() {
     for seed in seeds(15) {

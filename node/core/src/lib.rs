@@ -14,6 +14,7 @@ pub mod id;
 pub mod input;
 pub mod job;
 pub mod limits;
+mod links;
 pub mod liveness;
 pub mod membership;
 pub mod message;

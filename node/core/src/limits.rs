@@ -100,5 +100,8 @@ pub const CHALLENGE_MAX: Duration = Duration::from_secs(10);
 /// From how many times the time it should take on a node is planned with what was measured: below that the difference may be
 /// the mesh's own load.
 pub const SLOWER_TIMES: u64 = 3;
+/// How long a broken connection of a running job may take to stand again before the head is told: a few round trips, and less
+/// than a caller would call a pause.
+pub const LINK_BROKEN: Duration = Duration::from_millis(500);
 /// How long a stage may go on reporting a neighbour silent that the head itself hears, before their link counts as cut.
 pub const LINK_CUT: Duration = Duration::from_secs(1);

@@ -55,6 +55,11 @@ impl Liveness {
         self.jobs.values().filter_map(|watch| watch.leases.get(&node)).any(|lease| lease.is_fresh(now))
     }
 
+    /// Jobs that this node shares with a neighbour.
+    pub fn jobs_with(&self, node: NodeId) -> impl Iterator<Item = JobId> + '_ {
+        self.jobs.iter().filter(move |(_, watch)| watch.leases.contains_key(&node)).map(|(&job, _)| job)
+    }
+
     /// What a neighbour said last about its part of a job, and when.
     pub fn last_heard(&self, job: JobId, node: NodeId) -> Option<(Instant, Heartbeat)> {
         self.jobs.get(&job)?.leases.get(&node)?.last()

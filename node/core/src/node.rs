@@ -9,7 +9,8 @@ use crate::failover::{Failover, FailoverOutput};
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
 use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
-use crate::limits::LEASE;
+use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
+use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
 use crate::message::{FrameHeader, Message};
@@ -18,7 +19,7 @@ use crate::pipeline::{Pipeline, PipelineOutput};
 use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
 use crate::speeds::Speeds;
 use crate::time::{Duration, Instant};
-use alloc::collections::{BTreeSet, VecDeque};
+use alloc::collections::VecDeque;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 
 mod planning;
@@ -38,8 +39,7 @@ pub struct Node {
     failover: Failover,
     speeds: Speeds,
     now: Instant,
-    /// Peers whose connection broke and does not stand again yet.
-    broken: BTreeSet<NodeId>,
+    links: Links,
     /// This node's executor does not get on, and the jobs headed here know.
     stuck: bool,
     /// Sequence number of the last `Persist` asked by membership.
@@ -68,7 +68,7 @@ impl Node {
             failover: Failover::default(),
             speeds: Speeds::default(),
             now: Instant::default(),
-            broken: BTreeSet::new(),
+            links: Links::default(),
             stuck: false,
             remembered: 0,
             to_self: VecDeque::new(),
@@ -89,6 +89,22 @@ impl Node {
         self.route_input(input);
         self.look_after_executor();
         self.settle();
+    }
+
+    /// Connections to neighbours of running work that broke are dialled again, and the head is told of those that do not stand.
+    fn look_after_links(&mut self) {
+        let now = self.now;
+        for (node, elapsed) in self.links.take_due(now, |node| self.liveness.jobs_with(node).next().is_some()) {
+            self.membership.reconnect(now, node);
+            let jobs: Vec<JobId> = self.liveness.jobs_with(node).collect();
+            for job in jobs {
+                if self.jobs.epoch_of(job).is_none() {
+                    self.report(job, node, elapsed);
+                } else if elapsed >= LINK_BROKEN + LINK_CUT {
+                    self.failover.handle_silent(now, job, node, elapsed);
+                }
+            }
+        }
     }
 
     /// Heads learn from heartbeats that another node's executor does not get on; nobody tells them of their own.
@@ -115,8 +131,10 @@ impl Node {
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let heads = !self.stuck && !self.jobs.is_empty();
         let stuck = self.pipeline.stuck_at().filter(|_| heads).map(|at| (at, "node: its executor may be stuck"));
+        let links = self.links.next_wakeup(|node| self.liveness.jobs_with(node).next().is_some());
         let children = [
             stuck,
+            links,
             self.membership.next_wakeup(),
             self.liveness.next_wakeup(),
             self.placement.next_wakeup(),
@@ -161,6 +179,7 @@ impl Node {
                 self.pipeline.handle_wakeup(now);
                 self.failover.handle_wakeup(now);
                 self.jobs.handle_wakeup(now);
+                self.look_after_links();
             }
             Input::PeerFound { node, peer_id, gossip, data } => {
                 self.membership.handle_peer_found(now, node, peer_id, gossip, data);
@@ -168,14 +187,22 @@ impl Node {
             Input::Datagram { from, source, bytes } => self.route_datagram(from, source, &bytes),
             Input::Connected { node, rtt_ns } => {
                 self.membership.handle_connected(now, node, rtt_ns);
-                if self.broken.remove(&node) {
+                if let Some(told) = self.links.handle_connected(node) {
+                    if told {
+                        let jobs: Vec<JobId> = self.liveness.jobs_with(node).collect();
+                        jobs.into_iter().for_each(|job| self.report(job, node, Duration::ZERO));
+                    }
                     self.jobs.handle_reconnected(now, node);
                     self.pipeline.handle_reconnected(node);
                 }
             }
             Input::Disconnected { node } => {
                 self.membership.handle_disconnected(now, node);
-                self.broken.insert(node);
+                // Work waits for it: the smaller id dials at once, the other one if that does not help.
+                let broke = self.links.handle_disconnected(now, node);
+                if broke && self.me < node && self.liveness.jobs_with(node).next().is_some() {
+                    self.membership.reconnect(now, node);
+                }
             }
             Input::Message { from, bytes } => match codec::decode_message(&bytes) {
                 Ok(message) => {
@@ -398,7 +425,7 @@ impl Node {
                 self.out.push_back(Output::Connect { node, peer_id, addrs });
             }
             MembershipOutput::Disconnect { node } => {
-                self.broken.remove(&node);
+                self.links.forget(node);
                 self.out.push_back(Output::Disconnect { node });
             }
             MembershipOutput::Sign { token, bytes } => self.out.push_back(Output::Sign { token, bytes }),
@@ -467,6 +494,8 @@ impl Node {
                 self.failover.handle_back(job, node);
                 self.fleet_changed();
             }
+            // Heartbeats come through; what is sent does not.
+            LivenessOutput::Back { node, .. } if self.links.is_told(node) => {}
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
         }
     }

@@ -49,6 +49,12 @@ impl Membership {
         }
     }
 
+    /// The same for a peer that running work needs: it does not matter when it was tried.
+    pub fn reconnect(&mut self, now: Instant, node: NodeId) {
+        self.dialled.remove(&node);
+        self.connect(now, node);
+    }
+
     /// In a small mesh everybody keeps a connection to everybody, so that a re-plan finds them warm; the smaller id
     /// dials.
     pub(super) fn connect_small_mesh(&mut self, now: Instant, node: NodeId) {
