@@ -62,9 +62,12 @@ impl Demo {
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
         self.give_model(HEIR)?;
-        NAMES.iter().try_for_each(|name| mesh.add(name))?;
-        mesh.nodes[0].wait_members(NAMES.len(), JOIN_MAX)?;
+        // Two of them first, so that both have a stage and the others are there to stand by.
+        let (first, spares) = NAMES.split_at(2);
+        first.iter().try_for_each(|name| mesh.add(name))?;
+        mesh.nodes[0].wait_members(first.len(), JOIN_MAX)?;
         self.place(&mesh.nodes)?;
+        spares.iter().try_for_each(|name| mesh.add(name))?;
         let speeds = mesh.speeds()?;
         self.screen.event("speeds", &json!({"with_standbys": speeds.with, "without_standbys": speeds.without}));
         let bar = self.screen.progress(kills as u64);
@@ -130,12 +133,14 @@ impl Mesh<'_> {
         Ok(())
     }
 
-    /// Waits until everybody is there and every stage but the head's has a standby that is current; returns the nodes that
-    /// hold such stages, at least one.
+    /// Waits until everybody is there, standbys are current, and none is still to be; returns the nodes whose stages have
+    /// one. A job that has moved to more nodes may have a stage for which nobody is left to stand by.
     fn wait_hot(&self) -> Result<Vec<usize>> {
         let hot = |job: &Value| {
-            let standbys = job["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
-            job["state"] == "ready" && !standbys.is_empty() && standbys.iter().all(|s| s["state"] == "current")
+            let current = |standby: &Value| standby["state"] == "current";
+            let mut standbys = list(&job["standbys"]);
+            let settled = list(&job["standbys"]).all(|standby| current(standby) || standby["state"] == "none");
+            job["state"] == "ready" && settled && standbys.any(current)
         };
         let alive = |state: &Value| {
             state["peers"]
@@ -143,7 +148,12 @@ impl Mesh<'_> {
                 .is_some_and(|peers| peers.iter().filter(|p| p["state"] == "alive").count() == NAMES.len())
         };
         let state = self.nodes[0].wait_state(STANDBY_MAX, |state| alive(state) && hot(&state["jobs"][0]))?;
-        let stages = state["jobs"][0]["stages"].as_array().cloned().unwrap_or_default();
+        let job = &state["jobs"][0];
+        let covered = |standby: &&Value| standby["state"] == "current";
+        let stages: Vec<&Value> = list(&job["standbys"])
+            .filter(covered)
+            .filter_map(|standby| job["stages"].get(usize::try_from(standby["stage"].as_u64()?).ok()?))
+            .collect();
         let holds = |name: &str| stages.iter().any(|stage| stage["name"] == name);
         let victims: Vec<usize> = (1..self.nodes.len()).filter(|&at| holds(&self.nodes[at].name)).collect();
         if victims.is_empty() {
@@ -177,13 +187,13 @@ impl Mesh<'_> {
 
     /// Nodes that hold no stage take no work any more; returns them once nobody stands by.
     fn drain_spares(&self) -> Result<Vec<&LocalNode>> {
-        let stages = self.wait_hot()?;
-        let spares: Vec<&LocalNode> =
-            (1..self.nodes.len()).filter(|at| !stages.contains(at)).map(|at| &self.nodes[at]).collect();
+        self.wait_hot()?;
+        let jobs = self.nodes[0].get("/api/v1/jobs")?;
+        let holds = |node: &&LocalNode| list(&jobs[0]["stages"]).any(|stage| stage["name"] == node.name.as_str());
+        let spares: Vec<&LocalNode> = self.nodes[1..].iter().filter(|node| !holds(node)).collect();
         spares.iter().try_for_each(|spare| drain(spare, true))?;
         self.nodes[0].wait_state(STANDBY_MAX, |state| {
-            let standbys = state["jobs"][0]["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
-            standbys.iter().all(|standby| standby["name"].is_null())
+            list(&state["jobs"][0]["standbys"]).all(|standby| standby["name"].is_null())
         })?;
         Ok(spares)
     }
@@ -209,6 +219,10 @@ impl Mesh<'_> {
         self.nodes[at] = self.demo.start(&name, Some(self.memory), self.ticket.clone())?;
         Ok(())
     }
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
 }
 
 fn drain(node: &LocalNode, on: bool) -> Result<()> {
