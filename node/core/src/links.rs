@@ -12,8 +12,14 @@ pub(crate) struct Links {
     broken: BTreeMap<NodeId, Broken>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Broken {
+    /// Since when running work has waited for it; none while none does.
+    missed: Option<Missed>,
+}
+
+#[derive(Debug)]
+struct Missed {
     since: Instant,
     /// When to look at it next: to dial again, and to tell.
     due: Instant,
@@ -22,15 +28,15 @@ struct Broken {
 
 impl Links {
     /// A connection broke, or an attempt at one failed. True if it stood before, as far as is known.
-    pub(crate) fn handle_disconnected(&mut self, now: Instant, node: NodeId) -> bool {
+    pub(crate) fn handle_disconnected(&mut self, node: NodeId) -> bool {
         let new = !self.broken.contains_key(&node);
-        self.broken.entry(node).or_insert(Broken { since: now, due: now + LINK_BROKEN, told: false });
+        self.broken.entry(node).or_default();
         new
     }
 
     /// It stands. Whether it had broken, and if so, whether that was told to anybody.
     pub(crate) fn handle_connected(&mut self, node: NodeId) -> Option<bool> {
-        self.broken.remove(&node).map(|broken| broken.told)
+        self.broken.remove(&node).map(|broken| broken.missed.is_some_and(|missed| missed.told))
     }
 
     /// It is not wanted any more.
@@ -40,23 +46,33 @@ impl Links {
 
     /// Whether it was told that this connection does not stand.
     pub(crate) fn is_told(&self, node: NodeId) -> bool {
-        self.broken.get(&node).is_some_and(|broken| broken.told)
+        self.broken.get(&node).and_then(|broken| broken.missed.as_ref()).is_some_and(|missed| missed.told)
     }
 
-    /// Of the peers that matter, those that are to be dialled again and told of now, and since when they are out of reach.
+    /// Of the peers that running work needs, those that are to be dialled again now, and for how long it has missed them: from
+    /// `LINK_BROKEN` on that is to be told. How long a connection was broken while nobody needed it says nothing.
     pub(crate) fn take_due(&mut self, now: Instant, matters: impl Fn(NodeId) -> bool) -> Vec<(NodeId, Duration)> {
         let mut due = Vec::new();
-        for (&node, broken) in self.broken.iter_mut().filter(|(node, broken)| broken.due <= now && matters(**node)) {
-            (broken.told, broken.due) = (true, now + LINK_BROKEN);
-            due.push((node, now.since(broken.since)));
+        for (&node, broken) in &mut self.broken {
+            if !matters(node) {
+                broken.missed = None;
+                continue;
+            }
+            let new = broken.missed.is_none();
+            let missed = broken.missed.get_or_insert(Missed { since: now, due: now, told: false });
+            if missed.due <= now {
+                (missed.told, missed.due) = (!new, now + LINK_BROKEN);
+                due.push((node, now.since(missed.since)));
+            }
         }
         due
     }
 
     /// When the next of those that matter is due.
     pub(crate) fn next_wakeup(&self, matters: impl Fn(NodeId) -> bool) -> Option<(Instant, &'static str)> {
-        let due = self.broken.iter().filter(|(node, _)| matters(**node)).map(|(_, broken)| broken.due).min();
-        due.map(|at| (at, "links: a connection does not stand again"))
+        let missed =
+            self.broken.iter().filter(|(node, _)| matters(**node)).filter_map(|(_, broken)| broken.missed.as_ref());
+        missed.map(|missed| missed.due).min().map(|at| (at, "links: a connection does not stand again"))
     }
 }
 
@@ -73,14 +89,13 @@ mod tests {
     }
 
     #[test]
-    fn only_what_matters_and_stays_broken_is_told_again_and_again_until_it_stands() {
+    fn what_is_missed_is_told_again_and_again_until_it_stands() {
         let mut links = Links::default();
-        assert!(
-            links.handle_disconnected(at(0), A) && !links.handle_disconnected(at(100), A),
-            "an attempt that failed"
-        );
-        links.handle_disconnected(at(0), B);
         let matters = |node: NodeId| node == A;
+        assert!(links.handle_disconnected(A) && !links.handle_disconnected(A), "an attempt that failed");
+        links.handle_disconnected(B);
+        assert_eq!(links.take_due(at(0), matters), vec![(A, Duration::ZERO)], "to be dialled");
+        assert!(!links.is_told(A));
         assert_eq!(links.next_wakeup(matters).map(|(at, _)| at), Some(at(500)));
         assert_eq!(links.take_due(at(499), matters), vec![]);
         assert_eq!(links.take_due(at(500), matters), vec![(A, Duration::from_millis(500))]);
@@ -89,5 +104,16 @@ mod tests {
         assert_eq!((links.handle_connected(A), links.handle_connected(B)), (Some(true), Some(false)));
         assert_eq!(links.handle_connected(A), None);
         assert_eq!(links.next_wakeup(matters), None);
+    }
+
+    #[test]
+    fn what_was_broken_while_nobody_needed_it_is_dialled_before_it_is_blamed() {
+        let mut links = Links::default();
+        links.handle_disconnected(A);
+        assert_eq!(links.take_due(at(0), |_| false), vec![]);
+        assert_eq!(links.take_due(at(14_000), |_| true), vec![(A, Duration::ZERO)]);
+        assert_eq!(links.take_due(at(14_100), |_| true), vec![]);
+        assert_eq!(links.take_due(at(14_200), |_| false), vec![], "given up meanwhile");
+        assert_eq!(links.take_due(at(20_000), |_| true), vec![(A, Duration::ZERO)]);
     }
 }

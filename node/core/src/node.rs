@@ -96,11 +96,11 @@ impl Node {
         let now = self.now;
         for (node, elapsed) in self.links.take_due(now, |node| self.liveness.jobs_with(node).next().is_some()) {
             self.membership.reconnect(now, node);
-            let jobs: Vec<JobId> = self.liveness.jobs_with(node).collect();
+            let jobs: Vec<JobId> = self.liveness.jobs_with(node).filter(|_| elapsed >= LINK_BROKEN).collect();
             for job in jobs {
                 if self.jobs.epoch_of(job).is_none() {
                     self.report(job, node, elapsed);
-                } else if elapsed >= LINK_BROKEN + LINK_CUT {
+                } else if elapsed >= LINK_BROKEN + LINK_CUT * 2 {
                     self.failover.handle_silent(now, job, node, elapsed);
                 }
             }
@@ -192,14 +192,16 @@ impl Node {
                         let jobs: Vec<JobId> = self.liveness.jobs_with(node).collect();
                         jobs.into_iter().for_each(|job| self.report(job, node, Duration::ZERO));
                     }
+                    self.failover.handle_peer_up(node);
                     self.jobs.handle_reconnected(now, node);
                     self.pipeline.handle_reconnected(node);
+                    self.fleet_changed();
                 }
             }
             Input::Disconnected { node } => {
                 self.membership.handle_disconnected(now, node);
                 // Work waits for it: the smaller id dials at once, the other one if that does not help.
-                let broke = self.links.handle_disconnected(now, node);
+                let broke = self.links.handle_disconnected(node);
                 if broke && self.me < node && self.liveness.jobs_with(node).next().is_some() {
                     self.membership.reconnect(now, node);
                 }
