@@ -17,6 +17,7 @@ pub(crate) mod rotary;
 pub(crate) mod rows;
 pub(crate) mod simd;
 pub(crate) mod unpack;
+pub(crate) mod words;
 
 use simd::Kernel;
 

@@ -13,6 +13,7 @@ mod pool;
 
 pub mod chat_template;
 pub mod gpu;
+pub mod grid;
 pub mod quant;
 pub mod sampler;
 pub mod tokenizer;

@@ -57,6 +57,17 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn stream(v: Pair<__m256>, to: *mut f32) {
+        unsafe {
+            _mm256_stream_ps(to, v[0]);
+            _mm256_stream_ps(to.add(8), v[1]);
+        }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn store_f16(v: Pair<__m256>, to: *mut u16) {
         unsafe {
             _mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v[0]));

@@ -74,6 +74,14 @@ impl Simd for Avx512 {
         unsafe { _mm512_storeu_ps(to, v) }
     }
     #[inline(always)]
+    unsafe fn stream(v: __m512, to: *mut f32) {
+        unsafe { _mm512_stream_ps(to, v) }
+    }
+    #[inline(always)]
+    unsafe fn fence() {
+        unsafe { _mm_sfence() }
+    }
+    #[inline(always)]
     unsafe fn store_f16(v: __m512, to: *mut u16) {
         unsafe {
             _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v))

@@ -6,6 +6,7 @@
 //! Next: `avx512.rs`, `avx2.rs`, `portable.rs`.
 
 use super::unpack::first_u16;
+use super::words::Words;
 
 /// A computation that can be compiled for each instruction set. `run` must be `#[inline(always)]`, and so must
 /// everything it calls that touches vectors.
@@ -24,7 +25,7 @@ pub(crate) trait Kernel {
 /// # Safety of all functions
 /// The machine has the instruction set; pointers are valid for the lanes that are read or written. No alignment is
 /// needed. Every floating-point function is the IEEE operation of its name, rounded to nearest even, lane by lane.
-pub(crate) trait Simd: Copy {
+pub(crate) trait Simd: Words {
     /// 16 `f32`.
     type F: Copy;
     /// 16 `i32`.
@@ -44,6 +45,16 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_bf16(from: *const u16) -> Self::F;
     /// 16 lanes to memory.
     unsafe fn store(v: Self::F, to: *mut f32);
+    /// The same past the caches where there is a way: `to` is a multiple of 64 bytes, and nobody else reads there before
+    /// [`Self::fence`].
+    #[inline(always)]
+    unsafe fn stream(v: Self::F, to: *mut f32) {
+        // SAFETY: the caller's contract.
+        unsafe { Self::store(v, to) }
+    }
+    /// What was streamed is in order before what is stored after this.
+    #[inline(always)]
+    unsafe fn fence() {}
     /// 16 lanes to memory as half precision.
     unsafe fn store_f16(v: Self::F, to: *mut u16);
     /// a + b

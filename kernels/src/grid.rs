@@ -1,0 +1,199 @@
+//! Simulations on a dense grid of cells: a global grid, tiles that own boxes of it, and the rules that move them.
+//!
+//! A [`Grid`] says how large the world is and what happens at its faces. A [`Tile`](tile::Tile) owns a box of it, keeps a
+//! copy of its neighbours' cells around it and advances step by step; what it computes does not depend on where the cuts
+//! are, how deep the copies are or how many threads compute, to the last bit. A [`Rule`](rule::Rule) is what a cell
+//! becomes next. Next: `grid/tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
+
+pub mod life;
+pub mod rule;
+pub mod tile;
+
+mod frame;
+mod halo;
+mod hash;
+mod planes;
+#[cfg(test)]
+mod tests;
+
+use thiserror::Error;
+
+/// Cuts across x fall on multiples of this: the state hash is made of runs of so many cells.
+pub const RUN: usize = 64;
+/// Cells along one axis, at most: offsets within a tile stay far from the ends of an `isize`.
+pub const SIZE_MAX: usize = 1 << 24;
+
+/// The whole world: its size, and what is beyond each face.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Grid {
+    /// Two or three.
+    dimensions: usize,
+    /// Cells along x, y and z; z is 1 in two dimensions.
+    size: [usize; 3],
+    /// By axis, at the low and at the high end.
+    faces: [[Face; 2]; 3],
+}
+
+/// What is beyond a face of the grid.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Face {
+    /// The opposite face.
+    Periodic,
+    /// Nothing passes: dead cells, no flux, fluid at rest half a cell beyond the last one.
+    Wall,
+    /// Scalar rules: cells that keep these values, one a field.
+    Fixed([f32; 2]),
+    /// Fluids: a wall that moves along itself.
+    Moving {
+        /// Cells a step.
+        velocity: [f32; 3],
+    },
+    /// Fluids: what comes in, or goes out, has this velocity.
+    Inlet {
+        /// Cells a step; the largest if the profile is a parabola.
+        velocity: [f32; 3],
+        /// Whether the velocity falls to zero at the ends of the face like that of a channel.
+        parabola: bool,
+    },
+    /// Fluids: what goes out, or comes in, has this density.
+    Outlet {
+        /// 1 is the density of the fluid at rest.
+        density: f32,
+    },
+}
+
+impl Grid {
+    /// A grid of two or three dimensions, each axis with its low and its high face.
+    ///
+    /// # Errors
+    /// Sizes that are zero or too large, another number of axes, one periodic face without the other.
+    pub fn new(size: &[usize], faces: &[[Face; 2]]) -> Result<Self, GridError> {
+        if !(2..=3).contains(&size.len()) || faces.len() != size.len() {
+            return Err(GridError::Axes { sizes: size.len(), faces: faces.len() });
+        }
+        let mut grid = Self { dimensions: size.len(), size: [1; 3], faces: [[Face::Wall; 2]; 3] };
+        for (axis, (&size, &faces)) in size.iter().zip(faces).enumerate() {
+            if !(1..=SIZE_MAX).contains(&size) {
+                return Err(GridError::Size { axis: AXES[axis], size });
+            }
+            if (faces[0] == Face::Periodic) != (faces[1] == Face::Periodic) {
+                return Err(GridError::HalfPeriodic { axis: AXES[axis] });
+            }
+            grid.size[axis] = size;
+            grid.faces[axis] = faces;
+        }
+        Ok(grid)
+    }
+
+    /// A grid without faces.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn periodic(size: &[usize]) -> Result<Self, GridError> {
+        Self::new(size, &vec![[Face::Periodic; 2]; size.len()])
+    }
+
+    /// A grid whose faces are all walls.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn closed(size: &[usize]) -> Result<Self, GridError> {
+        Self::new(size, &vec![[Face::Wall; 2]; size.len()])
+    }
+
+    /// Two or three.
+    pub fn dimensions(&self) -> usize {
+        self.dimensions
+    }
+
+    /// Cells along x, y and z; z is 1 in two dimensions.
+    pub fn size(&self) -> [usize; 3] {
+        self.size
+    }
+
+    /// What is beyond the low and the high end of an axis.
+    pub fn faces(&self, axis: usize) -> [Face; 2] {
+        self.faces[axis]
+    }
+
+    /// All of it.
+    pub fn region(&self) -> Region {
+        Region { start: [0; 3], end: self.size }
+    }
+
+    fn is_periodic(&self, axis: usize) -> bool {
+        self.faces[axis][0] == Face::Periodic
+    }
+}
+
+/// A box of cells in global coordinates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Region {
+    /// The lowest x, y and z.
+    pub start: [usize; 3],
+    /// One beyond the highest.
+    pub end: [usize; 3],
+}
+
+impl Region {
+    /// Along x, y and z.
+    pub fn size(&self) -> [usize; 3] {
+        std::array::from_fn(|axis| self.end[axis].saturating_sub(self.start[axis]))
+    }
+
+    /// How many there are.
+    pub fn cells(&self) -> usize {
+        self.size().iter().product()
+    }
+
+    /// Whether all cells of `other` are in it.
+    pub fn contains(&self, other: &Self) -> bool {
+        (0..3).all(|axis| self.start[axis] <= other.start[axis] && other.end[axis] <= self.end[axis])
+    }
+}
+
+/// What is wrong with a grid, a tile or what one is given.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[allow(missing_docs)]
+pub enum GridError {
+    #[error("a grid has two or three axes and two faces for each, not {sizes} sizes and faces for {faces} axes")]
+    Axes { sizes: usize, faces: usize },
+    #[error("{size} cells along {axis}: 1 to {SIZE_MAX} are possible")]
+    Size { axis: char, size: usize },
+    #[error("one face of {axis} is periodic and the other is not: both or neither")]
+    HalfPeriodic { axis: char },
+    #[error("the tile {tile:?} is empty or reaches beyond the grid of {grid:?}")]
+    Outside { tile: Region, grid: [usize; 3] },
+    #[error("a cut at x = {x}: cuts across x fall on multiples of {RUN}")]
+    Cut { x: usize },
+    #[error("the halo is 0 steps deep: at least 1 is needed")]
+    NoHalo,
+    #[error(
+        "a halo of {depth} steps is {halo} cells deep, but the tile has only {cells} along {axis}: use fewer steps"
+    )]
+    Deep { depth: usize, halo: usize, cells: usize, axis: char },
+    #[error("{rule} knows no such face as {face:?} at {axis}: {known}")]
+    Face { rule: &'static str, face: Face, axis: char, known: &'static str },
+    #[error("{rule}: {what}")]
+    Parameter { rule: &'static str, what: String },
+    #[error("{steps} steps are wanted, but the halo lasts for {left}: exchange it first")]
+    Stale { steps: usize, left: usize },
+    #[error("only the last step before an exchange is made in two parts; {left} are left")]
+    Parts { left: usize },
+    #[error("the strips of this step are made and its interior is not: call interior")]
+    Half,
+    #[error("the tile has no neighbour in direction {0:?}")]
+    NoNeighbour([i8; 3]),
+    #[error("a strip from direction {direction:?} has {found} bytes, {expected} are needed: same rule, depth and cut?")]
+    Strip { direction: [i8; 3], expected: usize, found: usize },
+    #[error("the region {region:?} is not within the tile {tile:?}")]
+    Region { region: Region, tile: Region },
+    #[error("field {field} is wanted, the rule has {fields}")]
+    Field { field: usize, fields: usize },
+    #[error("no memory for {bytes} bytes")]
+    Memory { bytes: usize },
+    #[error("pattern, line {line}: {what}")]
+    Pattern { line: usize, what: String },
+}
+
+const AXES: [char; 3] = ['x', 'y', 'z'];

@@ -1,0 +1,215 @@
+//! Where a tile's cells are in memory: the owned box, the halo where neighbours are, and a ring of ghosts where there are
+//! none.
+//!
+//! Coordinates here are local: the owned box begins at 0, cells of halo and ghosts before it are negative. A *halo* cell
+//! is a neighbour's, computed here too while the halo lasts. A *ghost* is beyond a face of the grid, or the other end of
+//! a periodic axis that is owned whole; ghosts are made anew before each step.
+use std::ops::Range;
+
+use super::{AXES, Face, Grid, GridError, RUN, Region};
+
+/// How cells lie in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// One `f32` a cell; rows begin at multiples of 64 bytes.
+    Float,
+    /// One bit a cell, 64 in a `u64`, the lowest bit first.
+    Bit,
+}
+
+impl Format {
+    /// Cells of an element.
+    pub(crate) fn cells(self) -> usize {
+        match self {
+            Self::Float => 1,
+            Self::Bit => 64,
+        }
+    }
+
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::Float => 4,
+            Self::Bit => 8,
+        }
+    }
+
+    /// Cells that are computed together: a part of a row that is asked for is computed up to multiples of this.
+    pub(crate) fn block(self) -> usize {
+        match self {
+            Self::Float => 16,
+            Self::Bit => 64,
+        }
+    }
+}
+
+/// A box in local coordinates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span(pub(crate) [Range<isize>; 3]);
+
+impl Span {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.iter().any(Range::is_empty)
+    }
+
+    pub(crate) fn len(&self, axis: usize) -> usize {
+        self.0[axis].len()
+    }
+
+    /// All (y, z), z outermost.
+    pub(crate) fn rows(&self) -> impl Iterator<Item = (isize, isize)> + use<> {
+        let (y, z) = (self.0[1].clone(), self.0[2].clone());
+        z.flat_map(move |z| y.clone().map(move |y| (y, z)))
+    }
+}
+
+/// A tile's geometry.
+#[derive(Clone, Debug)]
+pub(crate) struct Frame {
+    pub(crate) grid: Grid,
+    pub(crate) owned: Region,
+    /// Steps that one exchange of halos serves.
+    pub(crate) depth: usize,
+    /// How far a rule looks.
+    pub(crate) radius: usize,
+    pub(crate) format: Format,
+    /// Owned cells along each axis.
+    pub(crate) size: [isize; 3],
+    /// Cells of halo at both ends: `depth · radius` where a neighbour is, else none.
+    pub(crate) halo: [[isize; 2]; 3],
+    /// Cells kept around the owned ones: the halo, or ghosts as far as the rule looks.
+    pub(crate) ring: [[isize; 2]; 3],
+    /// Periodic axes that are owned whole.
+    pub(crate) wraps: [bool; 3],
+    /// Elements from a row to the next, and from a layer to the next.
+    row: usize,
+    layer: usize,
+    /// Element of the cell (0, 0, 0).
+    first: usize,
+    /// Elements of a plane.
+    len: usize,
+}
+
+impl Frame {
+    pub(crate) fn new(
+        grid: &Grid,
+        owned: Region,
+        depth: usize,
+        radius: usize,
+        format: Format,
+    ) -> Result<Self, GridError> {
+        if depth == 0 {
+            return Err(GridError::NoHalo);
+        }
+        if owned.cells() == 0 || !grid.region().contains(&owned) {
+            return Err(GridError::Outside { tile: owned, grid: grid.size });
+        }
+        for x in [owned.start[0], owned.end[0]] {
+            if x % RUN != 0 && x != grid.size[0] {
+                return Err(GridError::Cut { x });
+            }
+        }
+        let reach = depth.saturating_mul(radius);
+        let (mut halo, mut ring, mut wraps) = ([[0; 2]; 3], [[0; 2]; 3], [false; 3]);
+        for axis in 0..grid.dimensions {
+            let (start, end) = (owned.start[axis], owned.end[axis]);
+            let whole = start == 0 && end == grid.size[axis];
+            wraps[axis] = whole && grid.is_periodic(axis);
+            let beyond = !whole && grid.is_periodic(axis);
+            for (side, neighbour) in [start > 0 || beyond, end < grid.size[axis] || beyond].into_iter().enumerate() {
+                let needs = if neighbour { reach } else { radius };
+                if (neighbour || wraps[axis]) && end - start < needs {
+                    let (cells, axis) = (end - start, AXES[axis]);
+                    return Err(GridError::Deep { depth, halo: needs, cells, axis });
+                }
+                halo[axis][side] = if neighbour { reach as isize } else { 0 };
+                ring[axis][side] = needs as isize;
+            }
+        }
+        let size = owned.size();
+        let cells = format.cells();
+        // Blocks that begin or end in the halo are computed whole and look a radius further: stay within the row.
+        let pad = |ring: isize| match format {
+            Format::Float => (ring as usize).next_multiple_of(16) + 16,
+            Format::Bit => (ring as usize).div_ceil(cells).max(1) + usize::from(ring > 1),
+        };
+        let align = if format == Format::Float { 16 } else { 1 };
+        let (left, right) = (pad(ring[0][0]), pad(ring[0][1]));
+        let row = (left + size[0].div_ceil(cells) + right).next_multiple_of(align);
+        let layer = row * (size[1] + (ring[1][0] + ring[1][1]) as usize);
+        let len = layer * (size[2] + (ring[2][0] + ring[2][1]) as usize);
+        let first = left + ring[1][0] as usize * row + ring[2][0] as usize * layer;
+        let size = size.map(|size| size as isize);
+        Ok(Self { grid: grid.clone(), owned, depth, radius, format, size, halo, ring, wraps, row, layer, first, len })
+    }
+
+    /// Bytes of a plane.
+    pub(crate) fn plane_bytes(&self) -> usize {
+        self.len * self.format.bytes()
+    }
+
+    /// Elements between rows and between layers.
+    pub(crate) fn strides(&self) -> [isize; 2] {
+        [self.row as isize, self.layer as isize]
+    }
+
+    /// The element that holds a cell.
+    pub(crate) fn at(&self, [x, y, z]: [isize; 3]) -> usize {
+        let x = x.div_euclid(self.format.cells() as isize);
+        (self.first as isize + x + y * self.row as isize + z * self.layer as isize) as usize
+    }
+
+    /// The owned cells and so many steps' worth of halo.
+    pub(crate) fn span(&self, steps: usize) -> Span {
+        let reach = (steps * self.radius) as isize;
+        Span(std::array::from_fn(|axis| {
+            let [low, high] = self.halo[axis];
+            -low.min(reach)..self.size[axis] + high.min(reach)
+        }))
+    }
+
+    /// Everything there is memory for.
+    pub(crate) fn whole(&self) -> Span {
+        Span(std::array::from_fn(|axis| -self.ring[axis][0]..self.size[axis] + self.ring[axis][1]))
+    }
+
+    /// Where a cell is in the grid; `None` beyond a face.
+    pub(crate) fn global(&self, at: [isize; 3]) -> Option<[usize; 3]> {
+        let mut global = [0; 3];
+        for axis in 0..3 {
+            let (size, place) = (self.grid.size[axis] as isize, self.owned.start[axis] as isize + at[axis]);
+            let inside = (0..size).contains(&place);
+            if !inside && !self.grid.is_periodic(axis) {
+                return None;
+            }
+            global[axis] = place.rem_euclid(size) as usize;
+        }
+        Some(global)
+    }
+
+    /// Where a cell that is owned is kept.
+    pub(crate) fn local(&self, at: [usize; 3]) -> [isize; 3] {
+        std::array::from_fn(|axis| at[axis] as isize - self.owned.start[axis] as isize)
+    }
+
+    /// The face of the grid at an end of an axis, if the tile reaches it and it is not periodic.
+    pub(crate) fn face(&self, axis: usize, side: usize) -> Option<Face> {
+        let reached =
+            if side == 0 { self.owned.start[axis] == 0 } else { self.owned.end[axis] == self.grid.size[axis] };
+        (axis < self.grid.dimensions && reached && !self.grid.is_periodic(axis)).then(|| self.grid.faces[axis][side])
+    }
+
+    /// Directions in which there are neighbours, in a fixed order.
+    pub(crate) fn directions(&self) -> Vec<[i8; 3]> {
+        let steps = |axis: usize| {
+            let [low, high] = self.halo[axis];
+            [(-1i8, low > 0), (0, true), (1, high > 0)].into_iter().filter(|(_, there)| *there).map(|(step, _)| step)
+        };
+        let mut all = Vec::new();
+        for z in steps(2) {
+            for y in steps(1) {
+                all.extend(steps(0).map(|x| [x, y, z]).filter(|&direction| direction != [0; 3]));
+            }
+        }
+        all
+    }
+}

@@ -1,0 +1,74 @@
+//! One number for the state of a grid, whoever holds which part of it.
+//!
+//! The wrapping sum, over all fields and all runs of 64 cells along x, of the first 128 bits of a keyed hash of (field,
+//! number of the run in the grid, its cells as they are in memory). A tile sums its runs; the sum of the tiles' sums is
+//! the grid's. Cuts across x fall between runs, so no cut changes anything.
+use std::sync::Mutex;
+
+use super::frame::Format;
+use super::halo::bits;
+use super::tile::{Threads, Tile};
+use super::{GridError, RUN};
+
+/// What the key of the hash is made of.
+const CONTEXT: &str = "meshnode 2026 state of a grid";
+
+impl Tile {
+    /// This tile's part of the grid's state hash: add up those of all tiles, wrapping.
+    ///
+    /// # Errors
+    /// A step is half made.
+    pub fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
+        self.whole()?;
+        let key = blake3::derive_key(CONTEXT, &[]);
+        let height = self.frame.size[1] as usize;
+        let total = Mutex::new(0u128);
+        threads.pool().run(height * self.frame.size[2] as usize, 1, &|_, rows| {
+            let mut sum = 0u128;
+            for row in rows {
+                let (y, z) = ((row % height) as isize, (row / height) as isize);
+                sum = (0..self.fields()).fold(sum, |sum, field| sum.wrapping_add(self.row_hash(&key, field, y, z)));
+            }
+            let mut total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            *total = total.wrapping_add(sum);
+        });
+        Ok(total.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    fn row_hash(&self, key: &[u8; 32], field: usize, y: isize, z: isize) -> u128 {
+        let frame = &self.frame;
+        let [_, global_y, global_z] = frame.global([0, y, z]).expect("owned cells are in the grid");
+        let [width, rows, _] = frame.grid.size();
+        let runs_before = (global_z * rows + global_y) * width.div_ceil(RUN);
+        let mut sum = 0u128;
+        // The field, the run, and its cells.
+        let mut text = [0; 16 + 4 * RUN];
+        text[..8].copy_from_slice(&(field as u64).to_le_bytes());
+        for x in (0..frame.size[0] as usize).step_by(RUN) {
+            let global_x = frame.owned.start[0] + x;
+            let count = (frame.size[0] as usize - x).min(RUN);
+            text[8..16].copy_from_slice(&((runs_before + global_x / RUN) as u64).to_le_bytes());
+            let hidden = self.stepper.hidden([global_x, global_y, global_z]);
+            let at = frame.at([x as isize, y, z]);
+            let len = match frame.format {
+                Format::Float => {
+                    let cells = &self.state.plane::<f32>(field)[at..at + count];
+                    for (i, (cell, bytes)) in cells.iter().zip(text[16..].chunks_exact_mut(4)).enumerate() {
+                        let cell = if hidden >> i & 1 == 1 { 0.0 } else { *cell };
+                        bytes.copy_from_slice(&cell.to_le_bytes());
+                    }
+                    4 * count
+                }
+                Format::Bit => {
+                    let cells = bits(&self.state.plane::<u64>(field)[at..], 0, count) & !hidden;
+                    text[16..24].copy_from_slice(&cells.to_le_bytes());
+                    8
+                }
+            };
+            let hash = blake3::keyed_hash(key, &text[..16 + len]);
+            let first = hash.as_bytes()[..16].try_into().expect("16 of 32 bytes");
+            sum = sum.wrapping_add(u128::from_le_bytes(first));
+        }
+        sum
+    }
+}

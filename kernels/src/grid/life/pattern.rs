@@ -1,0 +1,103 @@
+//! Patterns as Life's people exchange them: run-length encoded text.
+use super::Life;
+use crate::grid::{GridError, SIZE_MAX};
+
+/// Living cells, at most: a pattern is text, and a run of it may be long.
+const CELLS_MAX: usize = 1 << 24;
+
+/// Living cells of a small world, and the rule it was made for if the text says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    /// Columns.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+    /// What the header says.
+    pub rule: Option<Life>,
+    /// (x, y) from the upper left, by rows.
+    pub alive: Vec<[usize; 2]>,
+}
+
+impl Pattern {
+    /// Reads an RLE file: comments (`#`), `x = 3, y = 3, rule = B3/S23`, then runs of `b` (dead), `o` (alive) and `$`
+    /// (end of a row) up to `!`.
+    ///
+    /// # Errors
+    /// Names the line and what is wrong there.
+    pub fn parse(text: &str) -> Result<Self, GridError> {
+        let mut lines = text.lines().enumerate().map(|(i, line)| (i + 1, line.trim()));
+        let mut lines = lines.by_ref().filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+        let Some((line, header)) = lines.next() else {
+            return error(1, "the header is missing: x = WIDTH, y = HEIGHT");
+        };
+        let mut pattern = header_of(line, header)?;
+        let (mut x, mut y, mut run) = (0, 0, None::<usize>);
+        let mut last = line;
+        for (line, text) in lines {
+            last = line;
+            for sign in text.chars() {
+                if let Some(digit) = sign.to_digit(10) {
+                    let length = run.unwrap_or(0) * 10 + digit as usize;
+                    if length > SIZE_MAX {
+                        return error(line, format!("a run of {length}: at most {SIZE_MAX} are possible"));
+                    }
+                    run = Some(length);
+                    continue;
+                }
+                if sign.is_whitespace() {
+                    continue;
+                }
+                let count = run.take().unwrap_or(1);
+                match sign {
+                    'b' | '.' => x += count,
+                    'o' | 'A' => {
+                        if x + count > pattern.width || y >= pattern.height {
+                            let Pattern { width, height, .. } = pattern;
+                            let at = x + count;
+                            return error(line, format!("row {} reaches column {at} of {width} × {height}", y + 1));
+                        }
+                        if pattern.alive.len() + count > CELLS_MAX {
+                            return error(line, format!("more than {CELLS_MAX} living cells"));
+                        }
+                        pattern.alive.extend((x..x + count).map(|x| [x, y]));
+                        x += count;
+                    }
+                    '$' => (x, y) = (0, y + count),
+                    '!' => return Ok(pattern),
+                    other => return error(line, format!("{other:?} is none of b, o, $ and !")),
+                }
+            }
+        }
+        error(last, "the pattern does not end: ! is missing")
+    }
+}
+
+fn header_of(line: usize, header: &str) -> Result<Pattern, GridError> {
+    let mut pattern = Pattern { width: 0, height: 0, rule: None, alive: Vec::new() };
+    for part in header.split(',') {
+        let Some((name, value)) = part.split_once('=').map(|(name, value)| (name.trim(), value.trim())) else {
+            return error(line, format!("{part:?} in the header: x = WIDTH, y = HEIGHT, rule = B3/S23 is the form"));
+        };
+        let size = || match value.parse() {
+            Ok(size) if (1..=SIZE_MAX).contains(&size) => Ok(size),
+            _ => error(line, format!("{name} = {value:?}: 1 to {SIZE_MAX} is possible")),
+        };
+        match name {
+            "x" => pattern.width = size()?,
+            "y" => pattern.height = size()?,
+            "rule" => match Life::parse(value) {
+                Ok(rule) => pattern.rule = Some(rule),
+                Err(found) => return error(line, found.to_string()),
+            },
+            other => return error(line, format!("{other:?} in the header: x, y and rule are known")),
+        }
+    }
+    if pattern.width == 0 || pattern.height == 0 {
+        return error(line, "the header needs both x and y");
+    }
+    Ok(pattern)
+}
+
+fn error<T>(line: usize, what: impl Into<String>) -> Result<T, GridError> {
+    Err(GridError::Pattern { line, what: what.into() })
+}

@@ -1,0 +1,100 @@
+//! The memory of a tile: one plane of cells for each field, aligned for streaming stores, in large pages where there are any.
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+use bytemuck::Pod;
+
+use super::GridError;
+
+/// From this size on memory begins at large pages and the system is asked for them: a stencil walks along many rows of
+/// many planes at once, more than there are entries for small pages.
+const LARGE: usize = 2 << 20;
+const LINE: usize = 64;
+/// Planes of a power of two would all begin in the same set of the caches; each begins so many lines further.
+const STAGGER: usize = 7 * LINE;
+
+/// Planes of the same length, zero at first.
+pub(crate) struct Planes {
+    memory: NonNull<u8>,
+    layout: Layout,
+    /// Bytes of one, a multiple of 64.
+    len: usize,
+    count: usize,
+}
+
+// SAFETY: owns plain bytes.
+unsafe impl Send for Planes {}
+// SAFETY: as above; shared references only read.
+unsafe impl Sync for Planes {}
+
+impl Planes {
+    /// What `count` planes of `len` bytes take.
+    pub(crate) fn bytes(count: usize, len: usize) -> usize {
+        count.saturating_mul(len.next_multiple_of(LINE) + STAGGER)
+    }
+
+    pub(crate) fn new(count: usize, len: usize) -> Result<Self, GridError> {
+        let bytes = Self::bytes(count, len).max(LINE);
+        let align = if bytes >= LARGE { LARGE } else { LINE };
+        let layout = Layout::from_size_align(bytes, align).map_err(|_| GridError::Memory { bytes })?;
+        // SAFETY: the size is not zero.
+        let memory = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(GridError::Memory { bytes })?;
+        #[cfg(target_os = "linux")]
+        if bytes >= LARGE {
+            // SAFETY: the memory was allocated above; the advice changes no content. Refusal is harmless.
+            let _ = unsafe {
+                rustix::mm::madvise(memory.as_ptr().cast(), bytes & !(LARGE - 1), rustix::mm::Advice::LinuxHugepage)
+            };
+        }
+        Ok(Self { memory, layout, len: len.next_multiple_of(LINE), count })
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// One plane's cells.
+    pub(crate) fn plane<T: Pod>(&self, plane: usize) -> &[T] {
+        assert!(plane < self.count, "plane {plane} of {}", self.count);
+        // SAFETY: within the memory, initialised, and borrowed as long as `self`.
+        bytemuck::cast_slice(unsafe {
+            std::slice::from_raw_parts(self.memory.as_ptr().add(plane * (self.len + STAGGER)), self.len)
+        })
+    }
+
+    /// One plane's cells.
+    pub(crate) fn plane_mut<T: Pod>(&mut self, plane: usize) -> &mut [T] {
+        assert!(plane < self.count, "plane {plane} of {}", self.count);
+        // SAFETY: as above, and borrowed exclusively.
+        bytemuck::cast_slice_mut(unsafe {
+            std::slice::from_raw_parts_mut(self.memory.as_ptr().add(plane * (self.len + STAGGER)), self.len)
+        })
+    }
+
+    /// For threads that write different rows of the same planes.
+    pub(crate) fn shared(&mut self) -> Shared<'_> {
+        Shared { planes: self }
+    }
+}
+
+impl Drop for Planes {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+    }
+}
+
+/// Planes that several threads write at the same time, each its own rows.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<'a> {
+    planes: &'a Planes,
+}
+
+impl Shared<'_> {
+    /// Where a plane begins. Whoever writes sees to it that nobody else reads or writes there.
+    pub(crate) fn start<T: Pod>(&self, plane: usize) -> *mut T {
+        assert!(plane < self.planes.count, "plane {plane} of {}", self.planes.count);
+        // SAFETY: within the memory.
+        unsafe { self.planes.memory.as_ptr().add(plane * (self.planes.len + STAGGER)).cast() }
+    }
+}

@@ -1,0 +1,305 @@
+//! A box of the grid on one machine: its cells, a halo around them, and how they advance.
+//!
+//! A cycle: the halos are exchanged (`grid/halo.rs`), then up to `depth` steps are computed. Each computes the owned
+//! cells and as much of the halo as the steps after it will look at, so the computed part shrinks by the radius each
+//! time. The last step of a cycle can be made in two parts, strips that neighbours wait for first: while they travel,
+//! the interior is computed. All this only chooses which cells are computed when: a cell's arithmetic is the same
+//! everywhere.
+use super::frame::{Frame, Span};
+use super::planes::Planes;
+use super::rule::{Rows, Rule, Stepper};
+use super::{Grid, GridError, Region};
+use crate::cpu::Isa;
+use crate::pool::Pool;
+
+/// Threads that advance tiles, one tile at a time.
+pub struct Threads {
+    pool: Pool,
+}
+
+impl Threads {
+    /// So many, the caller among them.
+    ///
+    /// # Errors
+    /// The operating system refuses a thread.
+    pub fn new(count: usize) -> std::io::Result<Self> {
+        Ok(Self { pool: Pool::new(count)? })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.pool.workers()
+    }
+
+    pub(crate) fn pool(&mut self) -> &mut Pool {
+        &mut self.pool
+    }
+}
+
+/// A box of a grid and what is known around it.
+///
+/// Invariants: `state` holds step `step` of all owned cells and of `fresh` steps' worth of halo. While `half` is set the
+/// strips of the next step are in `next`, and `state` is still whole.
+pub struct Tile {
+    pub(crate) frame: Frame,
+    pub(crate) stepper: Box<dyn Stepper>,
+    pub(crate) state: Planes,
+    pub(crate) next: Planes,
+    pub(crate) half: bool,
+    /// Steps that the halo still serves.
+    pub(crate) fresh: usize,
+    /// Which neighbours' strips of this cycle are here, by their place in `Frame::directions`.
+    pub(crate) received: u32,
+    isa: Isa,
+    step: u64,
+}
+
+impl Tile {
+    /// A tile that owns `region`, all cells zero. `depth`: steps that one exchange of halos serves.
+    ///
+    /// # Errors
+    /// The rule does not fit the grid, the tile not in it, the halo not in the tile, or nothing into memory.
+    pub fn new(grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<Self, GridError> {
+        Self::with_isa(grid, rule, region, depth, Isa::detect())
+    }
+
+    pub(crate) fn with_isa(
+        grid: &Grid,
+        rule: &Rule,
+        region: Region,
+        depth: usize,
+        isa: Isa,
+    ) -> Result<Self, GridError> {
+        rule.check(grid)?;
+        let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
+        let planes = || Planes::new(rule.fields(), frame.plane_bytes());
+        let mut tile = Self {
+            stepper: rule.stepper(&frame),
+            state: planes()?,
+            next: planes()?,
+            half: false,
+            fresh: 0,
+            received: 0,
+            isa,
+            step: 0,
+            frame,
+        };
+        tile.await_halo();
+        Ok(tile)
+    }
+
+    /// Bytes that such a tile takes for its cells.
+    ///
+    /// # Errors
+    /// As [`Self::new`], memory excepted.
+    pub fn bytes(grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<usize, GridError> {
+        let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
+        Ok(2 * Planes::bytes(rule.fields(), frame.plane_bytes()))
+    }
+
+    /// The cells it owns.
+    pub fn region(&self) -> Region {
+        self.frame.owned
+    }
+
+    /// Steps made since the cells were loaded.
+    pub fn steps(&self) -> u64 {
+        self.step
+    }
+
+    /// Numbers of a cell.
+    pub fn fields(&self) -> usize {
+        self.state.count()
+    }
+
+    /// Steps that can be made before halos must be exchanged.
+    pub fn left(&self) -> usize {
+        self.fresh
+    }
+
+    /// Sets all owned cells; `cell` is given global coordinates and writes the fields. What it knew of its neighbours is
+    /// void.
+    pub fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) {
+        let fields = self.fields();
+        let mut values = vec![0.0; fields];
+        for (y, z) in self.frame.span(0).rows() {
+            for x in 0..self.frame.size[0] {
+                let at = [x, y, z];
+                values.fill(0.0);
+                cell(self.frame.global(at).expect("owned cells are in the grid"), &mut values);
+                for (field, value) in values.iter().enumerate() {
+                    put(&self.frame, &mut self.state, field, at, *value);
+                }
+            }
+        }
+        (self.step, self.half) = (0, false);
+        self.await_halo();
+    }
+
+    /// One field of a region of owned cells, x innermost; bits are 0 and 1, cells that the rule hides are 0.
+    ///
+    /// # Errors
+    /// The tile does not own the region, the rule has no such field, or a step is half made.
+    pub fn read(&self, field: usize, region: Region) -> Result<Vec<f32>, GridError> {
+        self.whole()?;
+        if field >= self.fields() {
+            return Err(GridError::Field { field, fields: self.fields() });
+        }
+        if !self.frame.owned.contains(&region) {
+            return Err(GridError::Region { region, tile: self.frame.owned });
+        }
+        let mut values = Vec::with_capacity(region.cells());
+        for z in region.start[2]..region.end[2] {
+            for y in region.start[1]..region.end[1] {
+                for x in region.start[0]..region.end[0] {
+                    let hidden = self.stepper.hidden([x / 64 * 64, y, z]) >> (x % 64) & 1 == 1;
+                    let value = || get(&self.frame, &self.state, field, self.frame.local([x, y, z]));
+                    values.push(if hidden { 0.0 } else { value() });
+                }
+            }
+        }
+        Ok(values)
+    }
+
+    /// Makes so many steps.
+    ///
+    /// # Errors
+    /// The halo does not last for them, or a step is half made.
+    pub fn advance(&mut self, threads: &mut Threads, steps: usize) -> Result<(), GridError> {
+        self.whole()?;
+        if steps > self.fresh {
+            return Err(GridError::Stale { steps, left: self.fresh });
+        }
+        for _ in 0..steps {
+            self.stepper.fill(&self.frame, &mut self.state);
+            let after = if self.lonely() { 0 } else { self.fresh - 1 };
+            let span = self.frame.span(after);
+            self.compute(threads, &span);
+            self.finish();
+        }
+        Ok(())
+    }
+
+    /// The first part of the last step of a cycle: what neighbours wait for. [`Self::pack`] then packs it, and
+    /// [`Self::interior`] must follow.
+    ///
+    /// # Errors
+    /// It is not the last step, or its strips are made already.
+    pub fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError> {
+        self.whole()?;
+        if self.fresh != 1 {
+            return Err(GridError::Parts { left: self.fresh });
+        }
+        self.stepper.fill(&self.frame, &mut self.state);
+        for strip in self.cut().0 {
+            self.compute(threads, &strip);
+        }
+        self.half = true;
+        Ok(())
+    }
+
+    /// The second part: everything else. Then the step is made.
+    ///
+    /// # Errors
+    /// The first part is not made.
+    pub fn interior(&mut self, threads: &mut Threads) -> Result<(), GridError> {
+        if !self.half {
+            return Err(GridError::Parts { left: self.fresh });
+        }
+        let interior = self.cut().1;
+        self.compute(threads, &interior);
+        self.half = false;
+        self.finish();
+        Ok(())
+    }
+
+    pub(crate) fn whole(&self) -> Result<(), GridError> {
+        if self.half { Err(GridError::Half) } else { Ok(()) }
+    }
+
+    /// Halos have to come before the next step.
+    pub(crate) fn await_halo(&mut self) {
+        self.received = 0;
+        self.fresh = if self.lonely() { usize::MAX } else { 0 };
+    }
+
+    fn lonely(&self) -> bool {
+        self.frame.halo == [[0; 2]; 3]
+    }
+
+    fn finish(&mut self) {
+        std::mem::swap(&mut self.state, &mut self.next);
+        self.step += 1;
+        if !self.lonely() {
+            self.fresh -= 1;
+            self.received = 0;
+        }
+    }
+
+    /// The owned cells as strips along neighbours, in whole blocks, and what is left between them.
+    fn cut(&self) -> (Vec<Span>, Span) {
+        let mut rest = self.frame.span(0);
+        let mut strips = Vec::new();
+        for axis in [2, 1, 0] {
+            let block = if axis == 0 { self.frame.format.block() as isize } else { 1 };
+            let (size, [low, high]) = (self.frame.size[axis], self.frame.halo[axis]);
+            let start = ((low + block - 1) / block * block).min(size);
+            let end = ((size - high) / block * block).max(start);
+            for range in [0..start, end..size] {
+                let mut strip = rest.clone();
+                strip.0[axis] = range;
+                if !strip.is_empty() {
+                    strips.push(strip);
+                }
+            }
+            rest.0[axis] = start..end;
+        }
+        (strips, rest)
+    }
+
+    fn compute(&mut self, threads: &mut Threads, span: &Span) {
+        if span.is_empty() {
+            return;
+        }
+        let (frame, state, stepper, isa) = (&self.frame, &self.state, &*self.stepper, self.isa);
+        let next = self.next.shared();
+        let [x, y, z] = span.0.clone();
+        let height = y.len();
+        let grain = (GRAIN_CELLS * frame.format.cells()).div_ceil(x.len()).clamp(1, height);
+        threads.pool.run(height * z.len(), grain, &|_, range| {
+            let mut unit = range.start;
+            while unit < range.end {
+                let (layer, row) = (unit / height, unit % height);
+                let count = (height - row).min(range.end - unit);
+                let first = y.start + row as isize;
+                let rows = Rows { z: z.start + layer as isize, y: first..first + count as isize, x: x.clone() };
+                // SAFETY: spans to compute and a radius around them are within the frame; a unit is a row, and each is in
+                // one range only.
+                unsafe { stepper.rows(isa, frame, state, next, &rows) };
+                unit += count;
+            }
+        });
+    }
+}
+
+/// Threads share rows by so many elements: tens of microseconds of work.
+const GRAIN_CELLS: usize = 8192;
+
+/// A cell's value.
+pub(crate) fn get(frame: &Frame, planes: &Planes, field: usize, at: [isize; 3]) -> f32 {
+    match frame.format {
+        super::frame::Format::Float => planes.plane::<f32>(field)[frame.at(at)],
+        super::frame::Format::Bit => (planes.plane::<u64>(field)[frame.at(at)] >> at[0].rem_euclid(64) & 1) as f32,
+    }
+}
+
+fn put(frame: &Frame, planes: &mut Planes, field: usize, at: [isize; 3], value: f32) {
+    let index = frame.at(at);
+    match frame.format {
+        super::frame::Format::Float => planes.plane_mut::<f32>(field)[index] = value,
+        super::frame::Format::Bit => {
+            let (word, bit) = (&mut planes.plane_mut::<u64>(field)[index], at[0].rem_euclid(64));
+            *word = *word & !(1 << bit) | u64::from(value != 0.0) << bit;
+        }
+    }
+}
