@@ -5,6 +5,8 @@
 //! are, how deep the copies are or how many threads compute, to the last bit. A [`Rule`](rule::Rule) is what a cell
 //! becomes next. Next: `grid/tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
 
+pub mod bench;
+pub mod lbm;
 pub mod life;
 pub mod rule;
 pub mod tile;

@@ -10,6 +10,7 @@ use super::{Face, Grid, GridError};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::cpu::words::{One, Words};
+use crate::grid::rule::aligned_frame;
 
 pub use pattern::Pattern;
 
@@ -191,15 +192,39 @@ impl Next for Counted {
     unsafe fn next<V: Words>(&self, [t0, t1, t2, t3]: [V::W; 4], cell: V::W) -> V::W {
         // SAFETY: the caller's contract.
         unsafe {
-            let leaf = |count: usize| {
-                V::xor(V::and(cell, V::splat_word(self.differs[count])), V::splat_word(self.born[count]))
-            };
-            let choose = |by, zero, one| V::xor(zero, V::and(by, V::xor(zero, one)));
-            let pair = |count| choose(t0, leaf(count), leaf(count + 1));
-            let four = |count| choose(t1, pair(count), pair(count + 2));
-            choose(t3, choose(t2, four(0), four(4)), pair(8))
+            let low = self.four::<V>(0, t0, t1, cell);
+            let high = self.four::<V>(4, t0, t1, cell);
+            choose::<V>(t3, choose::<V>(t2, low, high), self.pair::<V>(8, t0, cell))
         }
     }
+}
+
+// Functions and not closures: those would not be compiled for the instruction set.
+impl Counted {
+    #[inline(always)]
+    unsafe fn four<V: Words>(&self, count: usize, t0: V::W, t1: V::W, cell: V::W) -> V::W {
+        // SAFETY: the caller's contract.
+        unsafe { choose::<V>(t1, self.pair::<V>(count, t0, cell), self.pair::<V>(count + 2, t0, cell)) }
+    }
+
+    #[inline(always)]
+    unsafe fn pair<V: Words>(&self, count: usize, t0: V::W, cell: V::W) -> V::W {
+        // SAFETY: the caller's contract.
+        unsafe { choose::<V>(t0, self.leaf::<V>(count, cell), self.leaf::<V>(count + 1, cell)) }
+    }
+
+    #[inline(always)]
+    unsafe fn leaf<V: Words>(&self, count: usize, cell: V::W) -> V::W {
+        // SAFETY: the caller's contract.
+        unsafe { V::xor(V::and(cell, V::splat_word(self.differs[count])), V::splat_word(self.born[count])) }
+    }
+}
+
+/// `one` where the bit is set, else `zero`.
+#[inline(always)]
+unsafe fn choose<V: Words>(by: V::W, zero: V::W, one: V::W) -> V::W {
+    // SAFETY: the caller's contract.
+    unsafe { V::xor(zero, V::and(by, V::xor(zero, one))) }
 }
 
 struct Walk<N> {
@@ -213,6 +238,7 @@ impl<N: Next> Kernel for Walk<N> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { part, next } = self;
+        aligned_frame();
         let mut word = 0;
         // SAFETY: the contract of `Stepper::rows`, passed on.
         unsafe {

@@ -6,6 +6,7 @@ use super::frame::{Format, Frame};
 use super::planes::{Planes, Shared};
 use super::{Grid, GridError};
 use crate::cpu::Isa;
+use crate::grid::lbm::{D2q9, Fluid};
 use crate::grid::life::Life;
 
 /// A rule with its parameters.
@@ -14,6 +15,8 @@ use crate::grid::life::Life;
 pub enum Rule {
     /// Cells that live and die by the number of their neighbours.
     Life(Life),
+    /// A fluid in two dimensions; the fields of a cell come from [`Fluid::cell`] and go to [`Fluid::moments`].
+    D2q9(Fluid),
 }
 
 /// A property of cells by global coordinates.
@@ -24,6 +27,7 @@ impl Rule {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Life(_) => "life",
+            Self::D2q9(_) => "d2q9",
         }
     }
 
@@ -31,6 +35,7 @@ impl Rule {
     pub fn fields(&self) -> usize {
         match self {
             Self::Life(_) => 1,
+            Self::D2q9(_) => 9,
         }
     }
 
@@ -42,6 +47,7 @@ impl Rule {
     pub(crate) fn format(&self) -> Format {
         match self {
             Self::Life(_) => Format::Bit,
+            Self::D2q9(_) => Format::Float,
         }
     }
 
@@ -52,14 +58,16 @@ impl Rule {
     pub fn check(&self, grid: &Grid) -> Result<(), GridError> {
         match self {
             Self::Life(life) => life.check(grid),
+            Self::D2q9(fluid) => fluid.check(grid),
         }
     }
 
     /// What moves a tile of that geometry.
-    pub(crate) fn stepper(&self, _frame: &Frame) -> Box<dyn Stepper> {
-        match self {
+    pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError> {
+        Ok(match self {
             Self::Life(life) => Box::new(*life),
-        }
+            Self::D2q9(fluid) => Box::new(D2q9::new(fluid, frame)?),
+        })
     }
 }
 
@@ -92,4 +100,14 @@ pub(crate) trait Stepper: Send + Sync {
     fn hidden(&self, _at: [usize; 3]) -> u64 {
         0
     }
+}
+
+/// Called in a kernel, sees to it that registers are saved at aligned places: the compiler aligns a frame only if there is
+/// something aligned in it before it knows what it has to save. Else, depending on where the stack happens to be, such a
+/// place may lie across a page boundary, and all of the kernel is three times slower.
+#[inline(always)]
+pub(crate) fn aligned_frame() {
+    #[repr(align(64))]
+    struct Aligned(#[expect(dead_code, reason = "only its place matters")] [u8; 64]);
+    std::hint::black_box(&mut Aligned([0; 64]));
 }

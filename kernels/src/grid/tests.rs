@@ -1,4 +1,5 @@
 //! One tile and many: whatever the cuts, the depth of halos, the threads and the instruction set, the same bits.
+mod fluid;
 mod life;
 
 use std::collections::BTreeMap;

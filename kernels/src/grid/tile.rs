@@ -74,7 +74,7 @@ impl Tile {
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
         let planes = || Planes::new(rule.fields(), frame.plane_bytes());
         let mut tile = Self {
-            stepper: rule.stepper(&frame),
+            stepper: rule.stepper(&frame)?,
             state: planes()?,
             next: planes()?,
             half: false,

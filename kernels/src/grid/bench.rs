@@ -1,0 +1,174 @@
+//! How fast grids advance on this machine's CPU, beside what its memory can deliver in the same minutes.
+//!
+//! A fluid's step reads and writes every population once, so cells times bytes against a copy with streaming stores says
+//! how much of the machine is used. Figures are medians of rounds in which every measurement takes its turn.
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::lbm::{C, Fluid};
+use super::life::Life;
+use super::planes::Planes;
+use super::rule::Rule;
+use super::tile::{Threads, Tile};
+use super::{Grid, GridError};
+use crate::cpu::Isa;
+use crate::cpu::simd::{Kernel, Simd};
+
+/// Read and written for each cell of a D2Q9 fluid in a step.
+pub const FLUID_BYTES: usize = 2 * C.len() * 4;
+/// Each measurement of a round takes about so long: others who need the machine disturb both alike.
+const SECONDS: f64 = 0.05;
+
+/// What a fluid's steps cost.
+#[derive(Clone, Debug, Serialize)]
+pub struct FluidFigures {
+    /// Compute threads.
+    pub threads: usize,
+    /// Instruction set in use.
+    pub instruction_set: &'static str,
+    /// Cells along each axis.
+    pub size: [usize; 2],
+    /// Million cells advanced by a step per second.
+    pub mlups: f64,
+    /// Bytes read and written for a cell in a step.
+    pub bytes_per_cell_step: usize,
+    /// Bytes read plus bytes written per second by a copy with streaming stores between buffers of the same size.
+    pub copy_bandwidth: f64,
+    /// The fluid's bytes per second over the copy's in the same round: the median over rounds.
+    pub share_of_copy_bandwidth: f64,
+}
+
+/// What Life's steps cost.
+#[derive(Clone, Debug, Serialize)]
+pub struct LifeFigures {
+    /// Compute threads.
+    pub threads: usize,
+    /// Instruction set in use.
+    pub instruction_set: &'static str,
+    /// Cells along each axis.
+    pub size: [usize; 2],
+    /// The rule.
+    pub rule: String,
+    /// Cells advanced by a step per second.
+    pub cells_per_s: f64,
+}
+
+/// Measures a periodic box of D2Q9.
+///
+/// # Errors
+/// The box does not fit into memory.
+///
+/// # Panics
+/// The operating system refuses threads.
+pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> Result<FluidFigures, GridError> {
+    let grid = Grid::periodic(&size)?;
+    let mut tile = Tile::new(&grid, &Rule::D2q9(fluid.clone()), grid.region(), 1)?;
+    tile.load(&mut |at, cell| {
+        let [x, y] = [0, 1].map(|axis| (at[axis] as f64 / size[axis] as f64 * std::f64::consts::TAU).sin());
+        cell.copy_from_slice(&fluid.cell(1.0, [0.02 * y, 0.02 * x], [[0.0; 2]; 2]));
+    });
+    let mut threads = Threads::new(threads).expect("threads");
+    let bytes = 4 * C.len() * grid.region().cells();
+    let (from, mut to) = (Planes::new(1, bytes)?, Planes::new(1, bytes)?);
+    let cells = grid.region().cells() as f64;
+    let (mut steps, mut copies) = (1, 1);
+    let (mut rates, mut bandwidths, mut shares) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..=rounds {
+        let stepping = seconds(|| tile.advance(&mut threads, steps).expect("a solo tile needs no halo"));
+        let copying = seconds(|| (0..copies).for_each(|_| copy(&from, &mut to, bytes / 4, &mut threads)));
+        if round > 0 {
+            let rate = cells * steps as f64 / stepping;
+            let bandwidth = 2.0 * bytes as f64 * copies as f64 / copying;
+            rates.push(rate);
+            bandwidths.push(bandwidth);
+            shares.push(rate * FLUID_BYTES as f64 / bandwidth);
+        }
+        steps = (SECONDS * steps as f64 / stepping).max(1.0) as usize;
+        copies = (SECONDS * copies as f64 / copying).max(1.0) as usize;
+    }
+    Ok(FluidFigures {
+        threads: threads.count(),
+        instruction_set: Isa::detect().name(),
+        size,
+        mlups: median(rates) / 1e6,
+        bytes_per_cell_step: FLUID_BYTES,
+        copy_bandwidth: median(bandwidths),
+        share_of_copy_bandwidth: median(shares),
+    })
+}
+
+/// Measures a periodic soup of Life.
+///
+/// # Errors
+/// It does not fit into memory.
+///
+/// # Panics
+/// The operating system refuses threads.
+pub fn life(life: Life, size: [usize; 2], threads: usize, rounds: usize) -> Result<LifeFigures, GridError> {
+    let grid = Grid::periodic(&size)?;
+    let mut tile = Tile::new(&grid, &Rule::Life(life), grid.region(), 1)?;
+    tile.load(&mut |[x, y, _], cell| {
+        let mixed = (x as u64 | (y as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        cell[0] = ((mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 63) as f32;
+    });
+    let mut threads = Threads::new(threads).expect("threads");
+    let mut steps = 1;
+    let mut rates = Vec::new();
+    for round in 0..=rounds {
+        let stepping = seconds(|| tile.advance(&mut threads, steps).expect("a solo tile needs no halo"));
+        if round > 0 {
+            rates.push(grid.region().cells() as f64 * steps as f64 / stepping);
+        }
+        steps = (SECONDS * steps as f64 / stepping).max(1.0) as usize;
+    }
+    Ok(LifeFigures {
+        threads: threads.count(),
+        instruction_set: Isa::detect().name(),
+        size,
+        rule: life.to_string(),
+        cells_per_s: median(rates),
+    })
+}
+
+fn seconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64().max(1e-9)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Copies so many `f32` past the caches.
+fn copy(from: &Planes, to: &mut Planes, len: usize, threads: &mut Threads) {
+    let (isa, from, to) = (Isa::detect(), from.plane::<f32>(0), to.shared());
+    threads.pool().run(len / 16, 1 << 12, &|_, blocks| {
+        let (start, blocks) = (16 * blocks.start, blocks.len());
+        // SAFETY: blocks are within both planes, and each is in one range only.
+        unsafe { isa.run(Copy { from: from.as_ptr().add(start), to: to.start::<f32>(0).add(start), blocks }) }
+    });
+}
+
+struct Copy {
+    from: *const f32,
+    to: *mut f32,
+    blocks: usize,
+}
+
+impl Kernel for Copy {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the contract of `copy`, passed on.
+        unsafe {
+            for i in 0..self.blocks {
+                S::stream(S::load(self.from.add(16 * i)), self.to.add(16 * i));
+            }
+            S::fence();
+        }
+    }
+}

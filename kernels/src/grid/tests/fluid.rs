@@ -1,0 +1,305 @@
+//! Fluids against flows whose answer is known, and against themselves cut into tiles.
+use std::f64::consts::{PI, TAU};
+use std::sync::Arc;
+
+use super::*;
+use crate::grid::lbm::{Collision, Fluid};
+use crate::grid::{Face, Grid};
+
+const WALLS: [Face; 2] = [Face::Wall; 2];
+const PERIODIC: [Face; 2] = [Face::Periodic; 2];
+const MAGIC: Collision = Collision::Trt { magic: 3.0 / 16.0 };
+
+/// A solo tile with density, velocity and velocity gradient by cell.
+fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> (f64, [f64; 2], [[f64; 2]; 2])) -> Tile {
+    let mut tile = Tile::new(grid, &Rule::D2q9(fluid.clone()), grid.region(), 1).unwrap();
+    tile.load(&mut |[x, y, _], cell| {
+        let (density, velocity, gradient) = init([x as f64 + 0.5, y as f64 + 0.5]);
+        cell.copy_from_slice(&fluid.cell(density, velocity, gradient));
+    });
+    tile
+}
+
+fn at_rest(_: [f64; 2]) -> (f64, [f64; 2], [[f64; 2]; 2]) {
+    (1.0, [0.0; 2], [[0.0; 2]; 2])
+}
+
+/// Density and velocity of all cells, x innermost.
+fn moments(tile: &Tile, fluid: &Fluid) -> Vec<(f64, [f64; 2])> {
+    let fields: Vec<_> = (0..9).map(|i| tile.read(i, tile.region()).unwrap()).collect();
+    (0..fields[0].len()).map(|at| fluid.moments(&std::array::from_fn(|i| fields[i][at]))).collect()
+}
+
+fn advance(tile: &mut Tile, steps: usize) {
+    tile.advance(&mut Threads::new(1).unwrap(), steps).unwrap();
+}
+
+#[test]
+fn tiles_equal_one() {
+    let stir = |at: [usize; 3], fluid: &Fluid, cell: &mut [f32]| {
+        let part = |salt| (noise(at, salt) % 1000) as f64 / 1000.0 - 0.5;
+        cell.copy_from_slice(&fluid.cell(1.0 + 0.02 * part(1), [0.1 * part(2), 0.1 * part(3)], [[0.0; 2]; 2]));
+    };
+    let disc: crate::grid::rule::CellMap<bool> =
+        Arc::new(|[x, y, _]| (x as f64 - 63.0).powi(2) + (y as f64 - 20.0).powi(2) < 40.0 || x > 250 && y < 2);
+    let lid = Face::Moving { velocity: [0.1, 0.0, 0.0] };
+    let inlet = Face::Inlet { velocity: [0.05, 0.01, 0.0], parabola: true };
+    let outlet = Face::Outlet { density: 1.0 };
+    let plain = Fluid::new(0.7);
+    let trt = Fluid { collision: MAGIC, force: [1e-4, -2e-4], ..Fluid::new(0.6) };
+    let varied = Fluid { omega: Some(Arc::new(|[x, y, _]| 1.0 + ((x * 3 + y * 7) % 11) as f32 * 0.08)), ..trt.clone() };
+    let masked = Fluid { solid: Some(disc), ..plain.clone() };
+    let masked_trt = Fluid { collision: MAGIC, ..masked.clone() };
+    for (size, faces, fluid) in [
+        ([256, 50], [PERIODIC, PERIODIC], &plain),
+        ([256, 50], [PERIODIC, PERIODIC], &masked_trt),
+        ([200, 50], [WALLS, [Face::Wall, lid]], &plain),
+        ([256, 50], [PERIODIC, WALLS], &varied),
+        ([201, 50], [WALLS, PERIODIC], &trt),
+        ([256, 50], [[inlet, outlet], WALLS], &masked),
+        ([256, 50], [[outlet, inlet], PERIODIC], &masked),
+        ([256, 50], [WALLS, [inlet, outlet]], &plain),
+        ([256, 50], [WALLS, [outlet, inlet]], &varied),
+    ] {
+        let grid = Grid::new(&size, &faces).unwrap();
+        let init = |at: [usize; 3], cell: &mut [f32]| stir(at, fluid, cell);
+        same_bits_however_it_is_cut(&grid, &Rule::D2q9(fluid.clone()), &init, 9);
+    }
+}
+
+#[test]
+fn streaming_past_the_caches_gives_the_same_bits() {
+    let (grid, fluid) = (Grid::closed(&[1024, 300]).unwrap(), Fluid { force: [1e-5, 0.0], ..Fluid::new(0.7) });
+    let rule = Rule::D2q9(fluid.clone());
+    let init = |at: [usize; 3], cell: &mut [f32]| {
+        let part = |salt| (noise(at, salt) % 1000) as f64 / 1e4;
+        cell.copy_from_slice(&fluid.cell(1.0, [part(1), part(2)], [[0.0; 2]; 2]));
+    };
+    // A state of 22 MB, and three of 7.
+    let one = run(&grid, &rule, &init, 5, [&[], &[], &[]], (1, 2, Isa::detect()));
+    let three = run(&grid, &rule, &init, 5, [&[], &[100, 200], &[]], (2, 1, Isa::detect()));
+    assert_eq!(one, three);
+}
+
+/// Relative L2 error of the velocity and the measured decay rate over the exact one.
+fn taylor_green(n: usize, collision: Collision) -> (f64, f64) {
+    let fluid = Fluid { collision, ..Fluid::new(0.8) };
+    let (k, u0) = (TAU / n as f64, 1.28 / n as f64);
+    let exact = |[x, y]: [f64; 2], decay: f64| {
+        let u = u0 * decay;
+        let (cx, sx, cy, sy) = ((k * x).cos(), (k * x).sin(), (k * y).cos(), (k * y).sin());
+        let pressure = -0.25 * u * u * ((2.0 * k * x).cos() + (2.0 * k * y).cos());
+        let gradient = [[u * k * sx * sy, u * k * cx * cy], [-u * k * cx * cy, -u * k * sx * sy]];
+        (1.0 + 3.0 * pressure, [-u * cx * sy, u * sx * cy], gradient)
+    };
+    let mut tile = flow(&Grid::periodic(&[n, n]).unwrap(), &fluid, &|at| exact(at, 1.0));
+    let rate = 2.0 * fluid.viscosity() * k * k;
+    let steps = (1.0 / rate).round() as usize;
+    let energy = |tile: &Tile| moments(tile, &fluid).iter().map(|(_, [u, v])| u * u + v * v).sum::<f64>();
+    let before = energy(&tile);
+    advance(&mut tile, steps);
+    let decay = (-rate * steps as f64).exp();
+    let (mut wrong, mut all) = (0.0, 0.0);
+    for (i, (_, found)) in moments(&tile, &fluid).into_iter().enumerate() {
+        let (_, expected, _) = exact([(i % n) as f64 + 0.5, (i / n) as f64 + 0.5], decay);
+        for axis in 0..2 {
+            wrong += (found[axis] - expected[axis]).powi(2);
+            all += expected[axis].powi(2);
+        }
+    }
+    ((wrong / all).sqrt(), (before / energy(&tile)).ln() / (2.0 * rate * steps as f64))
+}
+
+#[test]
+fn taylor_green_vortices_decay_and_errors_fall_with_the_square() {
+    for collision in [Collision::Bgk, MAGIC] {
+        let found = [32, 64, 128].map(|n| taylor_green(n, collision));
+        for (error, rate) in found {
+            assert!((rate - 1.0).abs() < 0.005, "decay rate off by {:.3} %, error {error:.2e}", 100.0 * (rate - 1.0));
+        }
+        let slope = |a: f64, b: f64| (a / b).log2();
+        let slopes = [slope(found[0].0, found[1].0), slope(found[1].0, found[2].0)];
+        assert!(slopes.iter().all(|slope| (1.85..2.3).contains(slope)), "{collision:?}: {slopes:?}, {found:?}");
+    }
+}
+
+#[test]
+fn poiseuille_and_couette() {
+    let (height, width) = (40, 16);
+    let channel = Grid::new(&[width, height], &[PERIODIC, WALLS]).unwrap();
+    for (collision, tau) in [(Collision::Bgk, 0.8), (MAGIC, 0.8), (MAGIC, 1.7)] {
+        let fluid = Fluid { collision, ..Fluid::new(tau) };
+        let top = 0.05;
+        let force = 8.0 * fluid.viscosity() * top / (height * height) as f64;
+        let fluid = Fluid { force: [force as f32, 0.0], ..fluid };
+        let mut tile = flow(&channel, &fluid, &at_rest);
+        advance(&mut tile, (1.4 * (height * height) as f64 / fluid.viscosity()) as usize);
+        for (i, (_, [u, v])) in moments(&tile, &fluid).into_iter().enumerate() {
+            let y = (i / width) as f64 + 0.5;
+            let expected = 4.0 * top * y * (height as f64 - y) / (height * height) as f64;
+            assert!((u - expected).abs() < 0.005 * top && v.abs() < 1e-5, "{collision:?}: {u} {v}, {expected} at {y}");
+        }
+
+        let lid = Face::Moving { velocity: [top as f32, 0.0, 0.0] };
+        let fluid = Fluid { force: [0.0; 2], ..fluid };
+        let mut tile = flow(&Grid::new(&[width, height], &[PERIODIC, [Face::Wall, lid]]).unwrap(), &fluid, &at_rest);
+        advance(&mut tile, (1.4 * (height * height) as f64 / fluid.viscosity()) as usize);
+        for (i, (_, [u, _])) in moments(&tile, &fluid).into_iter().enumerate() {
+            let expected = top * ((i / width) as f64 + 0.5) / height as f64;
+            assert!((u - expected).abs() < 0.005 * top, "{collision:?}: {u}, {expected} expected");
+        }
+    }
+}
+
+#[test]
+fn a_channel_with_an_inlet_and_an_outlet() {
+    // Slow, for the density falls along the channel and the velocity rises with that.
+    let (height, width, top) = (32, 96, 0.02f32);
+    let inlet = Face::Inlet { velocity: [top, 0.0, 0.0], parabola: true };
+    let outlet = Face::Outlet { density: 1.0 };
+    let fluid = Fluid { collision: MAGIC, ..Fluid::new(0.9) };
+    // The same flow along x and, turned, against y.
+    let along = Grid::new(&[width, height], &[[inlet, outlet], WALLS]).unwrap();
+    let inlet = Face::Inlet { velocity: [0.0, -top, 0.0], parabola: true };
+    let against = Grid::new(&[height, width], &[WALLS, [outlet, inlet]]).unwrap();
+    for (grid, axis, sign) in [(along, 0, 1.0), (against, 1, -1.0)] {
+        let mut tile = flow(&grid, &fluid, &at_rest);
+        advance(&mut tile, 12_000);
+        let nx = grid.size()[0];
+        for (i, (density, velocity)) in moments(&tile, &fluid).into_iter().enumerate() {
+            let at = [i % nx, i / nx];
+            let y = at[1 - axis] as f64 + 0.5;
+            let expected = 4.0 * f64::from(top) * y * (height as f64 - y) / (height * height) as f64;
+            let far = (16..width - 16).contains(&at[axis]);
+            let error = (sign * velocity[axis] - expected).abs() / f64::from(top);
+            assert!(error < if far { 0.01 } else { 0.03 }, "{velocity:?} and {density} at {at:?}: {expected} expected");
+        }
+    }
+}
+
+#[test]
+fn a_shear_wave_shows_the_viscosity() {
+    let n = 128;
+    let (k, u0) = (TAU / n as f64, 0.02);
+    for fluid in [Fluid::new(0.8), Fluid { collision: MAGIC, ..Fluid::new(0.65) }] {
+        let init = |[_, y]: [f64; 2]| (1.0, [u0 * (k * y).sin(), 0.0], [[0.0; 2], [u0 * k * (k * y).cos(), 0.0]]);
+        let mut tile = flow(&Grid::periodic(&[16, n]).unwrap(), &fluid, &init);
+        let amplitude = |tile: &Tile| {
+            let all = moments(tile, &fluid);
+            all.iter().enumerate().map(|(i, (_, [u, _]))| u * (k * ((i / 16) as f64 + 0.5)).sin()).sum::<f64>()
+        };
+        let before = amplitude(&tile);
+        let steps = (1.0 / (fluid.viscosity() * k * k)) as usize;
+        advance(&mut tile, steps);
+        let viscosity = (before / amplitude(&tile)).ln() / (k * k * steps as f64);
+        let error = viscosity / fluid.viscosity() - 1.0;
+        assert!(error.abs() < 0.001, "{:.4} % off", 100.0 * error);
+    }
+}
+
+#[test]
+fn mass_stays_in_closed_and_in_periodic_boxes() {
+    let solid: crate::grid::rule::CellMap<bool> = Arc::new(|[x, y, _]| x.abs_diff(20) + y.abs_diff(12) < 6);
+    let lid = Face::Moving { velocity: [0.08, 0.0, 0.0] };
+    for faces in [[PERIODIC, PERIODIC], [WALLS, [Face::Wall, lid]]] {
+        for solid in [None, Some(Arc::clone(&solid))] {
+            let fluid = Fluid { solid, ..Fluid::new(0.6) };
+            let n = 40;
+            let grid = Grid::new(&[n, n], &faces).unwrap();
+            let mut tile = flow(&grid, &fluid, &|[x, y]| {
+                let wave = (TAU * x / n as f64).sin() * (PI * y / n as f64).sin();
+                (1.0 + 0.01 * wave, [0.05 * wave, -0.03 * wave], [[0.0; 2]; 2])
+            });
+            let mass = |tile: &Tile| moments(tile, &fluid).iter().map(|(density, _)| density).sum::<f64>();
+            let before = mass(&tile);
+            advance(&mut tile, 10_000);
+            let change = mass(&tile) / before - 1.0;
+            assert!(change.abs() < 1e-6, "{change:e} of the mass, {faces:?}, mask {}", fluid.solid.is_some());
+        }
+    }
+}
+
+/// Ghia, Ghia and Shin 1982, Re 100: u along the vertical through the centre, v along the horizontal.
+const GHIA_U: [[f64; 2]; 15] = [
+    [0.0547, -0.03717],
+    [0.0625, -0.04192],
+    [0.0703, -0.04775],
+    [0.1016, -0.06434],
+    [0.1719, -0.10150],
+    [0.2813, -0.15662],
+    [0.4531, -0.21090],
+    [0.5000, -0.20581],
+    [0.6172, -0.13641],
+    [0.7344, 0.00332],
+    [0.8516, 0.23151],
+    [0.9531, 0.68717],
+    [0.9609, 0.73722],
+    [0.9688, 0.78871],
+    [0.9766, 0.84123],
+];
+const GHIA_V: [[f64; 2]; 15] = [
+    [0.0625, 0.09233],
+    [0.0703, 0.10091],
+    [0.0781, 0.10890],
+    [0.0938, 0.12317],
+    [0.1563, 0.16077],
+    [0.2266, 0.17507],
+    [0.2344, 0.17527],
+    [0.5000, 0.05454],
+    [0.8047, -0.24533],
+    [0.8594, -0.22445],
+    [0.9063, -0.16914],
+    [0.9453, -0.10313],
+    [0.9531, -0.08864],
+    [0.9609, -0.07391],
+    [0.9688, -0.05906],
+];
+
+#[test]
+fn the_lid_driven_cavity_is_ghias() {
+    let (n, speed) = (128, 0.1);
+    let fluid = Fluid { collision: MAGIC, ..Fluid::new(0.5 + 3.0 * speed * n as f64 / 100.0) };
+    let lid = Face::Moving { velocity: [speed as f32, 0.0, 0.0] };
+    let mut tile = flow(&Grid::new(&[n, n], &[WALLS, [Face::Wall, lid]]).unwrap(), &fluid, &at_rest);
+    advance(&mut tile, 30 * (n as f64 / speed) as usize);
+    let all = moments(&tile, &fluid);
+    // On the line between the two cells in the middle, at a place between two cells along it.
+    let along = |place: f64, axis: usize| {
+        let at = place * n as f64 - 0.5;
+        let (low, share) = (at.floor() as usize, at.fract());
+        let value = |i: usize| {
+            let cell = |middle: usize| if axis == 0 { i * n + middle } else { middle * n + i };
+            0.5 * (all[cell(n / 2 - 1)].1[axis] + all[cell(n / 2)].1[axis])
+        };
+        (value(low) * (1.0 - share) + value(low + 1) * share) / speed
+    };
+    for (axis, table) in [GHIA_U, GHIA_V].iter().enumerate() {
+        for &[place, expected] in table {
+            let found = along(place, axis);
+            assert!(
+                (found - expected).abs() < 0.01,
+                "{} at {place}: {found:.5}, {expected} expected",
+                ["u", "v"][axis]
+            );
+        }
+    }
+}
+
+#[test]
+fn what_no_fluid_can_be_is_named() {
+    let grid = Grid::closed(&[32, 32]).unwrap();
+    let says = |grid: &Grid, fluid: Fluid| {
+        Tile::new(grid, &Rule::D2q9(fluid), grid.region(), 1).map(|_| ()).unwrap_err().to_string()
+    };
+    let error = says(&grid, Fluid::new(0.5));
+    assert!(error.contains("above 1/2"), "{error}");
+    let error = says(&grid, Fluid { collision: Collision::Trt { magic: -1.0 }, ..Fluid::new(1.0) });
+    assert!(error.contains("must be positive"), "{error}");
+    let error = says(&grid, Fluid { omega: Some(Arc::new(|_| 2.0)), ..Fluid::new(1.0) });
+    assert!(error.contains("omega = 2 at [0, 0, 0]"), "{error}");
+    let error = says(&Grid::closed(&[8, 8, 8]).unwrap(), Fluid::new(1.0));
+    assert!(error.contains("two dimensions"), "{error}");
+    let through = [[Face::Moving { velocity: [0.1, 0.0, 0.0] }, Face::Wall], WALLS];
+    let error = says(&Grid::new(&[8, 8], &through).unwrap(), Fluid::new(1.0));
+    assert!(error.contains("along itself"), "{error}");
+}
