@@ -8,6 +8,7 @@ use super::{Grid, GridError};
 use crate::cpu::Isa;
 use crate::grid::lbm::{D2q9, Fluid};
 use crate::grid::life::Life;
+use crate::grid::scalar::{GrayScott, Heat, Local, Scalar, Wave};
 
 /// A rule with its parameters.
 #[derive(Clone, Debug)]
@@ -17,6 +18,12 @@ pub enum Rule {
     Life(Life),
     /// A fluid in two dimensions; the fields of a cell come from [`Fluid::cell`] and go to [`Fluid::moments`].
     D2q9(Fluid),
+    /// Heat that spreads.
+    Heat(Heat),
+    /// Waves.
+    Wave(Wave),
+    /// Two substances that react and spread.
+    GrayScott(GrayScott),
 }
 
 /// A property of cells by global coordinates.
@@ -28,6 +35,9 @@ impl Rule {
         match self {
             Self::Life(_) => "life",
             Self::D2q9(_) => "d2q9",
+            Self::Heat(_) => Heat::NAME,
+            Self::Wave(_) => Wave::NAME,
+            Self::GrayScott(_) => GrayScott::NAME,
         }
     }
 
@@ -36,6 +46,9 @@ impl Rule {
         match self {
             Self::Life(_) => 1,
             Self::D2q9(_) => 9,
+            Self::Heat(_) => Heat::FIELDS,
+            Self::Wave(_) => Wave::FIELDS,
+            Self::GrayScott(_) => GrayScott::FIELDS,
         }
     }
 
@@ -47,7 +60,7 @@ impl Rule {
     pub(crate) fn format(&self) -> Format {
         match self {
             Self::Life(_) => Format::Bit,
-            Self::D2q9(_) => Format::Float,
+            Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => Format::Float,
         }
     }
 
@@ -59,6 +72,9 @@ impl Rule {
         match self {
             Self::Life(life) => life.check(grid),
             Self::D2q9(fluid) => fluid.check(grid),
+            Self::Heat(heat) => heat.check(grid),
+            Self::Wave(wave) => wave.check(grid),
+            Self::GrayScott(reaction) => reaction.check(grid),
         }
     }
 
@@ -67,6 +83,9 @@ impl Rule {
         Ok(match self {
             Self::Life(life) => Box::new(*life),
             Self::D2q9(fluid) => Box::new(D2q9::new(fluid, frame)?),
+            Self::Heat(heat) => Box::new(Scalar::new(*heat, frame)),
+            Self::Wave(wave) => Box::new(Scalar::new(*wave, frame)),
+            Self::GrayScott(reaction) => Box::new(Scalar::new(*reaction, frame)),
         })
     }
 }

@@ -1,0 +1,311 @@
+//! Fields of numbers that change by their neighbours along the axes: heat, waves, Gray-Scott, in two and three dimensions.
+//!
+//! A rule is a function of [`Around`], written once; the walk over rows, the ghosts and both numbers of dimensions are
+//! here for all. Next: the three rules at the end.
+use super::frame::Frame;
+use super::planes::{Planes, Shared};
+use super::rule::{Rows, Stepper, aligned_frame};
+use super::{AXES, Face, Grid, GridError};
+use crate::cpu::Isa;
+use crate::cpu::simd::{Kernel, Simd};
+
+/// States larger than this are written past the caches.
+const STREAM: usize = 16 << 20;
+/// Cells that are fetched so much before they are needed: the machine itself stops to read ahead at the ends of pages.
+const AHEAD: isize = 256;
+
+/// The heat equation, a step forward in time: u + rate · ∇²u.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Heat {
+    /// Diffusivity in cells² a step: above 1 / (2 · dimensions) it is unstable.
+    pub rate: f32,
+}
+
+/// The wave equation by leapfrog: 2u - before + speed² · ∇²u. Field 0 is now, field 1 the step before.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wave {
+    /// Cells a step: above 1 / √dimensions it is unstable.
+    pub speed: f32,
+}
+
+/// Gray's and Scott's reaction of u (field 0), which is fed, with v (field 1), which dies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GrayScott {
+    /// Diffusivities of u and of v, cells² a step.
+    pub diffusion: [f32; 2],
+    /// How fast u comes in and both go out.
+    pub feed: f32,
+    /// How fast v dies beside that.
+    pub kill: f32,
+}
+
+/// What a cell sees.
+struct Around<'a, S: Simd, const THREE: bool> {
+    planes: &'a [*const f32; 2],
+    at: isize,
+    strides: [isize; 2],
+    lanes: std::marker::PhantomData<S>,
+}
+
+impl<S: Simd, const THREE: bool> Around<'_, S, THREE> {
+    #[inline(always)]
+    unsafe fn cell(&self, field: usize) -> S::F {
+        // SAFETY: the contract of `Stepper::rows`.
+        unsafe { S::load(self.planes[field].offset(self.at)) }
+    }
+
+    #[inline(always)]
+    unsafe fn pair(&self, field: usize, stride: isize) -> S::F {
+        // SAFETY: the contract of `Stepper::rows`.
+        unsafe {
+            let at = self.planes[field].offset(self.at);
+            S::add(S::load(at.offset(-stride)), S::load(at.offset(stride)))
+        }
+    }
+
+    /// The sum of the neighbours less as many times the cell.
+    #[inline(always)]
+    unsafe fn laplacian(&self, field: usize) -> S::F {
+        // SAFETY: the contract of `Stepper::rows`.
+        unsafe {
+            let mut sum = S::add(self.pair(field, 1), self.pair(field, self.strides[0]));
+            if THREE {
+                sum = S::add(sum, self.pair(field, self.strides[1]));
+            }
+            S::fma(S::splat(if THREE { -6.0 } else { -4.0 }), self.cell(field), sum)
+        }
+    }
+}
+
+/// A rule of one or two fields.
+pub(crate) trait Local: Copy + Send + Sync + 'static {
+    const NAME: &'static str;
+    const FIELDS: usize;
+    /// Fields of which a cell sees its own only.
+    const ALONE: &'static [usize] = &[];
+
+    /// The fields of 16 cells next; those that there are not may be anything.
+    #[allow(private_interfaces)]
+    unsafe fn next<S: Simd, const THREE: bool>(self, around: &Around<'_, S, THREE>) -> [S::F; 2];
+
+    /// What is wrong with the parameters.
+    fn wrong(&self) -> Option<String>;
+
+    fn check(&self, grid: &Grid) -> Result<(), GridError> {
+        if let Some(what) = self.wrong() {
+            return Err(GridError::Parameter { rule: Self::NAME, what });
+        }
+        for axis in 0..grid.dimensions() {
+            for face in grid.faces(axis) {
+                match face {
+                    Face::Periodic | Face::Wall => {}
+                    Face::Fixed(values) if values.iter().all(|value| value.is_finite()) => {}
+                    Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
+                        let known = "periodic, wall (no flux) and fixed (finite values)";
+                        return Err(GridError::Face { rule: Self::NAME, face, axis: AXES[axis], known });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A rule on one tile.
+pub(crate) struct Scalar<R> {
+    rule: R,
+    three: bool,
+    stream: bool,
+}
+
+impl<R: Local> Scalar<R> {
+    pub(crate) fn new(rule: R, frame: &Frame) -> Self {
+        let stream = 2 * R::FIELDS * frame.plane_bytes() > STREAM;
+        Self { rule, three: frame.grid.dimensions() == 3, stream }
+    }
+}
+
+impl<R: Local> Stepper for Scalar<R> {
+    fn fill(&self, frame: &Frame, state: &mut Planes) {
+        for field in (0..R::FIELDS).filter(|field| !R::ALONE.contains(field)) {
+            (0..frame.grid.dimensions()).for_each(|axis| fill(frame, state.plane_mut::<f32>(field), field, axis));
+        }
+    }
+
+    unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows) {
+        let (start, end) = (rows.x.start.div_euclid(16) * 16, (rows.x.end + 15).div_euclid(16) * 16);
+        let at = frame.at([start, rows.y.start, rows.z]);
+        let field = |i: usize| i.min(R::FIELDS - 1);
+        let part = Part {
+            from: std::array::from_fn(|i| state.plane::<f32>(field(i)).as_ptr().wrapping_add(at)),
+            to: std::array::from_fn(|i| next.start::<f32>(field(i)).wrapping_add(at)),
+            strides: frame.strides(),
+            rows: rows.y.len(),
+            cells: (end - start) as usize,
+        };
+        let rule = self.rule;
+        // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
+        // instruction set was detected.
+        unsafe {
+            match (self.three, self.stream) {
+                (false, false) => isa.run(Walk::<R, false, false> { part, rule }),
+                (false, true) => isa.run(Walk::<R, false, true> { part, rule }),
+                (true, false) => isa.run(Walk::<R, true, false> { part, rule }),
+                (true, true) => isa.run(Walk::<R, true, true> { part, rule }),
+            }
+        }
+    }
+
+    fn travels(&self, field: usize) -> Option<[i8; 3]> {
+        // What is not looked at from outside is needed where cells are computed only, as if it stayed.
+        R::ALONE.contains(&field).then_some([0; 3])
+    }
+}
+
+/// The ghosts at both ends of an axis; those beyond two faces at once are nobody's neighbours.
+fn fill(frame: &Frame, cells: &mut [f32], field: usize, axis: usize) {
+    let size = frame.size[axis];
+    let mut span = frame.span(frame.depth);
+    for (side, ghost, end) in [(0, -1, 0), (1, size, size - 1)] {
+        let (source, value) = match frame.face(axis, side) {
+            Some(Face::Fixed(values)) => (None, values[field]),
+            Some(Face::Periodic | Face::Wall | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. }) => {
+                (Some(end), 0.0)
+            }
+            None if frame.wraps[axis] => (Some(size - 1 - end), 0.0),
+            None => continue,
+        };
+        span.0[axis] = ghost..ghost + 1;
+        for (y, z) in span.rows() {
+            let row = |place: isize| {
+                let mut at = [span.0[0].start, y, z];
+                at[axis] = place;
+                frame.at(at)
+            };
+            let (to, len) = (row(ghost), span.len(0));
+            match source {
+                Some(source) => cells.copy_within(row(source)..row(source) + len, to),
+                None => cells[to..to + len].fill(value),
+            }
+        }
+    }
+}
+
+struct Part {
+    from: [*const f32; 2],
+    to: [*mut f32; 2],
+    strides: [isize; 2],
+    rows: usize,
+    cells: usize,
+}
+
+struct Walk<R, const THREE: bool, const STREAM: bool> {
+    part: Part,
+    rule: R,
+}
+
+impl<R: Local, const THREE: bool, const STREAM: bool> Kernel for Walk<R, THREE, STREAM> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { part, rule } = self;
+        aligned_frame();
+        // SAFETY: the contract of `Stepper::rows`, passed on.
+        unsafe {
+            for y in 0..part.rows as isize {
+                for x in (0..part.cells as isize).step_by(16) {
+                    let (at, lanes) = (y * part.strides[0] + x, std::marker::PhantomData);
+                    if STREAM {
+                        // The row that nobody has read yet.
+                        let new = at + part.strides[usize::from(THREE)] + AHEAD;
+                        S::prefetch(part.from[0].wrapping_offset(new).cast());
+                        if R::FIELDS == 2 {
+                            S::prefetch(part.from[1].wrapping_offset(new).cast());
+                        }
+                    }
+                    let around = Around::<S, THREE> { planes: &part.from, at, strides: part.strides, lanes };
+                    let next = rule.next(&around);
+                    put::<S, STREAM>(next[0], part.to[0].offset(at));
+                    if R::FIELDS == 2 {
+                        put::<S, STREAM>(next[1], part.to[1].offset(at));
+                    }
+                }
+            }
+            if STREAM {
+                S::fence();
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn put<S: Simd, const STREAM: bool>(v: S::F, to: *mut f32) {
+    // SAFETY: the caller's contract.
+    unsafe { if STREAM { S::stream(v, to) } else { S::store(v, to) } }
+}
+
+impl Local for Heat {
+    const NAME: &'static str = "heat";
+    const FIELDS: usize = 1;
+
+    #[inline(always)]
+    #[allow(private_interfaces)]
+    unsafe fn next<S: Simd, const THREE: bool>(self, around: &Around<'_, S, THREE>) -> [S::F; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { [S::fma(S::splat(self.rate), around.laplacian(0), around.cell(0)); 2] }
+    }
+
+    fn wrong(&self) -> Option<String> {
+        let fits = self.rate >= 0.0 && self.rate.is_finite();
+        (!fits).then(|| format!("rate = {}: it must not be negative", self.rate))
+    }
+}
+
+impl Local for Wave {
+    const NAME: &'static str = "wave";
+    const FIELDS: usize = 2;
+    const ALONE: &'static [usize] = &[1];
+
+    #[inline(always)]
+    #[allow(private_interfaces)]
+    unsafe fn next<S: Simd, const THREE: bool>(self, around: &Around<'_, S, THREE>) -> [S::F; 2] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let now = around.cell(0);
+            let onwards = S::sub(S::add(now, now), around.cell(1));
+            [S::fma(S::splat(self.speed * self.speed), around.laplacian(0), onwards), now]
+        }
+    }
+
+    fn wrong(&self) -> Option<String> {
+        (!self.speed.is_finite()).then(|| format!("speed = {}: a number is needed", self.speed))
+    }
+}
+
+impl Local for GrayScott {
+    const NAME: &'static str = "gray-scott";
+    const FIELDS: usize = 2;
+
+    #[inline(always)]
+    #[allow(private_interfaces)]
+    unsafe fn next<S: Simd, const THREE: bool>(self, around: &Around<'_, S, THREE>) -> [S::F; 2] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let (u, v) = (around.cell(0), around.cell(1));
+            let reaction = S::mul(u, S::mul(v, v));
+            let fed = S::fma(S::splat(self.feed), S::sub(S::splat(1.0), u), S::sub(S::splat(0.0), reaction));
+            let lost = S::fma(S::splat(-(self.feed + self.kill)), v, reaction);
+            [
+                S::add(u, S::fma(S::splat(self.diffusion[0]), around.laplacian(0), fed)),
+                S::add(v, S::fma(S::splat(self.diffusion[1]), around.laplacian(1), lost)),
+            ]
+        }
+    }
+
+    fn wrong(&self) -> Option<String> {
+        let all = [self.diffusion[0], self.diffusion[1], self.feed, self.kill];
+        let fits = all.iter().all(|part| *part >= 0.0 && part.is_finite());
+        (!fits).then(|| format!("{self:?}: no parameter may be negative"))
+    }
+}
