@@ -16,6 +16,7 @@ mod frame;
 mod halo;
 mod hash;
 mod planes;
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -189,8 +190,10 @@ pub enum GridError {
     NoNeighbour([i8; 3]),
     #[error("a strip from direction {direction:?} has {found} bytes, {expected} are needed: same rule, depth and cut?")]
     Strip { direction: [i8; 3], expected: usize, found: usize },
-    #[error("the region {region:?} is not within the tile {tile:?}")]
+    #[error("the region {region:?} is empty or not within the tile {tile:?}")]
     Region { region: Region, tile: Region },
+    #[error("the saved cells have {found} bytes, {expected} are needed: another rule, or cut short?")]
+    Saved { expected: usize, found: usize },
     #[error("field {field} is wanted, the rule has {fields}")]
     Field { field: usize, fields: usize },
     #[error("no memory for {bytes} bytes")]

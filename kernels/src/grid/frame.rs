@@ -191,6 +191,12 @@ impl Frame {
         std::array::from_fn(|axis| at[axis] as isize - self.owned.start[axis] as isize)
     }
 
+    /// A region of owned cells.
+    pub(crate) fn within(&self, region: Region) -> Span {
+        let (start, end) = (self.local(region.start), self.local(region.end));
+        Span(std::array::from_fn(|axis| start[axis]..end[axis]))
+    }
+
     /// The face of the grid at an end of an axis, if the tile reaches it and it is not periodic.
     pub(crate) fn face(&self, axis: usize, side: usize) -> Option<Face> {
         let reached =

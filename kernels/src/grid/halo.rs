@@ -99,7 +99,8 @@ fn bytes(format: Format, span: &Span) -> usize {
     row * span.len(1) * span.len(2)
 }
 
-fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, into: &mut Vec<u8>) {
+/// Appends a field of some cells.
+pub(crate) fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, into: &mut Vec<u8>) {
     if span.is_empty() {
         return;
     }
@@ -119,8 +120,8 @@ fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, into: &mut Ve
     }
 }
 
-/// Gives back what is left of `from`.
-fn write<'a>(frame: &Frame, planes: &mut Planes, field: usize, span: &Span, mut from: &'a [u8]) -> &'a [u8] {
+/// Sets a field of some cells; gives back what is left of `from`.
+pub(crate) fn write<'a>(frame: &Frame, planes: &mut Planes, field: usize, span: &Span, mut from: &'a [u8]) -> &'a [u8] {
     if span.is_empty() {
         return from;
     }

@@ -95,14 +95,14 @@ pub(crate) trait Local: Copy + Send + Sync + 'static {
         if let Some(what) = self.wrong() {
             return Err(GridError::Parameter { rule: Self::NAME, what });
         }
-        for axis in 0..grid.dimensions() {
+        for (axis, name) in AXES.into_iter().enumerate().take(grid.dimensions()) {
             for face in grid.faces(axis) {
                 match face {
                     Face::Periodic | Face::Wall => {}
                     Face::Fixed(values) if values.iter().all(|value| value.is_finite()) => {}
                     Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
                         let known = "periodic, wall (no flux) and fixed (finite values)";
-                        return Err(GridError::Face { rule: Self::NAME, face, axis: AXES[axis], known });
+                        return Err(GridError::Face { rule: Self::NAME, face, axis: name, known });
                     }
                 }
             }

@@ -2,6 +2,7 @@
 mod fluid;
 mod life;
 mod scalar;
+mod state;
 
 use std::collections::BTreeMap;
 
@@ -134,7 +135,7 @@ pub(super) fn same_bits_however_it_is_cut(grid: &Grid, rule: &Rule, init: Init, 
         [&[128], &some_y, &[]],
         [&[], &all_y, &[]],
     ];
-    let (some_z, all_z) = ([depth / 3], [8, depth - 8]);
+    let (some_z, all_z) = ([depth / 3], [8, depth.saturating_sub(8)]);
     if grid.dimensions() == 3 {
         cuts.push([&[], &[], &some_z]);
         cuts.push([&[64], &some_y, &all_z]);

@@ -145,9 +145,7 @@ impl Tile {
         if field >= self.fields() {
             return Err(GridError::Field { field, fields: self.fields() });
         }
-        if !self.frame.owned.contains(&region) {
-            return Err(GridError::Region { region, tile: self.frame.owned });
-        }
+        self.own(region)?;
         let mut values = Vec::with_capacity(region.cells());
         for z in region.start[2]..region.end[2] {
             for y in region.start[1]..region.end[1] {
@@ -211,6 +209,17 @@ impl Tile {
         self.half = false;
         self.finish();
         Ok(())
+    }
+
+    /// Says that its cells, loaded or restored, are those after so many steps.
+    pub fn resume(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    pub(crate) fn own(&self, region: Region) -> Result<(), GridError> {
+        let owned = self.frame.owned;
+        let empty = region.cells() == 0;
+        if empty || !owned.contains(&region) { Err(GridError::Region { region, tile: owned }) } else { Ok(()) }
     }
 
     pub(crate) fn whole(&self) -> Result<(), GridError> {

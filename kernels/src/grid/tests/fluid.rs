@@ -10,8 +10,11 @@ const WALLS: [Face; 2] = [Face::Wall; 2];
 const PERIODIC: [Face; 2] = [Face::Periodic; 2];
 const MAGIC: Collision = Collision::Trt { magic: 3.0 / 16.0 };
 
+/// Density, velocity and velocity gradient.
+type Flow = (f64, [f64; 2], [[f64; 2]; 2]);
+
 /// A solo tile with density, velocity and velocity gradient by cell.
-fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> (f64, [f64; 2], [[f64; 2]; 2])) -> Tile {
+fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> Flow) -> Tile {
     let mut tile = Tile::new(grid, &Rule::D2q9(fluid.clone()), grid.region(), 1).unwrap();
     tile.load(&mut |[x, y, _], cell| {
         let (density, velocity, gradient) = init([x as f64 + 0.5, y as f64 + 0.5]);
@@ -20,7 +23,7 @@ fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> (f64, [f64; 2], [
     tile
 }
 
-fn at_rest(_: [f64; 2]) -> (f64, [f64; 2], [[f64; 2]; 2]) {
+fn at_rest(_: [f64; 2]) -> Flow {
     (1.0, [0.0; 2], [[0.0; 2]; 2])
 }
 

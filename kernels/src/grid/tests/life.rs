@@ -65,7 +65,7 @@ fn equals_a_plain_version() {
 
 #[test]
 fn tiles_equal_one() {
-    let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 7) % 3 == 0) as u8 as f32;
+    let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = f32::from(u8::from(noise(at, 7).is_multiple_of(3)));
     for grid in [
         Grid::periodic(&[320, 60]).unwrap(),
         Grid::closed(&[300, 61]).unwrap(),
@@ -79,7 +79,7 @@ fn tiles_equal_one() {
 
 #[test]
 fn a_halo_deeper_than_a_word() {
-    let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 8) % 3 == 0) as u8 as f32;
+    let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = f32::from(u8::from(noise(at, 8).is_multiple_of(3)));
     let (grid, rule) = (Grid::periodic(&[640, 200]).unwrap(), life("B3/S23"));
     let expected = run(&grid, &rule, &soup, 130, [&[], &[], &[]], (1, 1, Isa::detect()));
     for depth in [63, 64, 65, 96] {

@@ -20,7 +20,7 @@ fn mode(face: Face, cells: usize, waves: usize) -> Mode {
             let k = PI * m / (n + 1.0);
             (k, Box::new(move |x| (k * (x as f64 + 1.0)).sin()))
         }
-        _ => {
+        Face::Periodic | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
             let k = 2.0 * PI * m / n;
             (k, Box::new(move |x| (k * (x as f64 + 0.3)).sin()))
         }

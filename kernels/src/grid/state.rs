@@ -1,0 +1,107 @@
+//! A tile's own cells as a whole: saved and restored, summed, and looked through for what is no number.
+use super::frame::Format;
+use super::halo;
+use super::tile::Tile;
+use super::{GridError, Region};
+
+/// Totals are counted in units of 2^-40, so that no order of adding matters.
+const TOTAL_BITS: u32 = 40;
+
+impl Tile {
+    /// Bytes of [`Self::save`] for a region.
+    pub fn saved_len(&self, region: Region) -> usize {
+        let [width, height, depth] = region.size();
+        let row = match self.frame.format {
+            Format::Float => 4 * width,
+            Format::Bit => width.div_ceil(8),
+        };
+        row * height * depth * self.fields()
+    }
+
+    /// The state of a region of owned cells, field by field, rows along x, as in memory; bits begin a byte with each row.
+    /// Halos are not in it: who restores exchanges them before the next step, and gets the same bits.
+    ///
+    /// # Errors
+    /// The tile does not own the region, or a step is half made.
+    pub fn save(&self, region: Region) -> Result<Vec<u8>, GridError> {
+        self.whole()?;
+        self.own(region)?;
+        let mut bytes = Vec::with_capacity(self.saved_len(region));
+        let span = self.frame.within(region);
+        (0..self.fields()).for_each(|field| halo::read(&self.frame, &self.state, field, &span, &mut bytes));
+        Ok(bytes)
+    }
+
+    /// Puts a region back as it was saved, by whatever tile. When all is back, [`Self::resume`] says at which step.
+    ///
+    /// # Errors
+    /// The tile does not own the region, the bytes are of another length, or a step is half made. Nothing is changed then.
+    pub fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError> {
+        self.whole()?;
+        self.own(region)?;
+        let expected = self.saved_len(region);
+        if bytes.len() != expected {
+            return Err(GridError::Saved { expected, found: bytes.len() });
+        }
+        let span = self.frame.within(region);
+        let fields = 0..self.fields();
+        fields.fold(bytes, |rest, field| halo::write(&self.frame, &mut self.state, field, &span, rest));
+        self.await_halo();
+        Ok(())
+    }
+
+    /// The sum of a field over the owned cells, in units of 2^-40 of what the field is counted in: the same whatever the
+    /// cuts, when the tiles' totals are added. What is no number, or too large for it, counts nothing.
+    ///
+    /// # Errors
+    /// No such field, or a step is half made.
+    pub fn total(&self, field: usize) -> Result<i128, GridError> {
+        let scale = f64::from(1u32 << (TOTAL_BITS - 10)) * 1024.0;
+        let mut total = 0i128;
+        self.each_row(field, &mut |_, row| {
+            let sum = row.iter().map(|&cell| (f64::from(cell) * scale).round_ties_even() as i128);
+            total = total.wrapping_add(sum.fold(0, i128::wrapping_add));
+            true
+        })?;
+        Ok(total)
+    }
+
+    /// A total as a number.
+    pub fn total_value(total: i128) -> f64 {
+        total as f64 / f64::from(1u32 << (TOTAL_BITS - 10)) / 1024.0
+    }
+
+    /// The first owned cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field.
+    ///
+    /// # Errors
+    /// A step is half made.
+    pub fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
+        let mut first: Option<([usize; 3], usize)> = None;
+        for field in 0..self.fields() {
+            self.each_row(field, &mut |[x, y, z], row| {
+                if let Some(there) = row.iter().position(|cell| !cell.is_finite()) {
+                    let found = ([x + there, y, z], field);
+                    let order = |([x, y, z], field): ([usize; 3], usize)| [z, y, x, field];
+                    first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
+                }
+                // Later rows of this field come later anyway.
+                row.iter().all(|cell| cell.is_finite())
+            })?;
+        }
+        Ok(first)
+    }
+
+    /// Calls with where a row begins and its cells, until that says no.
+    fn each_row(&self, field: usize, call: &mut dyn FnMut([usize; 3], &[f32]) -> bool) -> Result<(), GridError> {
+        let Region { start, end } = self.region();
+        for z in start[2]..end[2] {
+            for y in start[1]..end[1] {
+                let row = self.read(field, Region { start: [start[0], y, z], end: [end[0], y + 1, z + 1] })?;
+                if !call([start[0], y, z], &row) {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+}

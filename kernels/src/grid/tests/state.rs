@@ -1,0 +1,83 @@
+//! Saving and restoring on other tiles, totals, and numbers that are none.
+use super::*;
+use crate::grid::lbm::Fluid;
+use crate::grid::life::Life;
+use crate::grid::scalar::Heat;
+
+#[test]
+fn a_saved_state_goes_on_in_other_tiles() {
+    let grid = Grid::closed(&[300, 60]).unwrap();
+    let fluid = Fluid::new(0.7);
+    let stir = |at: [usize; 3], cell: &mut [f32]| {
+        let part = |salt| (noise(at, salt) % 1000) as f64 / 1e4;
+        cell.copy_from_slice(&fluid.cell(1.0, [part(1), part(2)], [[0.0; 2]; 2]));
+    };
+    let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = f32::from(u8::from(noise(at, 7).is_multiple_of(3)));
+    let rules: [(Rule, Init); 2] = [(Rule::D2q9(fluid.clone()), &stir), (Rule::Life(Life::CONWAY), &soup)];
+    for (rule, init) in rules {
+        let mut all = Mesh::new(&grid, &rule, [&[64], &[20], &[]], 3, 1, Isa::detect());
+        all.load(init);
+        all.advance(10);
+        let saved: Vec<_> = all.tiles.iter().map(|tile| (tile.region(), tile.save(tile.region()).unwrap())).collect();
+        all.advance(7);
+        let mut other = Mesh::new(&grid, &rule, [&[128, 192], &[33], &[]], 2, 2, Isa::detect());
+        // What both the old and the new tile own.
+        for tile in &mut other.tiles {
+            tile.resume(10);
+            for (region, _) in &saved {
+                let own = tile.region();
+                let start = std::array::from_fn(|axis| region.start[axis].max(own.start[axis]));
+                let end = std::array::from_fn(|axis| region.end[axis].min(own.end[axis]));
+                let common = Region { start, end };
+                if common.cells() > 0 {
+                    let mut old = Tile::new(&grid, &rule, *region, 1).unwrap();
+                    old.restore(*region, &saved.iter().find(|(r, _)| r == region).unwrap().1).unwrap();
+                    tile.restore(common, &old.save(common).unwrap()).unwrap();
+                }
+            }
+        }
+        other.advance(7);
+        assert_eq!(other.hash(), all.hash());
+        assert!(other.tiles.iter().all(|tile| tile.steps() == 17));
+        let tile = &mut other.tiles[0];
+        let short = vec![0; tile.saved_len(tile.region()) - 1];
+        assert!(matches!(tile.restore(tile.region(), &short), Err(GridError::Saved { .. })));
+        assert!(matches!(tile.save(grid.region()), Err(GridError::Region { .. })));
+    }
+}
+
+#[test]
+fn totals_know_no_cuts() {
+    let grid = Grid::periodic(&[300, 50, 9]).unwrap();
+    let rule = Rule::Heat(Heat { rate: 0.1 });
+    let init = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 1) % 100_000) as f32 / 7.0 - 5000.0;
+    let total = |cuts: [&[usize]; 3]| {
+        let mut mesh = Mesh::new(&grid, &rule, cuts, 1, 1, Isa::detect());
+        mesh.load(&init);
+        mesh.advance(5);
+        mesh.tiles.iter().map(|tile| tile.total(0).unwrap()).fold(0i128, i128::wrapping_add)
+    };
+    let one = total([&[], &[], &[]]);
+    assert_eq!(total([&[64, 256], &[20], &[3]]), one);
+    let before: f64 = (0..9 * 50 * 300)
+        .map(|i| {
+            let mut cell = [0.0];
+            init([i % 300, i / 300 % 50, i / 15000], &mut cell);
+            f64::from(cell[0])
+        })
+        .sum();
+    assert!((Tile::total_value(one) / before - 1.0).abs() < 1e-7, "{} {before}", Tile::total_value(one));
+}
+
+#[test]
+fn what_is_no_number_is_found() {
+    let grid = Grid::periodic(&[100, 20]).unwrap();
+    let mut tile = Tile::new(&grid, &Rule::Heat(Heat { rate: 0.3 }), grid.region(), 1).unwrap();
+    tile.load(&mut |[x, y, _], cell| cell[0] = if [x, y] == [70, 11] { f32::MAX } else { 0.0 });
+    assert_eq!(tile.first_not_finite().unwrap(), None);
+    tile.advance(&mut Threads::new(1).unwrap(), 1).unwrap();
+    // Four times the largest number is none.
+    assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 11, 0], 0)));
+    tile.advance(&mut Threads::new(1).unwrap(), 1).unwrap();
+    assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 10, 0], 0)));
+}
