@@ -101,6 +101,23 @@ impl Fluid {
         }
     }
 
+    pub(crate) fn warning(&self, grid: &Grid) -> Option<String> {
+        let speeds = (0..2).flat_map(|axis| grid.faces(axis)).map(|face| match face {
+            Face::Moving { velocity } | Face::Inlet { velocity, .. } => {
+                velocity.iter().map(|v| v * v).sum::<f32>().sqrt()
+            }
+            Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Outlet { .. } => 0.0,
+        });
+        let fastest = speeds.fold(0.0, f32::max);
+        if fastest > SUBSONIC {
+            return Some(format!("a velocity of {fastest} cells a step: above {SUBSONIC} errors grow fast, use less"));
+        }
+        let thin = self.tau < THIN;
+        thin.then(|| {
+            format!("tau = {}: below {THIN} a fluid is easily unstable, use more cells or less speed", self.tau)
+        })
+    }
+
     pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
         let error = |what| Err(GridError::Parameter { rule: NAME, what });
         if grid.dimensions() != 2 {
@@ -140,3 +157,7 @@ pub(crate) const NAME: &str = "d2q9";
 const KNOWN: &str = "periodic, wall, moving (along itself), inlet (both below 0.577 cells a step) and outlet";
 /// The speed of sound, which nothing may reach.
 const FAST: f32 = 0.577;
+/// Beyond this velocity the fluid is far from incompressible.
+const SUBSONIC: f32 = 0.2;
+/// Below this relaxation time hardly anything is smoothed.
+const THIN: f64 = 0.505;

@@ -78,6 +78,27 @@ impl Rule {
         }
     }
 
+    /// What is possible and yet likely to end badly: parameters at which the rule is unstable.
+    pub fn warning(&self, grid: &Grid) -> Option<String> {
+        let dimensions = grid.dimensions() as f32;
+        let spread = 0.5 / dimensions;
+        match self {
+            Self::Life(_) => None,
+            Self::D2q9(fluid) => fluid.warning(grid),
+            Self::Heat(heat) => (heat.rate > spread)
+                .then(|| format!("heat with rate {} is unstable: {spread} is the most in this grid", heat.rate)),
+            Self::Wave(wave) => {
+                let most = dimensions.sqrt().recip();
+                let fast = wave.speed.abs() > most;
+                fast.then(|| format!("waves of speed {} are unstable: {most} is the most in this grid", wave.speed))
+            }
+            Self::GrayScott(reaction) => {
+                let most = reaction.diffusion[0].max(reaction.diffusion[1]);
+                (most > spread).then(|| format!("diffusion {most} is unstable: {spread} is the most in this grid"))
+            }
+        }
+    }
+
     /// What moves a tile of that geometry.
     pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError> {
         Ok(match self {

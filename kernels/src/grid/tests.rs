@@ -201,3 +201,26 @@ fn what_cannot_be_is_named() {
     assert!(matches!(tile.read(0, grid.region()), Err(GridError::Region { .. })));
     assert!(matches!(tile.read(1, tile.region()), Err(GridError::Field { field: 1, fields: 1 })));
 }
+
+#[test]
+fn what_is_likely_to_end_badly_is_warned_of() {
+    use super::lbm::Fluid;
+    use super::scalar::{GrayScott, Heat, Wave};
+    let gray_scott = |most| Rule::GrayScott(GrayScott { diffusion: [most, 0.1], feed: 0.04, kill: 0.06 });
+    let (plane, space) = (Grid::periodic(&[8, 8]).unwrap(), Grid::periodic(&[8, 8, 8]).unwrap());
+    for (rule, in_plane, in_space) in [
+        (Rule::Life(super::life::Life::CONWAY), false, false),
+        (Rule::Heat(Heat { rate: 0.2 }), false, true),
+        (Rule::Heat(Heat { rate: 0.26 }), true, true),
+        (Rule::Wave(Wave { speed: 0.6 }), false, true),
+        (gray_scott(0.2), false, true),
+        (Rule::D2q9(Fluid::new(0.51)), false, false),
+        (Rule::D2q9(Fluid::new(0.501)), true, true),
+    ] {
+        let found = [&plane, &space].map(|grid| rule.warning(grid).is_some());
+        assert_eq!(found, [in_plane, in_space], "{rule:?}: {:?}", rule.warning(&plane));
+    }
+    let lid = [super::Face::Wall, super::Face::Moving { velocity: [0.3, 0.0, 0.0] }];
+    let cavity = Grid::new(&[8, 8], &[[super::Face::Wall; 2], lid]).unwrap();
+    assert!(Rule::D2q9(Fluid::new(0.8)).warning(&cavity).is_some_and(|warning| warning.contains("0.3 cells a step")));
+}
