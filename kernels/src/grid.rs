@@ -9,6 +9,7 @@ pub mod bench;
 pub mod lbm;
 pub mod life;
 pub mod rule;
+pub mod rule_file;
 pub mod scalar;
 pub mod tile;
 

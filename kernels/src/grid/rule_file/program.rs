@@ -1,0 +1,535 @@
+//! A rule as a list of operations on rows of cells, and how it runs on a processor: a chunk of a row at a time, each operation
+//! over the whole chunk, so that every loop is a vector loop and everything between two loads stays in the cache.
+#![expect(clippy::wildcard_enum_match_arm, reason = "each pass looks at a few of many operations")]
+use super::{OPERATIONS_MAX, Parameter};
+use std::collections::HashMap;
+
+/// The place of an operation's result.
+pub type Value = u16;
+
+/// One operation. Constants are bits, so that equal operations are found by hash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// A number.
+    Constant(u32),
+    /// A parameter.
+    Parameter(u16),
+    /// A field's value at an offset from the cell.
+    Load {
+        /// Which field.
+        field: u16,
+        /// Cells along x, y and z.
+        offset: [i8; 3],
+    },
+    /// Sum.
+    Add(Value, Value),
+    /// Difference.
+    Subtract(Value, Value),
+    /// Product.
+    Multiply(Value, Value),
+    /// Product and sum, rounded once.
+    MultiplyAdd(Value, Value, Value),
+    /// Quotient.
+    Divide(Value, Value),
+    /// The other sign.
+    Negate(Value),
+    /// Without sign.
+    Absolute(Value),
+    /// Square root.
+    SquareRoot(Value),
+    /// e to that power.
+    Exponential(Value),
+    /// The next whole number below.
+    Floor(Value),
+    /// The smaller one.
+    Minimum(Value, Value),
+    /// The larger one.
+    Maximum(Value, Value),
+    /// 1 if the first is less, else 0.
+    Less(Value, Value),
+    /// 1 if the first is not greater, else 0.
+    LessEqual(Value, Value),
+    /// 1 if both are the same, else 0.
+    Equal(Value, Value),
+    /// 1 if both are not 0.
+    And(Value, Value),
+    /// 1 if one is not 0.
+    Or(Value, Value),
+    /// 1 if it is 0.
+    Not(Value),
+    /// The second if the first is not 0, else the third.
+    Select(Value, Value, Value),
+}
+
+impl Operation {
+    /// What it reads.
+    pub fn operands(&self) -> impl Iterator<Item = Value> {
+        use Operation as O;
+        let [a, b, c] = match *self {
+            O::Constant(_) | O::Parameter(_) | O::Load { .. } => [None; 3],
+            O::Negate(a) | O::Absolute(a) | O::SquareRoot(a) | O::Exponential(a) | O::Floor(a) | O::Not(a) => {
+                [Some(a), None, None]
+            }
+            O::Add(a, b)
+            | O::Subtract(a, b)
+            | O::Multiply(a, b)
+            | O::Divide(a, b)
+            | O::Minimum(a, b)
+            | O::Maximum(a, b)
+            | O::Less(a, b)
+            | O::LessEqual(a, b)
+            | O::Equal(a, b)
+            | O::And(a, b)
+            | O::Or(a, b) => [Some(a), Some(b), None],
+            O::MultiplyAdd(a, b, c) | O::Select(a, b, c) => [Some(a), Some(b), Some(c)],
+        };
+        [a, b, c].into_iter().flatten()
+    }
+
+    /// Of numbers.
+    #[inline(always)]
+    fn of(&self, a: f32, b: f32, c: f32) -> f32 {
+        let truth = |yes: bool| if yes { 1.0 } else { 0.0 };
+        match *self {
+            Operation::Constant(bits) => f32::from_bits(bits),
+            Operation::Parameter(_) | Operation::Load { .. } => a,
+            Operation::Add(..) => a + b,
+            Operation::Subtract(..) => a - b,
+            Operation::Multiply(..) => a * b,
+            Operation::MultiplyAdd(..) => a.mul_add(b, c),
+            Operation::Divide(..) => a / b,
+            Operation::Negate(_) => -a,
+            Operation::Absolute(_) => a.abs(),
+            Operation::SquareRoot(_) => a.sqrt(),
+            Operation::Exponential(_) => exponential(a),
+            Operation::Floor(_) => a.floor(),
+            // Not the library's, whose zeros' signs are up to the machine.
+            Operation::Minimum(..) => {
+                if a < b {
+                    a
+                } else {
+                    b
+                }
+            }
+            Operation::Maximum(..) => {
+                if a > b {
+                    a
+                } else {
+                    b
+                }
+            }
+            Operation::Less(..) => truth(a < b),
+            Operation::LessEqual(..) => truth(a <= b),
+            Operation::Equal(..) => truth(a == b),
+            Operation::And(..) => truth(a != 0.0 && b != 0.0),
+            Operation::Or(..) => truth(a != 0.0 || b != 0.0),
+            Operation::Not(_) => truth(a == 0.0),
+            Operation::Select(..) => {
+                if a != 0.0 {
+                    b
+                } else {
+                    c
+                }
+            }
+        }
+    }
+}
+
+/// e to the power of `x`, the same bits on every machine: no library is asked. Relative error below 3e-7.
+///
+/// x = n·ln 2 + r with |r| ≤ ln 2 / 2; e^r by its Taylor series to the seventh power; 2^n by the exponent's bits.
+pub(super) fn exponential(x: f32) -> f32 {
+    const LN_2_HIGH: f32 = 0.693_359_4; // exact in 12 bits, so that n times it is exact
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let clamped = x.clamp(-87.0, 88.0);
+    let n = (clamped * std::f32::consts::LOG2_E).round_ties_even();
+    let r = n.mul_add(-LN_2_LOW, n.mul_add(-LN_2_HIGH, clamped));
+    let mut series = 1.0 / 5040.0f32;
+    for factor in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        series = series.mul_add(r, factor);
+    }
+    let power = f32::from_bits(((n as i32 + 127) as u32) << 23);
+    let value = series * power;
+    if x.is_nan() {
+        x
+    } else if x > 88.0 {
+        f32::INFINITY
+    } else if x < -87.0 {
+        0.0
+    } else {
+        value
+    }
+}
+
+/// A rule that can be run. Built by [`parse`](super::parse).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Program {
+    fields: Vec<String>,
+    parameters: Vec<Parameter>,
+    dimensions: u32,
+    /// Invariant: each reads earlier ones only.
+    operations: Vec<Operation>,
+    /// What each field becomes.
+    next: Vec<Value>,
+    /// Where results are kept while they are needed: as few rows as that takes, which stay in the first-level cache.
+    homes: Vec<Home>,
+    rows: usize,
+}
+
+/// Where the result of an operation is while a chunk is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Home {
+    /// In the grid.
+    Grid,
+    /// The same in all cells: a row filled once.
+    Fixed(u16),
+    /// A row that is used again when nobody needs the result any more.
+    Row(u16),
+}
+
+impl Program {
+    /// Names of the fields.
+    pub fn fields(&self) -> &[String] {
+        &self.fields
+    }
+
+    /// Parameters, with their usual values.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// 2 or 3.
+    pub fn dimensions(&self) -> u32 {
+        self.dimensions
+    }
+
+    /// All operations, in an order in which they can be done.
+    pub fn operations(&self) -> &[Operation] {
+        &self.operations
+    }
+
+    /// For each field, the operation whose result it becomes.
+    pub fn next(&self) -> &[Value] {
+        &self.next
+    }
+
+    /// How far it looks along any axis; at least 1.
+    pub fn radius(&self) -> u32 {
+        let reach = |operation: &Operation| match operation {
+            Operation::Load { offset, .. } => offset.iter().map(|cells| cells.unsigned_abs().into()).max().unwrap_or(0),
+            _ => 0,
+        };
+        self.operations.iter().map(reach).max().unwrap_or(0).max(1)
+    }
+
+    /// Updates `out[f].len()` consecutive cells of a row. `fields[f]` is the whole grid of field f with its halo; the first cell is
+    /// at `at`, one step along y and z is `strides` further.
+    ///
+    /// # Panics
+    /// Fields, parameters or rows of other numbers or lengths than the rule's, or a halo that does not reach: who calls this
+    /// owns the grid.
+    pub fn run(
+        &self,
+        fields: &[&[f32]],
+        at: usize,
+        strides: [usize; 2],
+        parameters: &[f32],
+        out: &mut [&mut [f32]],
+        scratch: &mut Scratch,
+    ) {
+        assert!(fields.len() == self.fields.len() && out.len() == self.fields.len(), "a grid for each field");
+        assert_eq!(parameters.len(), self.parameters.len(), "a value for each parameter");
+        let cells = out.first().map_or(0, |row| row.len());
+        scratch.rows.resize_with(self.rows, || vec![0.0; CHUNK]);
+        scratch.fixed.clear();
+        for operation in &self.operations {
+            match *operation {
+                Operation::Constant(bits) => scratch.fixed.push([f32::from_bits(bits); CHUNK]),
+                Operation::Parameter(parameter) => scratch.fixed.push([parameters[usize::from(parameter)]; CHUNK]),
+                _ => {}
+            }
+        }
+        let mut done = 0;
+        while done < cells {
+            let count = CHUNK.min(cells - done);
+            let chunk = Chunk { program: self, fields, at: at + done, strides, count };
+            chunk.run(scratch);
+            for (row, &value) in out.iter_mut().zip(&self.next) {
+                row[done..done + count].copy_from_slice(chunk.row(scratch, value));
+            }
+            done += count;
+        }
+    }
+}
+
+/// Consecutive cells of a row.
+struct Chunk<'a> {
+    program: &'a Program,
+    fields: &'a [&'a [f32]],
+    at: usize,
+    strides: [usize; 2],
+    count: usize,
+}
+
+impl Chunk<'_> {
+    fn run(&self, scratch: &mut Scratch) {
+        for (operation, home) in self.program.operations.iter().zip(&self.program.homes) {
+            let Home::Row(row) = *home else { continue };
+            // Its own row is none of those that it reads.
+            let mut out = std::mem::take(&mut scratch.rows[usize::from(row)]);
+            let cells = &mut out[..self.count];
+            let mut operands = operation.operands().map(|value| self.row(scratch, value));
+            match (operands.next(), operands.next(), operands.next()) {
+                (Some(a), Some(b), Some(c)) => each3(operation, a, b, c, cells),
+                (Some(a), Some(b), None) => each2(operation, a, b, cells),
+                (Some(a), None, _) => each1(operation, a, cells),
+                (None, ..) => {}
+            }
+            drop(operands);
+            scratch.rows[usize::from(row)] = out;
+        }
+    }
+
+    /// The results of an operation.
+    fn row<'b>(&'b self, scratch: &'b Scratch, value: Value) -> &'b [f32] {
+        match (self.program.homes[usize::from(value)], self.program.operations[usize::from(value)]) {
+            (Home::Fixed(row), _) => &scratch.fixed[usize::from(row)][..self.count],
+            (Home::Row(row), _) => &scratch.rows[usize::from(row)][..self.count],
+            (Home::Grid, Operation::Load { field, offset: [x, y, z] }) => {
+                let [sy, sz] = self.strides.map(usize::cast_signed);
+                let shift = isize::from(x) + isize::from(y) * sy + isize::from(z) * sz;
+                let start = self.at.checked_add_signed(shift).expect("the halo reaches as far as the rule looks");
+                &self.fields[usize::from(field)][start..start + self.count]
+            }
+            (Home::Grid, _) => &[],
+        }
+    }
+}
+
+/// One loop for each operation, so that each is a vector loop: the operation is a constant in it.
+macro_rules! loops {
+    ($operation:expr, $each:ident($rows:expr), $($variant:ident $zeros:tt),+) => {
+        match *$operation {
+            $(Operation::$variant(..) => $each($rows, |a, b, c| Operation::$variant $zeros.of(a, b, c)),)+
+            _ => {}
+        }
+    };
+}
+
+fn each1(operation: &Operation, a: &[f32], out: &mut [f32]) {
+    fn each((a, out): (&[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
+        for (out, &a) in out.iter_mut().zip(a) {
+            *out = of(a, 0.0, 0.0);
+        }
+    }
+    loops!(operation, each((a, out)), Negate(0), Absolute(0), SquareRoot(0), Exponential(0), Floor(0), Not(0));
+}
+
+fn each2(operation: &Operation, a: &[f32], b: &[f32], out: &mut [f32]) {
+    fn each((a, b, out): (&[f32], &[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
+        for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
+            *out = of(a, b, 0.0);
+        }
+    }
+    loops!(
+        operation,
+        each((a, b, out)),
+        Add(0, 0),
+        Subtract(0, 0),
+        Multiply(0, 0),
+        Divide(0, 0),
+        Minimum(0, 0),
+        Maximum(0, 0),
+        Less(0, 0),
+        LessEqual(0, 0),
+        Equal(0, 0),
+        And(0, 0),
+        Or(0, 0)
+    );
+}
+
+fn each3(operation: &Operation, a: &[f32], b: &[f32], c: &[f32], out: &mut [f32]) {
+    fn each((a, b, c, out): (&[f32], &[f32], &[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
+        for (((out, &a), &b), &c) in out.iter_mut().zip(a).zip(b).zip(c) {
+            *out = of(a, b, c);
+        }
+    }
+    loops!(operation, each((a, b, c, out)), MultiplyAdd(0, 0, 0), Select(0, 0, 0));
+}
+
+/// Cells at a time: a few hundred operations' results of them stay in the second-level cache.
+const CHUNK: usize = 256;
+
+/// Room for intermediate results, kept by whoever runs a program again and again.
+#[derive(Clone, Debug, Default)]
+pub struct Scratch {
+    rows: Vec<Vec<f32>>,
+    fixed: Vec<[f32; CHUNK]>,
+}
+
+/// A program being built.
+pub(super) struct Builder {
+    pub(super) fields: Vec<String>,
+    pub(super) parameters: Vec<Parameter>,
+    pub(super) dimensions: u32,
+    pub(super) operations: Vec<Operation>,
+    known: HashMap<Operation, Value>,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            fields: Vec::new(),
+            parameters: Vec::new(),
+            dimensions: 2,
+            operations: Vec::new(),
+            known: HashMap::new(),
+        }
+    }
+}
+
+impl Builder {
+    /// The value of an operation: one that is known is not done again, one of numbers alone is done now.
+    pub(super) fn push(&mut self, operation: Operation) -> Result<Value, String> {
+        let operation = self.folded(operation);
+        if let Operation::Negate(value) = operation
+            && let Operation::Negate(inner) = self.operations[usize::from(value)]
+        {
+            return Ok(inner);
+        }
+        if let Some(&value) = self.known.get(&operation) {
+            return Ok(value);
+        }
+        if self.operations.len() >= OPERATIONS_MAX {
+            return Err(format!("a rule has at most {OPERATIONS_MAX} operations: this one needs more"));
+        }
+        let value = self.operations.len() as Value;
+        self.operations.push(operation);
+        self.known.insert(operation, value);
+        Ok(value)
+    }
+
+    /// The number that a value is, if it does not depend on anything.
+    pub(super) fn constant(&self, value: Value) -> Option<f32> {
+        match self.operations[usize::from(value)] {
+            Operation::Constant(bits) => Some(f32::from_bits(bits)),
+            _ => None,
+        }
+    }
+
+    fn folded(&self, operation: Operation) -> Operation {
+        let operands: Vec<Option<f32>> = operation.operands().map(|value| self.constant(value)).collect();
+        let number = |at: usize| operands.get(at).copied().flatten().unwrap_or(0.0);
+        if operands.is_empty() || operands.iter().any(Option::is_none) {
+            return operation;
+        }
+        Operation::Constant(operation.of(number(0), number(1), number(2)).to_bits())
+    }
+
+    /// Drops what nothing needs, and joins each product that is only added to something with that sum.
+    pub(super) fn finish(self, next: Vec<Value>) -> Program {
+        let mut operations = self.operations;
+        let mut uses = vec![0u32; operations.len()];
+        let count = |uses: &mut Vec<u32>, operations: &[Operation]| {
+            uses.iter_mut().for_each(|uses| *uses = 0);
+            next.iter().for_each(|&value| uses[usize::from(value)] += 1);
+            for at in (0..operations.len()).rev() {
+                if uses[at] > 0 {
+                    operations[at].operands().for_each(|value| uses[usize::from(value)] += 1);
+                }
+            }
+        };
+        count(&mut uses, &operations);
+        for at in 0..operations.len() {
+            if let Operation::Add(a, b) = operations[at] {
+                let product = |value: Value| match operations[usize::from(value)] {
+                    Operation::Multiply(x, y) if uses[usize::from(value)] == 1 => Some((x, y)),
+                    _ => None,
+                };
+                if let Some((x, y)) = product(a) {
+                    operations[at] = Operation::MultiplyAdd(x, y, b);
+                } else if let Some((x, y)) = product(b) {
+                    operations[at] = Operation::MultiplyAdd(x, y, a);
+                }
+            }
+        }
+        count(&mut uses, &operations);
+        let mut places = vec![0 as Value; operations.len()];
+        let mut kept: Vec<Operation> = Vec::with_capacity(operations.len());
+        for (at, operation) in operations.iter().enumerate().filter(|(at, _)| uses[*at] > 0) {
+            places[at] = kept.len() as Value;
+            kept.push(moved(*operation, &places));
+        }
+        let next: Vec<Value> = next.into_iter().map(|value| places[usize::from(value)]).collect();
+        let (homes, rows) = homes(&kept, &next);
+        Program {
+            fields: self.fields,
+            parameters: self.parameters,
+            dimensions: self.dimensions,
+            operations: kept,
+            next,
+            homes,
+            rows,
+        }
+    }
+}
+
+/// Where each result is kept, and how many rows that takes. What a field becomes is needed to the end.
+fn homes(operations: &[Operation], next: &[Value]) -> (Vec<Home>, usize) {
+    let mut last: Vec<usize> = (0..operations.len()).collect();
+    for (at, operation) in operations.iter().enumerate() {
+        operation.operands().for_each(|value| last[usize::from(value)] = at);
+    }
+    next.iter().for_each(|&value| last[usize::from(value)] = usize::MAX);
+    let (mut homes, mut free, mut rows, mut fixed) = (Vec::with_capacity(operations.len()), Vec::new(), 0u16, 0u16);
+    for (at, operation) in operations.iter().enumerate() {
+        homes.push(match operation {
+            Operation::Load { .. } => Home::Grid,
+            Operation::Constant(_) | Operation::Parameter(_) => {
+                fixed += 1;
+                Home::Fixed(fixed - 1)
+            }
+            _ => Home::Row(free.pop().unwrap_or_else(|| {
+                rows += 1;
+                rows - 1
+            })),
+        });
+        // Only now, so that no operation writes where it reads; and each once, also where it is read twice.
+        let ended: Vec<Value> = operation.operands().filter(|&value| last[usize::from(value)] == at).collect();
+        let mut seen = std::collections::BTreeSet::new();
+        for value in ended.into_iter().filter(|value| seen.insert(*value)) {
+            if let Home::Row(row) = homes[usize::from(value)] {
+                free.push(row);
+            }
+        }
+    }
+    (homes, usize::from(rows))
+}
+
+/// The same operation on values at their new places.
+fn moved(operation: Operation, places: &[Value]) -> Operation {
+    use Operation as O;
+    let p = |value: Value| places[usize::from(value)];
+    match operation {
+        O::Constant(_) | O::Parameter(_) | O::Load { .. } => operation,
+        O::Add(a, b) => O::Add(p(a), p(b)),
+        O::Subtract(a, b) => O::Subtract(p(a), p(b)),
+        O::Multiply(a, b) => O::Multiply(p(a), p(b)),
+        O::MultiplyAdd(a, b, c) => O::MultiplyAdd(p(a), p(b), p(c)),
+        O::Divide(a, b) => O::Divide(p(a), p(b)),
+        O::Negate(a) => O::Negate(p(a)),
+        O::Absolute(a) => O::Absolute(p(a)),
+        O::SquareRoot(a) => O::SquareRoot(p(a)),
+        O::Exponential(a) => O::Exponential(p(a)),
+        O::Floor(a) => O::Floor(p(a)),
+        O::Minimum(a, b) => O::Minimum(p(a), p(b)),
+        O::Maximum(a, b) => O::Maximum(p(a), p(b)),
+        O::Less(a, b) => O::Less(p(a), p(b)),
+        O::LessEqual(a, b) => O::LessEqual(p(a), p(b)),
+        O::Equal(a, b) => O::Equal(p(a), p(b)),
+        O::And(a, b) => O::And(p(a), p(b)),
+        O::Or(a, b) => O::Or(p(a), p(b)),
+        O::Not(a) => O::Not(p(a)),
+        O::Select(a, b, c) => O::Select(p(a), p(b), p(c)),
+    }
+}
