@@ -201,9 +201,11 @@ pub fn cut(
     }
 }
 
-/// Bits that a cell of a halo of this depth takes on the wire.
+/// Bits that a cell of a halo of this depth takes on the wire, on average over its layers: of the outermost only what moves
+/// inward is needed, of the others all.
 pub fn halo_bits(work: &GridWork, depth: u32) -> u64 {
-    if depth == 1 { work.face_bits } else { work.cell_bits }
+    let inner = u64::from(depth.max(1)) - 1;
+    (work.face_bits + inner * work.cell_bits).div_ceil(inner + 1)
 }
 
 /// Bytes of a tile with its halos.
