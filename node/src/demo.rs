@@ -305,6 +305,7 @@ impl Screen {
         }
         match name {
             "solo" => line!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
+            "head_loss_failed" => line!("  the loss of the head could not be measured: {}", fields["error"]),
             "stall" => line!(
                 "  {} {:.0} ms without a token, then it went on",
                 style("✔").green(),
@@ -389,7 +390,7 @@ impl Screen {
             summary.tokens_per_s_without_standbys,
             summary.standby_cost_percent
         );
-        let HeadLoss { error_ms, same_answer_elsewhere_ms, equal } = summary.head_loss;
+        let Some(HeadLoss { error_ms, same_answer_elsewhere_ms, equal }) = summary.head_loss else { return };
         let same = if equal { "the same answer" } else { "NOT the same answer" };
         line!(
             "head killed: its client heard of it after {error_ms:.0} ms, and had {same} from another node in {same_answer_elsewhere_ms:.0} ms"

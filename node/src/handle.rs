@@ -23,6 +23,7 @@ use tokio::sync::mpsc;
 
 pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
 pub(crate) use demand::Recalled;
+use demand::Wanted;
 pub(crate) use serving::Serving;
 
 mod demand;
@@ -200,19 +201,20 @@ impl NodeHandle {
     /// Unknown or damaged model, a mesh too small (with the missing bytes), a stage that could not load.
     pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
         let node = self.clone();
-        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, Some(options)).await });
+        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, Wanted::As(options)).await });
         deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
     }
 
-    /// Without options: on demand.
-    async fn deploy_in_turn(&self, model: ModelRef, options: Option<ModelOptions>) -> Result<ModelHandle, NodeError> {
+    async fn deploy_in_turn(&self, model: ModelRef, wanted: Wanted) -> Result<ModelHandle, NodeError> {
         self.takes_work()?;
         let serving = &self.inner.serving;
         let _turn = serving.turn().await;
         let opened = self.open(&model).await?;
-        let options = match options {
-            Some(options) => options,
-            None => self.inner.recalled.options(opened.held.content)?,
+        let options = match wanted {
+            Wanted::As(options) => options,
+            Wanted::OnDemand { smaller } => {
+                self.inner.recalled.options(opened.held.content)?.smaller(smaller, CONTEXT_DEFAULT)
+            }
         };
         let gpus = self.has_gpus().await;
         let before = serving.find(&opened.name, opened.held.content);

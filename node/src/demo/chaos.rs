@@ -44,8 +44,8 @@ pub struct ChaosSummary {
     /// How much slower the standbys make the answer, the middle of the pairs. On a machine with fewer cores than nodes they
     /// take their computing from the stages.
     pub standby_cost_percent: f64,
-    /// The head killed once, after all that.
-    pub head_loss: HeadLoss,
+    /// The head killed once, after all that; none if that could not be measured.
+    pub head_loss: Option<HeadLoss>,
 }
 
 /// Nodes of the mesh: two hold the model, one stands by, and one may be starting again.
@@ -97,7 +97,12 @@ impl Demo {
         mesh.wait_hot()?;
         let (head, others) = mesh.nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
         let heir = others.iter().find(|node| node.name == HEIR).ok_or_else(|| Error::other("no heir"))?;
-        let head_loss = self.lose_head(head, heir, self.options.tokens as usize / 3, &solo.run.text)?;
+        // What was measured so far is worth telling, whatever comes of this.
+        let head_loss = self.lose_head(head, heir, self.options.tokens as usize / 3, &solo.run.text);
+        if let Err(error) = &head_loss {
+            self.screen.event("head_loss_failed", &json!({"error": error.to_string()}));
+        }
+        let head_loss = head_loss.ok();
         stalls.sort_by(f64::total_cmp);
         let of_100 = |percent: usize| stalls[(stalls.len() * percent).div_ceil(100).max(1) - 1];
         Ok(ChaosSummary {

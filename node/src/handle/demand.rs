@@ -14,6 +14,33 @@ const PLACE_MAX: Duration = Duration::from_secs(5);
 /// How often: adverts of free memory are told once a second.
 const AGAIN: Duration = Duration::from_millis(500);
 
+/// How often less is asked for where there is no room: to one request at once with an eighth of the context.
+const SMALLER_MAX: u32 = 4;
+
+/// How a model is to be served.
+pub(super) enum Wanted {
+    /// As somebody said.
+    As(ModelOptions),
+    /// As it was run last, or with so much less.
+    OnDemand {
+        /// 0 is all, 1 is one request at once, each one more halves the context.
+        smaller: u32,
+    },
+}
+
+impl ModelOptions {
+    /// Less by so many steps; `context` is what they would have.
+    pub(super) fn smaller(self, steps: u32, context: u32) -> Self {
+        match steps.checked_sub(1) {
+            None => self,
+            Some(halves) => {
+                let context = (self.context.unwrap_or(context) >> halves.min(SMALLER_MAX)).max(1);
+                Self { sequences: Some(1), context: Some(context), ..self }
+            }
+        }
+    }
+}
+
 /// How models were run that this node had a part in, the latest last, and which of them its user stopped.
 #[derive(Default)]
 pub(crate) struct Recalled(Mutex<VecDeque<(ContentId, Memory)>>);
@@ -77,19 +104,22 @@ impl NodeHandle {
         crate::pull::is_cached(name, &self.inner.models_dir)
     }
 
-    /// Serves a model that a request asks for, with the options it was last run with as far as this node knows. Several
-    /// requests that ask for it at once get the same job.
+    /// Serves a model that a request asks for, with the options it was last run with as far as this node knows. Where the mesh
+    /// has not the memory for that, not even after a moment, with room for fewer and shorter requests: better than none.
+    /// Several requests that ask for it at once get the same job.
     ///
     /// # Errors
     /// As for [`NodeHandle::deploy`]; or the user stopped it here.
     pub async fn serve_on_demand(&self, name: &str) -> Result<ModelHandle, NodeError> {
         let (node, model, end) = (self.clone(), ModelRef(name.to_owned()), Instant::now() + PLACE_MAX);
         let deploying = tokio::spawn(async move {
+            let mut smaller = 0;
             loop {
-                match node.deploy_in_turn(model.clone(), None).await {
+                match node.deploy_in_turn(model.clone(), Wanted::OnDemand { smaller }).await {
                     Err(NodeError::Failed(_) | NodeError::Plan(_)) if Instant::now() < end => {
                         tokio::time::sleep(AGAIN).await;
                     }
+                    Err(NodeError::Failed(_) | NodeError::Plan(_)) if smaller < SMALLER_MAX => smaller += 1,
                     answer => return answer,
                 }
             }
@@ -115,6 +145,19 @@ mod tests {
             bytes_max: 1,
             sources: Vec::new(),
         }
+    }
+
+    #[test]
+    fn where_there_is_no_room_less_is_asked_for() {
+        let usual = ModelOptions { int8: Some(false), context: None, sequences: None };
+        assert_eq!(usual.clone().smaller(0, 2048), usual);
+        let sizes = |steps| {
+            let less = usual.clone().smaller(steps, 2048);
+            assert_eq!(less.int8, Some(false), "other arithmetic would be other tokens");
+            (less.sequences, less.context)
+        };
+        assert_eq!(sizes(1), (Some(1), Some(2048)));
+        assert_eq!(sizes(SMALLER_MAX), (Some(1), Some(256)));
     }
 
     #[test]
