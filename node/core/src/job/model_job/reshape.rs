@@ -82,7 +82,11 @@ impl Reshape {
     }
 
     pub(super) fn next_wakeup(&self) -> Option<Instant> {
-        self.moving.as_ref().map(|moving| moving.retry_at).or(self.look_at)
+        match (&self.moving, &self.question) {
+            (Some(moving), _) => Some(moving.retry_at),
+            (None, Some(_)) => None, // the planner's answer wakes this node
+            (None, None) => self.look_at,
+        }
     }
 }
 
@@ -164,7 +168,10 @@ impl ModelJob {
         let Some(question) = self.reshape.question.take() else { return };
         let State::Ready { plan: present } = &self.state else { return };
         // Where there is no plan at all, what runs is better than nothing.
-        let (Ok(next), Some(before_ns)) = (result, question.present_ns) else { return };
+        let (Ok(next), Some(before_ns)) = (result, question.present_ns) else {
+            self.reshape.confirmed = 0;
+            return;
+        };
         let gains = next.token_ns().saturating_mul(100) <= before_ns.saturating_mul(100 - RESHAPE_GAIN_PERCENT);
         if next.placement() == present.placement() || !(gains || question.leaving) {
             self.reshape.confirmed = 0;
@@ -177,9 +184,9 @@ impl ModelJob {
         }
         let bytes = partitioner::moved_bytes(present, &next, &self.model.work);
         let change = Change { before_ns, after_ns: next.token_ns(), bytes };
-        let same =
+        let changes =
             |stage: &&partitioner::Stage| present.stage_of(stage.device).is_none_or(|held| held.layers != stage.layers);
-        let missing: BTreeSet<NodeId> = next.stages().iter().filter(same).map(|stage| stage.device.into()).collect();
+        let missing: BTreeSet<NodeId> = next.stages().iter().filter(changes).map(|stage| stage.device.into()).collect();
         self.asked.extend(missing.iter().copied());
         out.push_back(JobOutput::Notify(Event::Reshaping { job: self.id, change }));
         let (retry_at, until) = (now, now + FETCH_MAX);
@@ -256,5 +263,23 @@ impl ModelJob {
         if self.reshape.moving.as_ref().is_some_and(|moving| moving.plan.stage_of(node.into()).is_some()) {
             self.abandon_move(now, Some(node), "it is gone", out);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_due_while_the_planner_is_asked() {
+        let mut reshape = Reshape::default();
+        reshape.notice(Instant(0));
+        assert_eq!(reshape.next_wakeup(), Some(Instant(0) + RESHAPE_EVERY));
+        reshape.look_at = None;
+        reshape.question = Some(Question { token: 1, present_ns: None, leaving: false });
+        reshape.hurry(Instant(0));
+        assert_eq!(reshape.next_wakeup(), None, "a look that cannot begin yet must not wake the node again and again");
+        reshape.question = None;
+        assert_eq!(reshape.next_wakeup(), Some(Instant(0) + STANDBY_RETRY / 4));
     }
 }
