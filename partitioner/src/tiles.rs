@@ -6,6 +6,7 @@
 use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use alloc::collections::BTreeSet;
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
@@ -65,7 +66,7 @@ pub struct GridTile {
 }
 
 /// A valid cut: tiles cover each cell once, on distinct devices, within memory when it was made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GridPlan {
     tiles: Vec<GridTile>,
     depth: u32,
@@ -96,11 +97,11 @@ impl GridPlan {
 }
 
 /// Why a grid cannot be cut.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum GridError {
     /// Sizes or bits that no simulation has.
     #[error("the grid cannot be planned: {0}")]
-    Invalid(&'static str),
+    Invalid(String),
     /// No device may be used.
     #[error("no node of the mesh may take work: join one, or end a drain")]
     NoDevices,
@@ -225,15 +226,15 @@ fn bytes_of(cells: u64, bits: u64) -> u64 {
 
 fn validate(work: &GridWork) -> Result<(), GridError> {
     if work.size.iter().any(|&cells| cells == 0 || cells > AXIS_MAX) {
-        return Err(GridError::Invalid("each axis needs 1 to 2^30 cells"));
+        return Err(GridError::Invalid("each axis needs 1 to 2^30 cells".into()));
     }
     if work.size.iter().fold(1u128, |cells, &axis| cells * u128::from(axis)) > 1 << 50 {
-        return Err(GridError::Invalid("more than 2^50 cells in all"));
+        return Err(GridError::Invalid("more than 2^50 cells in all".into()));
     }
     let bits = [work.state_bits, work.traffic_bits, work.face_bits, work.cell_bits];
     if bits.iter().any(|&bits| bits == 0 || bits > 1 << 16) || work.radius == 0 || work.radius > 64 || work.align_x == 0
     {
-        return Err(GridError::Invalid("a cell has 1 to 65536 bits, and a radius of 1 to 64"));
+        return Err(GridError::Invalid("a cell has 1 to 65536 bits, and a radius of 1 to 64".into()));
     }
     Ok(())
 }
@@ -285,7 +286,7 @@ impl Planner<'_> {
         let axis = slabs.then(|| longest(self.work, &whole));
         self.divide(whole, &shares, axis, &mut blocks);
         if blocks.iter().any(|block| block.cells() == 0) {
-            return Err(GridError::Invalid("more nodes than layers of cells"));
+            return Err(GridError::Invalid("more nodes than layers of cells".into()));
         }
         let most = self.deepest(&blocks);
         let depths: Range<u32> = match self.depth {
@@ -515,6 +516,92 @@ pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
             .all(|(at, block)| seen.insert(*block) && blocks[at + 1..].iter().all(|other| !clash(block, other)))
     };
     blocks.iter().all(inside) && cells == size.iter().fold(1, |all, &axis| all * u128::from(axis)) && apart()
+}
+
+/// One neighbour of a tile: the cells of `peer`, displaced by so many whole grids along each axis (periodic axes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct TileLink {
+    /// Which tile.
+    pub peer: u16,
+    /// Whole grids along x, y and z.
+    pub shift: [i8; 3],
+    /// Some of its cells are in this tile's halo.
+    pub takes: bool,
+    /// Some of this tile's cells are in its halo. A tile that has all of a periodic axis wraps it by itself, so that one of a
+    /// pair may take and not give.
+    pub gives: bool,
+}
+
+/// All neighbours of the tile `me`, `reach` cells deep, by peer and then by shift. Each is mirrored: the peer has a link to
+/// `me` with the shift negated, which takes what this one gives.
+pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, reach: u64) -> Vec<TileLink> {
+    let Some(own) = blocks.get(me) else { return Vec::new() };
+    let ring = |block: &Block, axis: usize| if block.extent(axis) < size[axis] { i128::from(reach) } else { 0 };
+    let images = |axis: usize, peer: &Block| {
+        let cut = own.extent(axis) < size[axis] || peer.extent(axis) < size[axis];
+        if periodic[axis] && cut { -1..=1i8 } else { 0..=0 }
+    };
+    // Whether the displaced peer and this tile meet along an axis, one of them grown by its halo.
+    let meets = |axis: usize, peer: &Block, shift: i8, ring: i128| {
+        let moved = i128::from(shift) * i128::from(size[axis]);
+        let (from, to) = (i128::from(peer.from[axis]) + moved, i128::from(peer.to[axis]) + moved);
+        from < i128::from(own.to[axis]) + ring && i128::from(own.from[axis]) - ring < to
+    };
+    let mut found = Vec::new();
+    for (number, peer) in blocks.iter().enumerate() {
+        for x in images(0, peer) {
+            for y in images(1, peer) {
+                for z in images(2, peer) {
+                    let shift = [x, y, z];
+                    let takes = (0..3).all(|axis| meets(axis, peer, shift[axis], ring(own, axis)));
+                    let gives = (0..3).all(|axis| meets(axis, peer, shift[axis], ring(peer, axis)));
+                    if (takes || gives) && (number != me || shift != [0; 3]) {
+                        found.push(TileLink { peer: number as u16, shift, takes, gives });
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+/// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
+/// another machine where there is one, with the fewest tiles to look after, the fastest of these.
+pub fn standbys(
+    work: &GridWork,
+    owners: &[(DeviceId, Block)],
+    depth: u32,
+    fleet: &Fleet,
+    headroom_percent: u8,
+    kept: &[(u16, DeviceId)],
+) -> Vec<(u16, DeviceId)> {
+    let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
+    let machine = |id: DeviceId| fleet.device(id).map(|device| device.machine);
+    for (tile, (owner, block)) in owners.iter().enumerate() {
+        let tile = tile as u16;
+        if kept.iter().any(|(of, _)| *of == tile) {
+            continue;
+        }
+        let bytes = tile_bytes(work, block, depth);
+        let taken = |id: DeviceId| {
+            let blocks = chosen.iter().filter(|(_, by)| *by == id).filter_map(|(of, _)| owners.get(usize::from(*of)));
+            blocks.map(|(_, block)| tile_bytes(work, block, depth)).fold(0, u64::saturating_add)
+        };
+        let tiles_of = |id: DeviceId| {
+            let owned = owners.iter().filter(|(owner, _)| *owner == id).count();
+            owned + kept.iter().chain(&chosen).filter(|(_, by)| *by == id).count()
+        };
+        let may = |device: &&Device| {
+            let room = cost::usable_bytes(device, headroom_percent).saturating_sub(taken(device.id));
+            !device.excluded && device.id != *owner && device.bytes_per_second > 0 && room >= bytes
+        };
+        let best = fleet.devices.iter().filter(may).min_by_key(|device| {
+            let same = machine(*owner) == Some(device.machine);
+            (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
+        });
+        chosen.extend(best.map(|device| (tile, device.id)));
+    }
+    chosen
 }
 
 #[cfg(test)]

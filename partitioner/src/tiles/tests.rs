@@ -174,3 +174,41 @@ fn nonsense_is_refused_by_name() {
     let nobody = Fleet { devices: vec![], ..fleet };
     assert_eq!(cut(&d2q9(64, 64), &nobody, 10, &[], None), Err(GridError::NoDevices));
 }
+
+#[test]
+fn links_are_mirrored_and_cover_the_halo() {
+    // A k-d cut: one tile has the whole of a periodic axis, two share the rest.
+    let block = |from: [u64; 3], to: [u64; 3]| Block { from, to };
+    let blocks = [block([0, 0, 0], [128, 40, 1]), block([0, 40, 0], [64, 100, 1]), block([64, 40, 0], [128, 100, 1])];
+    let (size, periodic, reach) = ([128, 100, 1], [true, true, false], 3);
+    let all: Vec<Vec<TileLink>> = (0..3).map(|me| links(size, periodic, &blocks, me, reach)).collect();
+    for (me, own) in all.iter().enumerate() {
+        for link in own {
+            let mirror = TileLink {
+                peer: me as u16,
+                shift: link.shift.map(|shift| -shift),
+                takes: link.gives,
+                gives: link.takes,
+            };
+            assert!(all[usize::from(link.peer)].contains(&mirror), "{me}: {link:?}");
+        }
+        // Every cell of the halo is in exactly one displaced neighbour.
+        let b = &blocks[me];
+        let ring = |axis: usize| if b.extent(axis) < size[axis] { reach as i64 } else { 0 };
+        for y in b.from[1] as i64 - ring(1)..b.to[1] as i64 + ring(1) {
+            for x in b.from[0] as i64 - ring(0)..b.to[0] as i64 + ring(0) {
+                let within = |block: &Block, shift: [i8; 3]| {
+                    let at = [x - i64::from(shift[0]) * 128, y - i64::from(shift[1]) * 100];
+                    (0..2).all(|axis| (block.from[axis] as i64..block.to[axis] as i64).contains(&at[axis]))
+                };
+                if within(b, [0; 3]) {
+                    continue;
+                }
+                let owners =
+                    own.iter().filter(|link| link.takes && within(&blocks[usize::from(link.peer)], link.shift));
+                assert_eq!(owners.count(), 1, "tile {me}, cell {x}, {y}");
+            }
+        }
+    }
+    assert!(all[0].iter().any(|link| link.gives && !link.takes), "a tile that wraps gives what it does not take");
+}
