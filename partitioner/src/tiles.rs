@@ -548,14 +548,14 @@ pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, r
         from < i128::from(own.to[axis]) + ring && i128::from(own.from[axis]) - ring < to
     };
     let mut found = Vec::new();
-    for (number, peer) in blocks.iter().enumerate() {
+    for (number, peer) in blocks.iter().enumerate().filter(|&(number, _)| number != me) {
         for x in images(0, peer) {
             for y in images(1, peer) {
                 for z in images(2, peer) {
                     let shift = [x, y, z];
                     let takes = (0..3).all(|axis| meets(axis, peer, shift[axis], ring(own, axis)));
                     let gives = (0..3).all(|axis| meets(axis, peer, shift[axis], ring(peer, axis)));
-                    if (takes || gives) && (number != me || shift != [0; 3]) {
+                    if takes || gives {
                         found.push(TileLink { peer: number as u16, shift, takes, gives });
                     }
                 }
