@@ -21,6 +21,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+pub use halo::{Link, links};
 use thiserror::Error;
 
 /// Cuts across x fall on multiples of this: the state hash is made of runs of so many cells.
@@ -174,9 +175,12 @@ pub enum GridError {
     #[error("the halo is 0 steps deep: at least 1 is needed")]
     NoHalo,
     #[error(
-        "a halo of {depth} steps is {halo} cells deep, but the tile has only {cells} along {axis}: use fewer steps"
+        "a halo of {depth} steps is {halo} cells deep, but there are only {cells} beside the tile along {axis}: use \
+         fewer steps"
     )]
     Deep { depth: usize, halo: usize, cells: usize, axis: char },
+    #[error("the rule looks {radius} cells far, but {axis} is periodic and has {cells} only")]
+    Thin { radius: usize, cells: usize, axis: char },
     #[error("{rule} knows no such face as {face:?} at {axis}: {known}")]
     Face { rule: &'static str, face: Face, axis: char, known: &'static str },
     #[error("{rule}: {what}")]
@@ -187,10 +191,14 @@ pub enum GridError {
     Parts { left: usize },
     #[error("the strips of this step are made and its interior is not: call interior")]
     Half,
-    #[error("the tile has no neighbour in direction {0:?}")]
-    NoNeighbour([i8; 3]),
-    #[error("a strip from direction {direction:?} has {found} bytes, {expected} are needed: same rule, depth and cut?")]
-    Strip { direction: [i8; 3], expected: usize, found: usize },
+    #[error("the link {link:?} cannot be: {what}")]
+    Link { link: Link, what: &'static str },
+    #[error("nobody is said to own {cells} of the {halo} cells around the tile: all neighbours are needed at once")]
+    Uncovered { cells: usize, halo: usize },
+    #[error("link {link} is none: the tile has {links}")]
+    NoLink { link: usize, links: usize },
+    #[error("the strip of link {link} has {found} bytes, {expected} are needed: same rule, depth and cut?")]
+    Strip { link: usize, expected: usize, found: usize },
     #[error("the region {region:?} is empty or not within the tile {tile:?}")]
     Region { region: Region, tile: Region },
     #[error("the saved cells have {found} bytes, {expected} are needed: another rule, or cut short?")]

@@ -6,7 +6,7 @@
 //! a periodic axis that is owned whole; ghosts are made anew before each step.
 use std::ops::Range;
 
-use super::{AXES, Face, Grid, GridError, RUN, Region};
+use super::{AXES, Face, Grid, GridError, RUN, Region, SIZE_MAX};
 
 /// How cells lie in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +53,16 @@ impl Span {
 
     pub(crate) fn len(&self, axis: usize) -> usize {
         self.0[axis].len()
+    }
+
+    pub(crate) fn cells(&self) -> usize {
+        self.0.iter().map(Range::len).product()
+    }
+
+    /// What is in both.
+    pub(crate) fn meet(&self, other: &Self) -> Self {
+        let (a, b) = (&self.0, &other.0);
+        Self(std::array::from_fn(|axis| a[axis].start.max(b[axis].start)..a[axis].end.min(b[axis].end)))
     }
 
     /// All (y, z), z outermost.
@@ -108,21 +118,25 @@ impl Frame {
                 return Err(GridError::Cut { x });
             }
         }
+        // Of a tile without neighbours any depth will do, and no sum overflows.
+        let depth = depth.min(SIZE_MAX);
         let reach = depth.saturating_mul(radius);
-        let (mut halo, mut ring, mut wraps) = ([[0; 2]; 3], [[0; 2]; 3], [false; 3]);
+        let halo = Self::halos(grid, owned, reach);
+        let (mut ring, mut wraps) = ([[0; 2]; 3], [false; 3]);
         for axis in 0..grid.dimensions {
-            let (start, end) = (owned.start[axis], owned.end[axis]);
-            let whole = start == 0 && end == grid.size[axis];
-            wraps[axis] = whole && grid.is_periodic(axis);
-            let beyond = !whole && grid.is_periodic(axis);
-            for (side, neighbour) in [start > 0 || beyond, end < grid.size[axis] || beyond].into_iter().enumerate() {
-                let needs = if neighbour { reach } else { radius };
-                if (neighbour || wraps[axis]) && end - start < needs {
-                    let (cells, axis) = (end - start, AXES[axis]);
-                    return Err(GridError::Deep { depth, halo: needs, cells, axis });
+            let (start, end, size) = (owned.start[axis], owned.end[axis], grid.size[axis]);
+            wraps[axis] = grid.is_periodic(axis) && end - start == size;
+            let deep = |cells| Err(GridError::Deep { depth, halo: reach, cells, axis: AXES[axis] });
+            if wraps[axis] && size < radius {
+                return Err(GridError::Thin { radius, cells: size, axis: AXES[axis] });
+            }
+            // A halo ends at a face, and nobody's own cells are in it.
+            let there = if grid.is_periodic(axis) { [size - (end - start); 2] } else { [start, size - end] };
+            for side in 0..2 {
+                if halo[axis][side] > 0 && there[side] < reach {
+                    return deep(there[side]);
                 }
-                halo[axis][side] = if neighbour { reach as isize } else { 0 };
-                ring[axis][side] = needs as isize;
+                ring[axis][side] = halo[axis][side].max(radius as isize);
             }
         }
         let size = owned.size();
@@ -140,6 +154,18 @@ impl Frame {
         let first = left + ring[1][0] as usize * row + ring[2][0] as usize * layer;
         let size = size.map(|size| size as isize);
         Ok(Self { grid: grid.clone(), owned, depth, radius, format, size, halo, ring, wraps, row, layer, first, len })
+    }
+
+    /// Cells of halo at both ends of each axis of a region: so many where it does not reach a face and is not the whole axis.
+    pub(crate) fn halos(grid: &Grid, owned: Region, reach: usize) -> [[isize; 2]; 3] {
+        // Farther than any grid is long: no sum overflows.
+        let reach = reach.min(2 * SIZE_MAX) as isize;
+        std::array::from_fn(|axis| {
+            let (start, end) = (owned.start[axis], owned.end[axis]);
+            let whole = start == 0 && end == grid.size[axis];
+            let beyond = !whole && grid.is_periodic(axis);
+            [start > 0, end < grid.size[axis]].map(|inside| if inside || beyond { reach } else { 0 })
+        })
     }
 
     /// Bytes of a plane.
@@ -202,20 +228,5 @@ impl Frame {
         let reached =
             if side == 0 { self.owned.start[axis] == 0 } else { self.owned.end[axis] == self.grid.size[axis] };
         (axis < self.grid.dimensions && reached && !self.grid.is_periodic(axis)).then(|| self.grid.faces[axis][side])
-    }
-
-    /// Directions in which there are neighbours, in a fixed order.
-    pub(crate) fn directions(&self) -> Vec<[i8; 3]> {
-        let steps = |axis: usize| {
-            let [low, high] = self.halo[axis];
-            [(-1i8, low > 0), (0, true), (1, high > 0)].into_iter().filter(|(_, there)| *there).map(|(step, _)| step)
-        };
-        let mut all = Vec::new();
-        for z in steps(2) {
-            for y in steps(1) {
-                all.extend(steps(0).map(|x| [x, y, z]).filter(|&direction| direction != [0; 3]));
-            }
-        }
-        all
     }
 }

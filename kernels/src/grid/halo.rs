@@ -1,90 +1,199 @@
-//! What tiles send each other: the cells along a face, an edge or a corner, as they are in memory.
+//! What tiles send each other: the cells that another needs around its own, as they are in memory.
 //!
-//! A strip is named by the direction its receiver looks to: who has a neighbour in direction d sends `pack(d)`, and the
-//! neighbour unpacks it as coming from -d. Both ends count the same cells in the same order, so a strip needs no header.
-use super::GridError;
+//! Tiles need not lie in rows and columns: who is whose neighbour follows from the boxes that they own. A [`Link`] is one
+//! owner, at one place relative to a tile. Both ends of a link count the same cells in the same order, so a strip needs no
+//! header. How far a halo reaches, and what of it a rule needs, is the same arithmetic for both (`needed`).
 use super::frame::{Format, Frame, Span};
 use super::planes::Planes;
 use super::tile::Tile;
+use super::{Grid, GridError, Region};
+
+/// A neighbour: the cells its tile owns, displaced by so many whole grids along each axis (where that is periodic).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// What its tile owns.
+    pub region: Region,
+    /// Whole grids along x, y and z to where the neighbour is seen.
+    pub shift: [i8; 3],
+}
+
+/// All neighbours of the tile `me` among `regions`, which cover the grid, with the number of each: by that, then by shift in
+/// the order of x, y, z. `reach`: cells that halos are deep, `depth` times the rule's radius. The other end of a link has
+/// the opposite shift.
+pub fn links(grid: &Grid, regions: &[Region], me: usize, reach: usize) -> Vec<(usize, Link)> {
+    let Some(&own) = regions.get(me) else { return Vec::new() };
+    let shifts = |axis: usize| if axis < grid.dimensions && grid.is_periodic(axis) { -1..=1i8 } else { 0..=0 };
+    let mut found = Vec::new();
+    for (peer, &region) in regions.iter().enumerate().filter(|(peer, _)| *peer != me) {
+        for x in shifts(0) {
+            for y in shifts(1) {
+                found.extend(shifts(2).map(|z| Link { region, shift: [x, y, z] }).filter_map(|link| {
+                    let (ours, theirs) = (at(own, own), link.seen(grid, own));
+                    let touches = !grown(grid, own, ours.clone(), reach).meet(&theirs).is_empty()
+                        || !grown(grid, region, theirs, reach).meet(&ours).is_empty();
+                    touches.then_some((peer, link))
+                }));
+            }
+        }
+    }
+    found
+}
+
+impl Link {
+    /// The neighbour's cells in the coordinates of a tile.
+    fn seen(&self, grid: &Grid, tile: Region) -> Span {
+        let Span(own) = at(self.region, tile);
+        let shift = |axis: usize| isize::from(self.shift[axis]) * grid.size[axis] as isize;
+        Span(std::array::from_fn(|axis| own[axis].start + shift(axis)..own[axis].end + shift(axis)))
+    }
+}
+
+/// A region in the coordinates of a tile.
+fn at(region: Region, tile: Region) -> Span {
+    let from = |axis: usize, place: usize| place as isize - tile.start[axis] as isize;
+    Span(std::array::from_fn(|axis| from(axis, region.start[axis])..from(axis, region.end[axis])))
+}
+
+/// A region's cells and its halo, from where its cells are seen.
+fn grown(grid: &Grid, region: Region, Span(seen): Span, reach: usize) -> Span {
+    let halo = Frame::halos(grid, region, reach);
+    Span(std::array::from_fn(|axis| seen[axis].start - halo[axis][0]..seen[axis].end + halo[axis][1]))
+}
+
+/// A link at work: which cells of each field travel, in the coordinates of the tile.
+pub(crate) struct Strips {
+    link: Link,
+    out: Vec<Span>,
+    into: Vec<Span>,
+    bytes_out: usize,
+    bytes_in: usize,
+    /// Whether the strip in is here, of the step that the tile is at.
+    pub(crate) arrived: bool,
+}
 
 impl Tile {
-    /// Directions in which neighbours are, each step -1, 0 or 1: their strips are needed before each cycle.
-    pub fn neighbours(&self) -> Vec<[i8; 3]> {
-        self.frame.directions()
-    }
-
-    /// Bytes of the strip to, and of that from, the neighbour in a direction.
+    /// Says who the neighbours are. What it knew of neighbours before is void.
     ///
     /// # Errors
-    /// There is none.
-    pub fn strip_len(&self, direction: [i8; 3]) -> Result<usize, GridError> {
-        self.number(direction)?;
-        let bytes = |field| bytes(self.frame.format, &self.box_of(direction, field, true));
-        Ok((0..self.fields()).map(bytes).sum())
+    /// They do not cover the halo, each cell of it once, or one is out of its reach, or a step is half made. Nothing is
+    /// changed then.
+    pub fn link(&mut self, links: &[Link]) -> Result<(), GridError> {
+        self.whole()?;
+        let frame = &self.frame;
+        let (own, all) = (frame.span(0), frame.span(frame.depth));
+        let mut seen: Vec<Span> = Vec::new();
+        for link in links {
+            let odd = (0..3).any(|axis| link.shift[axis] != 0 && !frame.grid.is_periodic(axis));
+            if link.region.cells() == 0 || !frame.grid.region().contains(&link.region) || odd {
+                return Err(GridError::Link { link: *link, what: "it is not in the grid" });
+            }
+            let theirs = link.seen(&frame.grid, frame.owned);
+            if seen.iter().chain([&own]).any(|other| !other.meet(&theirs).is_empty()) {
+                return Err(GridError::Link { link: *link, what: "another tile owns cells of it" });
+            }
+            let reach = frame.depth * frame.radius;
+            if all.meet(&theirs).is_empty()
+                && grown(&frame.grid, link.region, theirs.clone(), reach).meet(&own).is_empty()
+            {
+                return Err(GridError::Link { link: *link, what: "it is out of reach" });
+            }
+            seen.push(theirs);
+        }
+        let covered = seen.iter().map(|theirs| all.meet(theirs).cells()).sum::<usize>();
+        let halo = all.cells() - own.cells();
+        if covered != halo {
+            return Err(GridError::Uncovered { cells: halo - covered, halo });
+        }
+        self.strips = links.iter().zip(&seen).map(|(link, theirs)| self.strips_of(*link, theirs)).collect();
+        self.await_halo();
+        Ok(())
     }
 
-    /// What the neighbour in a direction needs for its next cycle. While a step is half made: of the new state.
+    fn strips_of(&self, link: Link, theirs: &Span) -> Strips {
+        let frame = &self.frame;
+        let fields = || (0..self.fields()).map(|field| self.stepper.travels(field));
+        let needed = |region, seen: &Span| {
+            let halo = Frame::halos(&frame.grid, region, frame.depth * frame.radius);
+            fields().map(|travels| needed(seen, halo, frame.radius, travels)).collect::<Vec<_>>()
+        };
+        let own = frame.span(0);
+        let out: Vec<Span> = needed(link.region, theirs).iter().map(|needed| needed.meet(&own)).collect();
+        let into: Vec<Span> = needed(frame.owned, &own).iter().map(|needed| needed.meet(theirs)).collect();
+        let count = |spans: &[Span]| spans.iter().map(|span| bytes(frame.format, span)).sum();
+        Strips { link, bytes_out: count(&out), bytes_in: count(&into), out, into, arrived: false }
+    }
+
+    /// The neighbours, as [`Self::link`] was told.
+    pub fn links(&self) -> impl ExactSizeIterator<Item = &Link> {
+        self.strips.iter().map(|strips| &strips.link)
+    }
+
+    /// Bytes of the strip to a neighbour. One of none need not be sent.
     ///
     /// # Errors
-    /// There is none.
-    pub fn pack(&self, direction: [i8; 3]) -> Result<Vec<u8>, GridError> {
-        let mut strip = Vec::with_capacity(self.strip_len(direction)?);
+    /// There is no such link.
+    pub fn bytes_out(&self, link: usize) -> Result<usize, GridError> {
+        Ok(self.strips_at(link)?.bytes_out)
+    }
+
+    /// Bytes of the strip from a neighbour. One of none is not waited for.
+    ///
+    /// # Errors
+    /// There is no such link.
+    pub fn bytes_in(&self, link: usize) -> Result<usize, GridError> {
+        Ok(self.strips_at(link)?.bytes_in)
+    }
+
+    /// What a neighbour needs for its next cycle. While a step is half made: of the new state.
+    ///
+    /// # Errors
+    /// There is no such link.
+    pub fn pack(&self, link: usize) -> Result<Vec<u8>, GridError> {
+        let strips = self.strips_at(link)?;
+        let mut strip = Vec::with_capacity(strips.bytes_out);
         let planes = if self.half { &self.next } else { &self.state };
-        for field in 0..self.fields() {
-            read(&self.frame, planes, field, &self.box_of(direction, field, true), &mut strip);
+        for (field, span) in strips.out.iter().enumerate() {
+            read(&self.frame, planes, field, span, &mut strip);
         }
         Ok(strip)
     }
 
-    /// Takes the strip that the neighbour in a direction packed after the same step. When the last one is here, the halo
-    /// is fresh.
+    /// Takes the strip that a neighbour packed after the same step. When the last one is here, the halo is fresh.
     ///
     /// # Errors
-    /// There is no such neighbour, the strip has another length than it must have, or a step is half made. Nothing is
-    /// changed then.
-    pub fn unpack(&mut self, direction: [i8; 3], strip: &[u8]) -> Result<(), GridError> {
+    /// There is no such link, the strip has another length than it must have, or a step is half made. Nothing is changed
+    /// then.
+    pub fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {
         self.whole()?;
-        let number = self.number(direction)?;
-        let expected = self.strip_len(direction)?;
+        let expected = self.bytes_in(link)?;
         if strip.len() != expected {
-            return Err(GridError::Strip { direction, expected, found: strip.len() });
+            return Err(GridError::Strip { link, expected, found: strip.len() });
         }
         let mut rest = strip;
-        for field in 0..self.fields() {
-            let span = self.box_of(direction, field, false);
-            rest = write(&self.frame, &mut self.state, field, &span, rest);
+        for (field, span) in self.strips[link].into.iter().enumerate() {
+            rest = write(&self.frame, &mut self.state, field, span, rest);
         }
-        self.received |= 1 << number;
-        if self.received == (1 << self.frame.directions().len()) - 1 {
+        self.strips[link].arrived = true;
+        if self.strips.iter().all(|strips| strips.arrived || strips.bytes_in == 0) {
             self.fresh = self.frame.depth;
         }
         Ok(())
     }
 
-    fn number(&self, direction: [i8; 3]) -> Result<usize, GridError> {
-        let found = self.frame.directions().iter().position(|&there| there == direction);
-        found.ok_or(GridError::NoNeighbour(direction))
+    fn strips_at(&self, link: usize) -> Result<&Strips, GridError> {
+        self.strips.get(link).ok_or(GridError::NoLink { link, links: self.strips.len() })
     }
+}
 
-    /// The cells of a strip: those of ours that the neighbour in that direction needs (`own`), or its that we do.
-    fn box_of(&self, direction: [i8; 3], field: usize, own: bool) -> Span {
-        let (frame, travels) = (&self.frame, self.stepper.travels(field));
-        Span(std::array::from_fn(|axis| {
-            let (size, to) = (frame.size[axis], direction[axis]);
-            let depth = frame.halo[axis][usize::from(to > 0)];
-            // Towards the receiver.
-            let inward = if own { to } else { -to };
-            // Of the layer that is farthest from the receiver only what moves towards it counts.
-            let spared = isize::from(travels.is_some_and(|travels| travels[axis] != inward)) * frame.radius as isize;
-            match (to, own) {
-                (1, true) => size - depth + spared..size,
-                (1, false) => size..size + depth - spared,
-                (-1, true) => 0..depth - spared,
-                (-1, false) => -depth + spared..0,
-                _ => 0..size,
-            }
-        }))
-    }
+/// What a tile needs of a field in a cycle, its own cells among it: of the outermost layer of a halo only what moves inwards.
+fn needed(own: &Span, halo: [[isize; 2]; 3], radius: usize, travels: Option<[i8; 3]>) -> Span {
+    Span(std::array::from_fn(|axis| {
+        let [low, high] = [(0, 1), (1, -1)].map(|(side, inward)| {
+            let spared = halo[axis][side] > 0 && travels.is_some_and(|travels| travels[axis] != inward);
+            halo[axis][side] - if spared { radius as isize } else { 0 }
+        });
+        own.0[axis].start - low..own.0[axis].end + high
+    }))
 }
 
 /// Bytes of a field of some cells: each row begins with a whole byte.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use super::rule::Rule;
 use super::tile::{Threads, Tile};
-use super::{Grid, GridError, Region};
+use super::{Grid, GridError, Link, Region, links};
 use crate::cpu::Isa;
 
 /// Sets a cell's fields from its place in the grid.
@@ -17,62 +17,60 @@ pub(super) type Init<'a> = &'a dyn Fn([usize; 3], &mut [f32]);
 /// Tiles in one process that exchange strips as nodes would.
 pub(super) struct Mesh {
     pub(super) tiles: Vec<Tile>,
-    counts: [usize; 3],
+    /// By tile, the peer and the shift of each link.
+    links: Vec<Vec<(usize, [i8; 3])>>,
     depth: usize,
     threads: Threads,
 }
 
 impl Mesh {
-    /// `cuts`: where each axis is cut.
-    pub(super) fn new(grid: &Grid, rule: &Rule, cuts: [&[usize]; 3], depth: usize, threads: usize, isa: Isa) -> Self {
-        let bounds: [Vec<usize>; 3] = std::array::from_fn(|axis| [&[0], cuts[axis], &[grid.size()[axis]]].concat());
-        let counts = std::array::from_fn(|axis| cuts[axis].len() + 1);
-        let mut tiles = Vec::new();
-        for z in 0..counts[2] {
-            for y in 0..counts[1] {
-                for x in 0..counts[0] {
-                    let place = [x, y, z];
-                    let start = std::array::from_fn(|axis| bounds[axis][place[axis]]);
-                    let end = std::array::from_fn(|axis| bounds[axis][place[axis] + 1]);
-                    tiles.push(Tile::with_isa(grid, rule, Region { start, end }, depth, isa).unwrap());
-                }
-            }
+    pub(super) fn new(
+        grid: &Grid,
+        rule: &Rule,
+        regions: &[Region],
+        (depth, threads, isa): (usize, usize, Isa),
+    ) -> Self {
+        let (mut tiles, mut all) = (Vec::new(), Vec::new());
+        for (me, &region) in regions.iter().enumerate() {
+            let mut tile = Tile::with_isa(grid, rule, region, depth, isa).unwrap();
+            let links = links(grid, regions, me, depth * rule.radius());
+            tile.link(&links.iter().map(|(_, link)| *link).collect::<Vec<_>>()).unwrap();
+            all.push(links.iter().map(|(peer, link)| (*peer, link.shift)).collect());
+            tiles.push(tile);
         }
-        Self { tiles, counts, depth, threads: Threads::new(threads).unwrap() }
+        Self { tiles, links: all, depth, threads: Threads::new(threads).unwrap() }
     }
 
     pub(super) fn load(&mut self, init: Init) {
         self.tiles.iter_mut().for_each(|tile| tile.load(&mut |at, cell| init(at, cell)));
     }
 
-    /// The tile that one has in a direction.
-    fn neighbour(&self, tile: usize, direction: [i8; 3]) -> usize {
-        let [nx, ny, _] = self.counts;
-        let place = [tile % nx, tile / nx % ny, tile / nx / ny];
-        let [x, y, z] = std::array::from_fn(|axis| {
-            (place[axis] as isize + direction[axis] as isize).rem_euclid(self.counts[axis] as isize) as usize
-        });
-        x + nx * (y + ny * z)
+    /// By sender, receiver and shift as the receiver sees it.
+    fn packed(&self) -> BTreeMap<(usize, usize, [i8; 3]), Vec<u8>> {
+        let mut strips = BTreeMap::new();
+        for (me, tile) in self.tiles.iter().enumerate() {
+            for (number, &(peer, shift)) in self.links[me].iter().enumerate() {
+                let strip = tile.pack(number).unwrap();
+                assert_eq!(strip.len(), tile.bytes_out(number).unwrap());
+                strips.insert((me, peer, shift.map(|shift| -shift)), strip);
+            }
+        }
+        strips
     }
 
-    fn packed(&self) -> BTreeMap<(usize, [i8; 3]), Vec<u8>> {
-        let all = self.tiles.iter().enumerate();
-        all.flat_map(|(i, tile)| tile.neighbours().into_iter().map(move |to| ((i, to), tile.pack(to).unwrap())))
-            .collect()
-    }
-
-    fn unpack(&mut self, strips: &BTreeMap<(usize, [i8; 3]), Vec<u8>>) {
-        for i in 0..self.tiles.len() {
-            for from in self.tiles[i].neighbours() {
-                let strip = &strips[&(self.neighbour(i, from), from.map(|step| -step))];
-                self.tiles[i].unpack(from, strip).unwrap();
+    fn unpack(&mut self, strips: &BTreeMap<(usize, usize, [i8; 3]), Vec<u8>>) {
+        for (me, tile) in self.tiles.iter_mut().enumerate() {
+            for (number, &(peer, shift)) in self.links[me].iter().enumerate() {
+                if tile.bytes_in(number).unwrap() > 0 {
+                    tile.unpack(number, &strips[&(peer, me, shift)]).unwrap();
+                }
             }
         }
     }
 
     /// Every cycle's last step in two parts, strips first.
     pub(super) fn advance(&mut self, steps: usize) {
-        if self.tiles.len() == 1 && self.tiles[0].neighbours().is_empty() {
+        if self.tiles.len() == 1 {
             return self.tiles[0].advance(&mut self.threads, steps).unwrap();
         }
         self.unpack(&self.packed());
@@ -100,54 +98,92 @@ impl Mesh {
     }
 }
 
+/// The boxes that planes cut; `cuts`: where each axis is cut.
+pub(super) fn planes(grid: &Grid, cuts: [&[usize]; 3]) -> Vec<Region> {
+    let bounds: [Vec<usize>; 3] = std::array::from_fn(|axis| [&[0], cuts[axis], &[grid.size()[axis]]].concat());
+    let mut regions = Vec::new();
+    for z in bounds[2].windows(2) {
+        for y in bounds[1].windows(2) {
+            regions.extend(bounds[0].windows(2).map(|x| Region { start: [x[0], y[0], z[0]], end: [x[1], y[1], z[1]] }));
+        }
+    }
+    regions
+}
+
+/// So many boxes, halved again and again at random places: neighbours at parts of faces. None is thinner than 8 cells.
+pub(super) fn halves(grid: &Grid, count: usize, salt: u64) -> Vec<Region> {
+    let mut regions = vec![grid.region()];
+    for step in 0.. {
+        let draw = |salt2: usize, end: usize| (noise([step, salt2, 0], salt) % end as u64) as usize;
+        if regions.len() == count || step == 1000 {
+            break;
+        }
+        let (at, axis) = (draw(0, regions.len()), draw(1, grid.dimensions()));
+        let (mut low, mut high) = (regions[at], regions[at]);
+        let size = low.size()[axis];
+        let cut = if axis == 0 { 64 * (1 + draw(2, 4)) } else { 8 + draw(2, size) };
+        if cut + 8 <= size {
+            (low.end[axis], high.start[axis]) = (low.start[axis] + cut, low.start[axis] + cut);
+            regions[at] = low;
+            regions.push(high);
+        }
+    }
+    regions
+}
+
 /// The hash after some steps.
 pub(super) fn run(
     grid: &Grid,
     rule: &Rule,
     init: Init,
     steps: usize,
-    cuts: [&[usize]; 3],
-    (depth, threads, isa): (usize, usize, Isa),
+    regions: &[Region],
+    how: (usize, usize, Isa),
 ) -> u128 {
-    let mut mesh = Mesh::new(grid, rule, cuts, depth, threads, isa);
+    let mut mesh = Mesh::new(grid, rule, regions, how);
     mesh.load(init);
     mesh.advance(steps);
     mesh.hash()
 }
 
-/// 1, 2, 3, 5 and more tiles, cut along each axis and along several, depths 1 to 8, 1 to 3 threads, all instruction sets.
+/// 1, 2, 3, 5 and more tiles, cut along each axis, along several and anyhow, depths 1 to 8, 1 to 3 threads, all instruction
+/// sets.
 pub(super) fn same_bits_however_it_is_cut(grid: &Grid, rule: &Rule, init: Init, steps: usize) {
-    let one: [&[usize]; 3] = [&[], &[], &[]];
-    let expected = run(grid, rule, init, steps, one, (1, 1, Isa::detect()));
-    let before = run(grid, rule, init, 0, one, (1, 1, Isa::detect()));
+    let one = [grid.region()];
+    let expected = run(grid, rule, init, steps, &one, (1, 1, Isa::detect()));
+    let before = run(grid, rule, init, 0, &one, (1, 1, Isa::detect()));
     assert_ne!(expected, before, "nothing happens in this test");
     for isa in Isa::all() {
         for threads in 1..=3 {
-            assert_eq!(run(grid, rule, init, steps, one, (1, threads, isa)), expected, "{isa:?}, {threads} threads");
+            assert_eq!(run(grid, rule, init, steps, &one, (1, threads, isa)), expected, "{isa:?}, {threads} threads");
         }
     }
     let [_, height, depth] = grid.size();
-    let (some_y, all_y) = ([height / 3], [8, 17, 30, height - 9]);
-    let mut cuts: Vec<[&[usize]; 3]> = vec![
-        [&[64], &[], &[]],
-        [&[], &some_y, &[]],
-        [&[64, 192], &[], &[]],
-        [&[128], &some_y, &[]],
-        [&[], &all_y, &[]],
+    let planes = |cuts: [&[usize]; 3]| planes(grid, cuts);
+    let some_y = [height / 3];
+    let mut cuts = vec![
+        planes([&[64], &[], &[]]),
+        planes([&[], &some_y, &[]]),
+        planes([&[64, 192], &[], &[]]),
+        planes([&[128], &some_y, &[]]),
+        planes([&[], &[8, 17, 30, height - 9], &[]]),
+        halves(grid, 3, 1),
+        halves(grid, 5, 2),
+        halves(grid, 7, 3),
     ];
-    let (some_z, all_z) = ([depth / 3], [8, depth.saturating_sub(8)]);
     if grid.dimensions() == 3 {
-        cuts.push([&[], &[], &some_z]);
-        cuts.push([&[64], &some_y, &all_z]);
+        cuts.push(planes([&[], &[], &[depth / 3]]));
+        cuts.push(planes([&[64], &some_y, &[8, depth - 8]]));
+        cuts.push(halves(grid, 6, 4));
     }
     let isas = Isa::all();
-    for (number, cut) in cuts.into_iter().enumerate() {
+    for (number, cut) in cuts.iter().enumerate() {
         let some = if grid.dimensions() == 3 { &[1, 3, 8][..] } else { &[1, 2, 3, 4, 5, 6, 7, 8] };
-        for &k in some {
+        for &k in some.iter().filter(|&&k| k * rule.radius() <= 8) {
             // Each cut and depth meets some number of threads and some instruction set.
             let (threads, isa) = (1 + (number + k) % 3, isas[(number + k / 2) % isas.len()]);
             let found = run(grid, rule, init, steps, cut, (k, threads, isa));
-            assert_eq!(found, expected, "{} cut at {cut:?}, depth {k}, {threads} threads, {isa:?}", rule.name());
+            assert_eq!(found, expected, "{} cut as {cut:?}, depth {k}, {threads} threads, {isa:?}", rule.name());
         }
     }
 }
@@ -168,7 +204,7 @@ fn what_cannot_be_is_named() {
     let region = |x: [usize; 2], y: [usize; 2]| Region { start: [x[0], y[0], 0], end: [x[1], y[1], 1] };
     let new = |region, depth| Tile::new(&grid, &life, region, depth).map(|_| ()).unwrap_err();
     assert_eq!(new(region([0, 100], [0, 40]), 1), GridError::Cut { x: 100 });
-    assert_eq!(new(region([0, 200], [0, 8]), 9), GridError::Deep { depth: 9, halo: 9, cells: 8, axis: 'y' });
+    assert_eq!(new(region([0, 200], [0, 32]), 9), GridError::Deep { depth: 9, halo: 9, cells: 8, axis: 'y' });
     assert_eq!(new(region([0, 200], [0, 8]), 0), GridError::NoHalo);
     assert!(matches!(new(region([0, 201], [0, 8]), 1), GridError::Outside { .. }));
     assert!(matches!(Grid::new(&[4], &[]), Err(GridError::Axes { .. })));
@@ -178,17 +214,28 @@ fn what_cannot_be_is_named() {
 
     let mut threads = Threads::new(1).unwrap();
     let mut tile = Tile::new(&grid, &life, region([64, 128], [10, 20]), 2).unwrap();
-    assert_eq!(tile.neighbours().len(), 8);
     assert_eq!(tile.advance(&mut threads, 1), Err(GridError::Stale { steps: 1, left: 0 }));
-    assert_eq!(tile.pack([0, 0, 1]), Err(GridError::NoNeighbour([0, 0, 1])));
-    let expected = tile.strip_len([1, 0, 0]).unwrap();
+    assert_eq!(tile.pack(0), Err(GridError::NoLink { link: 0, links: 0 }));
+    let regions = planes(&grid, [&[64, 128], &[10, 20], &[]]);
+    let found: Vec<Link> = links(&grid, &regions, 4, 2).into_iter().map(|(_, link)| link).collect();
+    assert_eq!(found.len(), 8);
+    assert_eq!(tile.link(&found[1..]), Err(GridError::Uncovered { cells: 4, halo: 14 * 68 - 640 }));
+    let refused = |result| match result {
+        Err(GridError::Link { what, .. }) => what,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(tile.link(&[found[0], found[0]])), "another tile owns cells of it");
+    assert_eq!(refused(tile.link(&[Link { shift: [1, 0, 0], ..found[0] }])), "it is out of reach");
+    assert_eq!(refused(tile.link(&[Link { shift: [0, 0, 1], ..found[0] }])), "it is not in the grid");
+    tile.link(&found).unwrap();
+    let expected = tile.bytes_in(0).unwrap();
     assert_eq!(
-        tile.unpack([1, 0, 0], &vec![0; expected + 1]),
-        Err(GridError::Strip { direction: [1, 0, 0], expected, found: expected + 1 })
+        tile.unpack(0, &vec![0; expected + 1]),
+        Err(GridError::Strip { link: 0, expected, found: expected + 1 })
     );
-    for from in tile.neighbours() {
+    for link in 0..found.len() {
         assert_eq!(tile.left(), 0);
-        tile.unpack(from, &vec![0; tile.strip_len(from).unwrap()]).unwrap();
+        tile.unpack(link, &vec![0; tile.bytes_in(link).unwrap()]).unwrap();
     }
     assert_eq!(tile.left(), 2);
     assert_eq!(tile.strips(&mut threads), Err(GridError::Parts { left: 2 }));
@@ -200,6 +247,46 @@ fn what_cannot_be_is_named() {
     assert_eq!((tile.left(), tile.steps()), (0, 2));
     assert!(matches!(tile.read(0, grid.region()), Err(GridError::Region { .. })));
     assert!(matches!(tile.read(1, tile.region()), Err(GridError::Field { field: 1, fields: 1 })));
+}
+
+#[test]
+fn halos_deeper_than_neighbours_are_filled_by_those_behind() {
+    use super::scalar::Heat;
+    let rule = Rule::Heat(Heat { rate: 0.1 });
+    let init = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 5) % 100) as f32;
+    let grid = Grid::periodic(&[128, 40]).unwrap();
+    let thin = planes(&grid, [&[64], &[3, 5, 6, 20], &[]]);
+    let expected = run(&grid, &rule, &init, 17, &[grid.region()], (1, 1, Isa::detect()));
+    for depth in [1, 4, 7, 13] {
+        assert_eq!(run(&grid, &rule, &init, 17, &thin, (depth, 1, Isa::detect())), expected, "depth {depth}");
+    }
+    // Only what is beyond a face is not there.
+    let closed = Grid::closed(&[128, 40]).unwrap();
+    assert!(matches!(Tile::new(&closed, &rule, thin[2], 4), Err(GridError::Deep { cells: 3, .. })));
+}
+
+#[test]
+fn both_ends_of_a_link_count_the_same() {
+    use super::lbm::Fluid;
+    use super::scalar::Wave;
+    let plane = Grid::new(&[320, 60], &[[super::Face::Wall; 2], [super::Face::Periodic; 2]]).unwrap();
+    let space =
+        Grid::new(&[192, 40, 30], &[[super::Face::Periodic; 2], [super::Face::Wall; 2], [super::Face::Periodic; 2]]);
+    let space = space.unwrap();
+    for (grid, rule) in [(&plane, Rule::D2q9(Fluid::new(0.8))), (&space, Rule::Wave(Wave { speed: 0.5 }))] {
+        for (salt, depth) in [(1, 1), (2, 3), (3, 8)] {
+            let regions = halves(grid, 6, salt);
+            let mesh = Mesh::new(grid, &rule, &regions, (depth, 1, Isa::detect()));
+            for (me, links) in mesh.links.iter().enumerate() {
+                assert!(links.is_sorted(), "{links:?}");
+                for (number, &(peer, shift)) in links.iter().enumerate() {
+                    let back = (me, shift.map(|shift| -shift));
+                    let there = mesh.links[peer].iter().position(|link| *link == back).expect("links have two ends");
+                    assert_eq!(mesh.tiles[me].bytes_out(number), mesh.tiles[peer].bytes_in(there));
+                }
+            }
+        }
+    }
 }
 
 #[test]

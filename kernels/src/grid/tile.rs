@@ -6,6 +6,7 @@
 //! the interior is computed. All this only chooses which cells are computed when: a cell's arithmetic is the same
 //! everywhere.
 use super::frame::{Frame, Span};
+use super::halo::Strips;
 use super::planes::Planes;
 use super::rule::{Rows, Rule, Stepper};
 use super::{Grid, GridError, Region};
@@ -48,8 +49,8 @@ pub struct Tile {
     pub(crate) half: bool,
     /// Steps that the halo still serves.
     pub(crate) fresh: usize,
-    /// Which neighbours' strips of this cycle are here, by their place in `Frame::directions`.
-    pub(crate) received: u32,
+    /// What travels to and from each neighbour.
+    pub(crate) strips: Vec<Strips>,
     isa: Isa,
     step: u64,
 }
@@ -79,7 +80,7 @@ impl Tile {
             next: planes()?,
             half: false,
             fresh: 0,
-            received: 0,
+            strips: Vec::new(),
             isa,
             step: 0,
             frame,
@@ -228,7 +229,7 @@ impl Tile {
 
     /// Halos have to come before the next step.
     pub(crate) fn await_halo(&mut self) {
-        self.received = 0;
+        self.strips.iter_mut().for_each(|strips| strips.arrived = false);
         self.fresh = if self.lonely() { usize::MAX } else { 0 };
     }
 
@@ -241,7 +242,7 @@ impl Tile {
         self.step += 1;
         if !self.lonely() {
             self.fresh -= 1;
-            self.received = 0;
+            self.strips.iter_mut().for_each(|strips| strips.arrived = false);
         }
     }
 

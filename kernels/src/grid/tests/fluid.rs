@@ -79,8 +79,8 @@ fn streaming_past_the_caches_gives_the_same_bits() {
         cell.copy_from_slice(&fluid.cell(1.0, [part(1), part(2)], [[0.0; 2]; 2]));
     };
     // A state of 22 MB, and three of 7.
-    let one = run(&grid, &rule, &init, 5, [&[], &[], &[]], (1, 2, Isa::detect()));
-    let three = run(&grid, &rule, &init, 5, [&[], &[100, 200], &[]], (2, 1, Isa::detect()));
+    let one = run(&grid, &rule, &init, 5, &[grid.region()], (1, 2, Isa::detect()));
+    let three = run(&grid, &rule, &init, 5, &planes(&grid, [&[], &[100, 200], &[]]), (2, 1, Isa::detect()));
     assert_eq!(one, three);
 }
 

@@ -81,9 +81,10 @@ fn tiles_equal_one() {
 fn a_halo_deeper_than_a_word() {
     let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = f32::from(u8::from(noise(at, 8).is_multiple_of(3)));
     let (grid, rule) = (Grid::periodic(&[640, 200]).unwrap(), life("B3/S23"));
-    let expected = run(&grid, &rule, &soup, 130, [&[], &[], &[]], (1, 1, Isa::detect()));
+    let expected = run(&grid, &rule, &soup, 130, &[grid.region()], (1, 1, Isa::detect()));
     for depth in [63, 64, 65, 96] {
-        let found = run(&grid, &rule, &soup, 130, [&[128, 256, 448], &[99], &[]], (depth, 2, Isa::detect()));
+        let found =
+            run(&grid, &rule, &soup, 130, &planes(&grid, [&[128, 256, 448], &[99], &[]]), (depth, 2, Isa::detect()));
         assert_eq!(found, expected, "depth {depth}");
     }
 }

@@ -15,12 +15,12 @@ fn a_saved_state_goes_on_in_other_tiles() {
     let soup = |at: [usize; 3], cell: &mut [f32]| cell[0] = f32::from(u8::from(noise(at, 7).is_multiple_of(3)));
     let rules: [(Rule, Init); 2] = [(Rule::D2q9(fluid.clone()), &stir), (Rule::Life(Life::CONWAY), &soup)];
     for (rule, init) in rules {
-        let mut all = Mesh::new(&grid, &rule, [&[64], &[20], &[]], 3, 1, Isa::detect());
+        let mut all = Mesh::new(&grid, &rule, &planes(&grid, [&[64], &[20], &[]]), (3, 1, Isa::detect()));
         all.load(init);
         all.advance(10);
         let saved: Vec<_> = all.tiles.iter().map(|tile| (tile.region(), tile.save(tile.region()).unwrap())).collect();
         all.advance(7);
-        let mut other = Mesh::new(&grid, &rule, [&[128, 192], &[33], &[]], 2, 2, Isa::detect());
+        let mut other = Mesh::new(&grid, &rule, &planes(&grid, [&[128, 192], &[33], &[]]), (2, 2, Isa::detect()));
         // What both the old and the new tile own.
         for tile in &mut other.tiles {
             tile.resume(10);
@@ -52,7 +52,7 @@ fn totals_know_no_cuts() {
     let rule = Rule::Heat(Heat { rate: 0.1 });
     let init = |at: [usize; 3], cell: &mut [f32]| cell[0] = (noise(at, 1) % 100_000) as f32 / 7.0 - 5000.0;
     let total = |cuts: [&[usize]; 3]| {
-        let mut mesh = Mesh::new(&grid, &rule, cuts, 1, 1, Isa::detect());
+        let mut mesh = Mesh::new(&grid, &rule, &planes(&grid, cuts), (1, 1, Isa::detect()));
         mesh.load(&init);
         mesh.advance(5);
         mesh.tiles.iter().map(|tile| tile.total(0).unwrap()).fold(0i128, i128::wrapping_add)
