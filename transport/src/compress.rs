@@ -46,6 +46,7 @@ pub fn unpack(codec: Codec, dtype: Dtype, packed: Vec<u8>, raw_length: usize) ->
 /// All first bytes, then all second bytes, …: exponents stand beside exponents, which is what makes floats pack.
 fn shuffle(raw: &[u8], element: usize) -> Vec<u8> {
     match element {
+        1 => raw.to_vec(),
         2 => shuffle_elements::<2>(raw),
         _ => shuffle_elements::<4>(raw),
     }
@@ -53,6 +54,7 @@ fn shuffle(raw: &[u8], element: usize) -> Vec<u8> {
 
 fn unshuffle(shuffled: &[u8], element: usize) -> Vec<u8> {
     match element {
+        1 => shuffled.to_vec(),
         2 => unshuffle_elements::<2>(shuffled),
         _ => unshuffle_elements::<4>(shuffled),
     }
@@ -127,7 +129,7 @@ mod tests {
 
     #[test]
     fn packing_loses_nothing() {
-        for dtype in [Dtype::F32, Dtype::U32, Dtype::F16, Dtype::Bf16] {
+        for dtype in [Dtype::F32, Dtype::U32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits] {
             let raw = activations(5_000);
             let packed = pack(Codec::ShuffledZstd, dtype, &raw).unwrap();
             assert!(packed.len() < raw.len());

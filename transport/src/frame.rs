@@ -68,19 +68,24 @@ pub enum Dtype {
     F16 = 2,
     /// Brain float.
     Bf16 = 3,
+    /// Cells of a grid, 32 bits each.
+    Cells = 4,
+    /// Cells of a grid, a bit each, eight to an element.
+    Bits = 5,
 }
 
 impl Dtype {
     /// Bytes of one element.
     pub fn bytes(self) -> u64 {
         match self {
-            Dtype::U32 | Dtype::F32 => 4,
+            Dtype::U32 | Dtype::F32 | Dtype::Cells => 4,
             Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::Bits => 1,
         }
     }
 
     fn from_wire(byte: u8) -> Option<Self> {
-        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().find(|d| *d as u8 == byte)
+        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits].into_iter().find(|d| *d as u8 == byte)
     }
 }
 
@@ -122,6 +127,11 @@ impl Expectation {
     /// Token ids for a first stage.
     pub fn tokens(count_max: u32) -> Self {
         Self { width: 1, count_max, dtypes: vec![Dtype::U32], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
+    }
+
+    /// Strips of a grid, at most so many elements each.
+    pub fn strips(dtype: Dtype, elements_max: u32) -> Self {
+        Self { width: 1, count_max: elements_max, dtypes: vec![dtype], codecs: vec![Codec::Raw, Codec::ShuffledZstd] }
     }
 
     /// Largest payload that fits it.

@@ -2,8 +2,11 @@
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::message::{FrameHeader, Sampling};
+use crate::tiles::order::{GridSpec, SaveKind};
+use crate::tiles::{TileLoaded, TileMade};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
+use partitioner::tiles::{GridError, GridPlan, GridWork};
 use partitioner::{Plan, PlanError, Work};
 use serde::{Deserialize, Serialize};
 
@@ -68,11 +71,39 @@ pub enum Input {
     /// The answer to `Output::Compute`, one result per item in order.
     Computed { work: WorkId, results: Result<Vec<ItemResult>, String> },
 
+    // ---- simulations
+    /// About a grid job: this node as coordinator or as participant.
+    Grid(GridInput),
+
     // ---- disk
     /// `Output::Persist` of this sequence number is on disk.
     Persisted { seq: u64 },
     /// It could not be written, and why: what depends on it does not happen.
     PersistFailed { seq: u64, reason: String },
+}
+
+/// What happens to simulations.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum GridInput {
+    /// A local caller submits a simulation.
+    Submit(Box<GridSpec>),
+    /// A local caller wants to know how a grid would be cut; `guarded`: and who would stand by.
+    Plan { call: CallId, work: Box<GridWork>, depth: Option<u32>, guarded: bool },
+    /// A local caller ends a job.
+    Cancel { job: JobId },
+    /// The answer to `GridCommand::Plan`.
+    Planned { token: u64, result: Result<Box<GridPlan>, GridError> },
+    /// The answer to `GridCommand::Load` and `Restore`.
+    Loaded { job: JobId, tile: u16, load: LoadId, result: Result<TileLoaded, String> },
+    /// Of `GridCommand::Run`: its strips are kept by the shell under their names; elements and bytes of each.
+    Strips { job: JobId, tile: u16, work: WorkId, sizes: Vec<(u32, u64)> },
+    /// The answer to `GridCommand::Run`.
+    Made { job: JobId, tile: u16, work: WorkId, result: Result<TileMade, String> },
+    /// The answer to `GridCommand::Collect`.
+    Collected { job: JobId, tile: u16, step: u32, kind: SaveKind, result: Result<(), String> },
+    /// The answer to `GridCommand::KeepCheckpoint`.
+    Kept { job: JobId, step: u32, result: Result<(), String> },
 }
 
 /// A model as the head's shell describes it.

@@ -25,6 +25,7 @@ pub mod placement;
 pub mod planted;
 pub mod record;
 mod speeds;
+pub mod tiles;
 pub mod time;
 
 pub use node::Node;

@@ -105,3 +105,31 @@ pub const SLOWER_TIMES: u64 = 3;
 pub const LINK_BROKEN: Duration = Duration::from_millis(500);
 /// How long a stage may go on reporting a neighbour silent that the head itself hears, before their link counts as cut.
 pub const LINK_CUT: Duration = Duration::from_secs(1);
+/// Steps of a simulation: a step's number shares a frame's 32 bits with the strip's length.
+pub const GRID_STEPS_MAX: u32 = 1 << 31;
+/// A job file with the files it names: it travels in a control message, once to each participant and epoch.
+pub const SIMULATION_BYTES_MAX: usize = 3 << 20;
+/// Bytes of strips a tile keeps so that they can be sent again: what neighbours' standbys may lag behind.
+pub const HALO_LOG_BYTES_MAX: u64 = 256 << 20;
+/// Strips sent to a standby that it has not yet said to hold: a few round trips' worth on a fast link.
+pub const HALO_WINDOW_BYTES: u64 = 8 << 20;
+/// Standbys and owners that one tile feeds for one neighbour: its owner, its standby, and those of the epoch before.
+pub const FEEDS_MAX: usize = 4;
+/// Strips that wait at a tile for their step: those of the next exchange, and a standby's window of small ones.
+pub const STRIPS_WAITING_MAX: usize = 16_384;
+/// Saved states of a kind that wait to be fetched before the tile waits with them: one on its way and one made meanwhile.
+pub const SAVES_WAITING_MAX: usize = 2;
+/// Reports a tile keeps, to say them again under another coordinator's epoch.
+pub const REPORTS_KEPT: usize = 16;
+/// How often whoever computes a tile says how far it is.
+pub const TILE_PROGRESS: Duration = Duration::from_millis(200);
+/// How often a standby tells those it is fed by what it holds.
+pub const TILE_HELD: Duration = Duration::from_millis(20);
+/// How soon a standby asks for a snapshot again that did not come, or came too late.
+pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
+/// How often a warm standby takes a snapshot, at least.
+pub const SNAPSHOT_EVERY: Duration = Duration::from_secs(5);
+/// How long one piece of a tile without neighbours may take: it is looked at in between.
+pub const TILE_PIECE: Duration = Duration::from_millis(20);
+/// Checkpoints and frames that cannot be written are tried again.
+pub const COLLECT_RETRY: Duration = Duration::from_secs(2);

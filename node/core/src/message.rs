@@ -1,6 +1,7 @@
 //! What nodes say to each other: data-plane frame headers and control messages.
 use crate::id::{ContentId, Epoch, JobId, NodeId, RequestId};
-use alloc::{string::String, vec::Vec};
+use crate::tiles::message::TileMessage;
+use alloc::{boxed::Box, string::String, vec::Vec};
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
@@ -71,6 +72,8 @@ pub enum Message {
     Challenge { job: JobId, epoch: Epoch, nonce: u64 },
     /// To the head: a digest of what the steps made.
     Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
+    /// About a simulation.
+    Tile { job: JobId, epoch: Epoch, say: Box<TileMessage> },
 }
 
 /// What a stage holds of one request.

@@ -18,10 +18,12 @@ use crate::output::{Change, DownReason, Event, Output, Payload, Record};
 use crate::pipeline::{Pipeline, PipelineOutput};
 use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
 use crate::speeds::Speeds;
+use crate::tiles::{GRID_TAG, Grids, Tiles};
 use crate::time::{Duration, Instant};
 use alloc::collections::VecDeque;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 
+mod grids;
 mod planning;
 
 /// A node of the mesh: the whole of what it decides.
@@ -36,6 +38,8 @@ pub struct Node {
     placement: Placement,
     pipeline: Pipeline,
     jobs: Jobs,
+    tiles: Tiles,
+    grids: Grids,
     failover: Failover,
     speeds: Speeds,
     now: Instant,
@@ -65,6 +69,8 @@ impl Node {
             placement: Placement::new(me),
             pipeline: Pipeline::default(),
             jobs: Jobs::new(me, config.generation),
+            tiles: Tiles::new(me),
+            grids: Grids::new(me),
             failover: Failover::default(),
             speeds: Speeds::default(),
             now: Instant::default(),
@@ -98,7 +104,7 @@ impl Node {
             self.membership.reconnect(now, node);
             let jobs: Vec<JobId> = self.liveness.jobs_with(node).filter(|_| elapsed >= LINK_BROKEN).collect();
             for job in jobs {
-                if self.jobs.epoch_of(job).is_none() {
+                if self.own_epoch(job).is_none() {
                     self.report(job, node, elapsed);
                 } else if elapsed >= LINK_BROKEN + LINK_CUT * 2 {
                     self.failover.handle_silent(now, job, node, elapsed);
@@ -141,6 +147,8 @@ impl Node {
             self.pipeline.next_wakeup(),
             self.failover.next_wakeup(),
             self.jobs.next_wakeup(),
+            self.tiles.next_wakeup(),
+            self.grids.next_wakeup(),
         ];
         children.into_iter().flatten().min()
     }
@@ -179,6 +187,8 @@ impl Node {
                 self.pipeline.handle_wakeup(now);
                 self.failover.handle_wakeup(now);
                 self.jobs.handle_wakeup(now);
+                self.tiles.handle_wakeup(now);
+                self.grids.handle_wakeup(now);
                 self.look_after_links();
             }
             Input::PeerFound { node, peer_id, gossip, data } => {
@@ -195,6 +205,7 @@ impl Node {
                     self.failover.handle_peer_up(node);
                     self.jobs.handle_reconnected(now, node);
                     self.pipeline.handle_reconnected(node);
+                    self.tiles.handle_reconnected(node);
                     self.fleet_changed();
                 }
             }
@@ -226,11 +237,14 @@ impl Node {
             Input::Banned(nodes) => self.membership.handle_banned(now, nodes),
             Input::Leave => {
                 self.placement.set_draining(true);
+                self.tiles.set_draining(true);
                 self.membership.handle_leave(now);
                 self.jobs.handle_leave();
+                self.grids.handle_leave();
             }
             Input::Drain(draining) => {
                 self.placement.set_draining(draining);
+                self.tiles.set_draining(draining);
                 self.membership.handle_drain(now, draining);
             }
             Input::Deploy { call, model, plan_only } => self.jobs.handle_deploy(now, call, *model, plan_only),
@@ -251,10 +265,16 @@ impl Node {
             Input::Persisted { seq } => {
                 if seq >> 56 == JOB_TAG >> 56 {
                     self.jobs.handle_persisted(now, seq);
+                } else if seq >> 56 == GRID_TAG >> 56 {
+                    self.grids.handle_persisted(now, seq);
                 }
             }
             // Of records that are not a job's nothing depends on the disk.
-            Input::PersistFailed { seq, reason } => self.jobs.handle_persist_failed(now, seq, reason),
+            Input::PersistFailed { seq, reason } => {
+                self.grids.handle_persist_failed(now, seq, &reason);
+                self.jobs.handle_persist_failed(now, seq, reason);
+            }
+            Input::Grid(input) => self.route_grid_input(input),
         }
     }
 
@@ -268,6 +288,7 @@ impl Node {
             Ok(Datagram::Advert(advert)) => self.membership.handle_advert(from, advert),
             Ok(Datagram::Heartbeat(heartbeat)) => {
                 self.liveness.handle_heartbeat(now, from, heartbeat);
+                self.tiles.coordinator_heard(now, from, heartbeat.job);
                 if self.placement.head_heard(now, from, heartbeat.job, heartbeat.epoch) {
                     self.pipeline.release(heartbeat.job);
                 }
@@ -302,6 +323,7 @@ impl Node {
             Message::Stale { job, mine } => {
                 self.placement.handle_stale(from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
+                self.grids.handle_stale(now, job, mine);
             }
             Message::Standby { job, epoch, stage, node } => {
                 if self.is_admitted(from, job, epoch) && from == epoch.minter {
@@ -337,6 +359,7 @@ impl Node {
                 self.jobs.handle_progress(now, from, job, epoch, request, position);
             }
             Message::Gap { job, epoch, request, have } => self.jobs.handle_gap(now, from, job, epoch, request, have),
+            Message::Tile { job, epoch, say } => self.route_tile_message(from, job, epoch, *say),
             Message::Fetch { job, epoch, prepare } => self.placement.handle_fetch(from, job, epoch, prepare),
             Message::Fetched { job, epoch, result } => self.jobs.handle_fetched(now, from, job, epoch, result),
             Message::Challenge { job, epoch, nonce } => {
@@ -350,7 +373,7 @@ impl Node {
                 }
             }
             Message::Silent { job, epoch, node, silent_ms } => {
-                if self.jobs.epoch_of(job) == Some(epoch) {
+                if self.own_epoch(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
                     // Whoever does not hear this head, though this head hears it, is behind a link cut in one direction.
                     let node = if node == self.me { from } else { node };
@@ -367,7 +390,11 @@ impl Node {
     }
 
     fn route_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
-        if self.is_admitted(from, header.job, header.epoch) {
+        if self.tiles.has(header.job) {
+            if let Payload::Tensor(tensor) = payload {
+                self.tiles.handle_strip(self.now, from, header, tensor);
+            }
+        } else if self.is_admitted(from, header.job, header.epoch) {
             self.pipeline.handle_frame(self.now, from, header, payload);
         } else if let Payload::Tensor(tensor) = payload {
             self.discard(tensor);
@@ -411,6 +438,10 @@ impl Node {
                 self.route_placement(output);
             } else if let Some(output) = self.pipeline.poll_output() {
                 self.route_pipeline(output);
+            } else if let Some(output) = self.tiles.poll_output() {
+                self.route_tiles(output);
+            } else if let Some(output) = self.grids.poll_output() {
+                self.route_grid(output);
             } else {
                 return;
             }
@@ -452,6 +483,7 @@ impl Node {
     }
 
     fn fleet_changed(&mut self) {
+        self.grids.handle_fleet_changed(self.now);
         if self.jobs.is_empty() {
             return;
         }
@@ -471,6 +503,7 @@ impl Node {
         // What a dead head placed here is of no use to anybody: whoever takes over its requests needs the memory.
         if reason == DownReason::Left || !heard {
             self.placement.handle_head_gone(node);
+            self.tiles.handle_coordinator_gone(node);
         }
         self.notify(Event::PeerDown { node, reason });
     }
@@ -485,14 +518,14 @@ impl Node {
                 }
             }
             LivenessOutput::Silent { job, node, silent } => {
-                if self.jobs.epoch_of(job).is_some() {
+                if self.own_epoch(job).is_some() {
                     self.failover.handle_silent(now, job, node, silent);
                 } else {
                     self.report(job, node, silent);
                 }
             }
             LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
-            LivenessOutput::Back { job, node } if self.jobs.epoch_of(job).is_some() => {
+            LivenessOutput::Back { job, node } if self.own_epoch(job).is_some() => {
                 self.failover.handle_back(job, node);
                 self.fleet_changed();
             }
@@ -504,7 +537,7 @@ impl Node {
 
     /// Tells the head that a neighbour (or the head itself) is silent, or (with no silence) heard again.
     fn report(&mut self, job: JobId, node: NodeId, silent: Duration) {
-        let head = self.placement.head_of(job).filter(|&(head, _)| head != self.me);
+        let head = self.head_of(job).filter(|&(head, _)| head != self.me);
         if let Some((head, epoch)) = head {
             let silent_ms = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
             self.send(head, Message::Silent { job, epoch, node, silent_ms });
@@ -517,8 +550,12 @@ impl Node {
             FailoverOutput::Replan { job } => {
                 let lost = self.failover.excluded(self.now, job).collect();
                 self.jobs.handle_replan(self.now, job, &lost);
+                self.grids.handle_replan(self.now, job, &lost);
             }
-            FailoverOutput::StandbyLost { job, node } => self.jobs.handle_standby_lost(self.now, job, node),
+            FailoverOutput::StandbyLost { job, node } => {
+                self.jobs.handle_standby_lost(self.now, job, node);
+                self.grids.handle_standby_lost(self.now, job, node);
+            }
             FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
             FailoverOutput::Refused { from, what } => self.refused(Some(from), what),
         }
@@ -563,12 +600,7 @@ impl Node {
             JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
-            JobOutput::Watch { job, epoch, nodes, standbys } => {
-                self.failover.handle_placed(job, epoch, nodes.iter().copied());
-                self.failover.handle_standbys(job, standbys.iter().copied());
-                let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
-                self.liveness.handle_watch(self.now, job, epoch, &others);
-            }
+            JobOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),
             JobOutput::Standbys { job, plan, work, kept } => {
                 let (fleet, options) = (self.fleet_for(job, &[]), self.plan_options(false));
                 let chosen = partitioner::standbys(&plan, &work, &fleet, &options, &kept);

@@ -2,10 +2,13 @@
 use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
 use crate::membership::Contact;
 use crate::message::{FrameHeader, Sampling};
+use crate::tiles::order::{SaveKind, TileOrder};
+use crate::tiles::{GridEvent, TileWork};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
-use partitioner::{Fleet, Options, Plan, PlanError, Standby, Work};
+use partitioner::tiles::{GridError, GridPlan, GridWork};
+use partitioner::{DeviceId, Fleet, Options, Plan, PlanError, Standby, Work};
 
 /// Do this.
 #[allow(missing_docs)] // of fields: each variant says what they are
@@ -54,12 +57,42 @@ pub enum Output {
     Release { job: JobId, request: RequestId },
     /// Drop a payload that will not be used.
     Discard { tensor: TensorId },
+    /// About a simulation.
+    Grid(GridCommand),
     /// Write a record and sync (answer: `Persisted`).
     Persist { seq: u64, record: Record },
 
     // ---- what people and callers see
     /// Something worth telling.
     Notify(Event),
+}
+
+/// What is to be done for simulations, each answered by the `GridInput` of the same name where there is one.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GridCommand {
+    /// Cut with `partitioner::tiles::cut` (answer: `Planned`).
+    Plan { token: u64, work: Box<GridWork>, fleet: Box<Fleet>, headroom_percent: u8, depth: Option<u32> },
+    /// Make a tile, with the cells that its order says: the simulation's own, or from the coordinator's checkpoint; for a
+    /// standby none yet. Strips for it are expected from now on (answer: `Loaded`).
+    Load { job: JobId, epoch: Epoch, load: LoadId, order: Box<TileOrder> },
+    /// Give it the cells of the snapshot that was collected (answer: `Loaded`).
+    Restore { job: JobId, load: LoadId, tile: u16, step: u32 },
+    /// It goes on under this epoch: strips for it are expected under that.
+    Keep { job: JobId, epoch: Epoch, tile: u16 },
+    /// Compute (answers: `Strips` where there are some to make, then `Made`).
+    Run(Box<TileWork>),
+    /// Fetch what was put aside there: a snapshot is kept in memory, what is the coordinator's goes to disk (answer:
+    /// `Collected`).
+    Collect { job: JobId, from: NodeId, tile: u16, step: u32, kind: SaveKind, bytes: u64 },
+    /// A strip is for another tile of this node's: it is kept under a second name.
+    Share { tensor: TensorId, also: TensorId },
+    /// Drop a state that was put aside or collected.
+    Forget { job: JobId, tile: u16, step: u32, kind: SaveKind },
+    /// Drop a tile and its states.
+    Drop { job: JobId, tile: u16 },
+    /// The parts of this checkpoint are all on disk: make it the one to resume from (answer: `Kept`).
+    KeepCheckpoint { job: JobId, step: u32 },
 }
 
 /// What a frame carries.
@@ -169,6 +202,10 @@ pub enum Event {
     Standby { job: JobId, stage: u16, node: NodeId, current: bool },
     /// The standby of a stage takes its place.
     Promoted { job: JobId, epoch: Epoch, stage: u16, node: NodeId },
+    /// Of a simulation that is coordinated here.
+    Grid { job: JobId, event: Box<GridEvent> },
+    /// Answer to `GridInput::Plan`, and who would stand by for which tile.
+    GridPlan { call: CallId, result: Result<Box<GridPlan>, GridError>, standbys: Vec<(u16, DeviceId)> },
     /// Something was refused or dropped, for the log.
     Refused { from: Option<NodeId>, what: String },
 }

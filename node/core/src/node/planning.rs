@@ -81,4 +81,4 @@ impl Node {
 }
 
 /// Share of a node's memory that plans leave free: allocators round up, and the rest of the machine breathes.
-const HEADROOM_PERCENT: u8 = 10;
+pub(super) const HEADROOM_PERCENT: u8 = 10;

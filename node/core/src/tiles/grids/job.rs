@@ -1,0 +1,762 @@
+//! One simulation from its submission to its last step.
+use super::super::message::{TileMessage, TileReady};
+use super::super::order::{GridSpec, Report, SaveKind, Tier, TileFigures, TileOrder, TileStart};
+use super::collect::Collected;
+use super::{GridEvent, GridOutput, Ids, Unprepared};
+use crate::id::{Epoch, JobId, NodeId};
+use crate::limits::{COLLECT_RETRY, DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
+use crate::output::{Event, Record};
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::{boxed::Box, format, string::String, vec::Vec};
+use partitioner::DeviceId;
+use partitioner::tiles::{Block, GridError, GridPlan};
+
+/// A simulation that this node coordinates.
+#[derive(Debug)]
+pub(super) struct GridJob {
+    me: NodeId,
+    spec: GridSpec,
+    epoch: Epoch,
+    phase: Phase,
+    tiles: Vec<Tile>,
+    depth: u32,
+    step_ns: u64,
+    /// Where the tiles of the next placement start.
+    start: TileStart,
+    /// The last checkpoint that is whole and on disk.
+    checkpoint: Option<u32>,
+    collected: Collected,
+    /// What is being fetched, and what is to be tried again.
+    fetching: BTreeMap<(u16, u32, SaveKind), Fetch>,
+    /// A checkpoint is being made the one to go back to.
+    keeping: Option<u32>,
+    told_step: u32,
+    outcome: Option<Result<(), String>>,
+    /// All steps are made and reported.
+    computed: bool,
+    standbys_at: Option<Instant>,
+    waiting: bool,
+    /// All is computed, but something that was put aside has not come: it is not waited for for ever.
+    lingers: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Fetch {
+    from: NodeId,
+    bytes: u64,
+    /// Not under way: it is tried again then.
+    retry: Option<Instant>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    Planning {
+        token: u64,
+    },
+    Persisting {
+        seq: u64,
+    },
+    Preparing {
+        again: Instant,
+    },
+    Running,
+    /// No plan: looked for again then.
+    Degraded {
+        retry: Instant,
+        reason: String,
+    },
+}
+
+/// A tile of the present placement.
+#[derive(Clone, Debug)]
+struct Tile {
+    block: Block,
+    owner: NodeId,
+    bytes: u64,
+    step_ns: u64,
+    ready: Option<TileReady>,
+    step: u32,
+    figures: TileFigures,
+    standby: Option<Standby>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Standby {
+    node: NodeId,
+    prepared: bool,
+    /// It has cells, as of this step.
+    step: Option<u32>,
+    asked: Instant,
+    told: bool,
+}
+
+/// What a grid job is doing, in a word.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GridState {
+    /// A cut is looked for, or agreed on.
+    Planning,
+    /// Tiles are loaded.
+    Loading,
+    /// Steps are made.
+    Running,
+    /// It cannot go on now, and why.
+    Degraded(String),
+}
+
+/// A grid job, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GridJobView {
+    /// Its id.
+    pub job: JobId,
+    /// Its name.
+    pub name: String,
+    /// Under which placement.
+    pub epoch: Epoch,
+    /// What it is doing.
+    pub state: GridState,
+    /// Steps that all tiles have made.
+    pub step: u32,
+    /// Steps in all.
+    pub steps: u32,
+    /// Steps between exchanges.
+    pub depth: u32,
+    /// Predicted nanoseconds of a step.
+    pub step_ns: u64,
+    /// The last checkpoint.
+    pub checkpoint: Option<u32>,
+    /// Its tiles.
+    pub tiles: Vec<TileView>,
+}
+
+/// A tile of a grid job, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileView {
+    /// Who computes it.
+    pub owner: NodeId,
+    /// Which cells.
+    pub block: Block,
+    /// Bytes it takes.
+    pub bytes: u64,
+    /// Steps made.
+    pub step: u32,
+    /// What it has spent.
+    pub figures: TileFigures,
+    /// Who stands by, and the step of what it has.
+    pub standby: Option<(NodeId, Option<u32>)>,
+}
+
+impl GridJob {
+    pub(super) fn new(me: NodeId, spec: GridSpec) -> Self {
+        let start = spec.resume.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
+        GridJob {
+            me,
+            epoch: Epoch { counter: 0, minter: me },
+            phase: Phase::Planning { token: 0 },
+            tiles: Vec::new(),
+            depth: 1,
+            step_ns: 0,
+            start,
+            checkpoint: spec.resume,
+            collected: Collected::default(),
+            fetching: BTreeMap::new(),
+            keeping: None,
+            told_step: 0,
+            outcome: None,
+            computed: false,
+            standbys_at: None,
+            waiting: false,
+            lingers: None,
+            spec,
+        }
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    pub(super) fn waits_for_plan(&self, token: u64) -> bool {
+        self.phase == Phase::Planning { token }
+    }
+
+    pub(super) fn waits_for_disk(&self, seq: u64) -> bool {
+        self.phase == Phase::Persisting { seq }
+    }
+
+    pub(super) fn outcome(&mut self) -> Option<Result<(), String>> {
+        self.outcome.take()
+    }
+
+    pub(super) fn skip_epochs(&mut self, theirs: Epoch) {
+        self.epoch.counter = self.epoch.counter.max(theirs.counter);
+    }
+
+    pub(super) fn view(&self) -> GridJobView {
+        GridJobView {
+            job: self.spec.job,
+            name: self.spec.name.clone(),
+            epoch: self.epoch,
+            state: match &self.phase {
+                Phase::Planning { .. } | Phase::Persisting { .. } => GridState::Planning,
+                Phase::Preparing { .. } => GridState::Loading,
+                Phase::Running => GridState::Running,
+                Phase::Degraded { reason, .. } => GridState::Degraded(reason.clone()),
+            },
+            step: self.step(),
+            steps: self.spec.schedule.steps,
+            depth: self.depth,
+            step_ns: self.step_ns,
+            checkpoint: self.checkpoint,
+            tiles: self
+                .tiles
+                .iter()
+                .map(|tile| TileView {
+                    owner: tile.owner,
+                    block: tile.block,
+                    bytes: tile.bytes,
+                    step: tile.step,
+                    figures: tile.figures,
+                    standby: tile.standby.map(|standby| (standby.node, standby.step)),
+                })
+                .collect(),
+        }
+    }
+
+    /// Steps that all tiles have made.
+    fn step(&self) -> u32 {
+        self.tiles.iter().map(|tile| tile.step).min().unwrap_or(0)
+    }
+
+    fn tell(&self, event: GridEvent, out: &mut VecDeque<GridOutput>) {
+        out.push_back(GridOutput::Notify(Event::Grid { job: self.spec.job, event: Box::new(event) }));
+    }
+
+    fn say(&self, to: NodeId, say: TileMessage, out: &mut VecDeque<GridOutput>) {
+        out.push_back(GridOutput::Message { to, job: self.spec.job, epoch: self.epoch, say });
+    }
+
+    // ---- placement
+
+    /// Looks for a cut of the mesh without these nodes.
+    pub(super) fn plan(
+        &mut self,
+        _now: Instant,
+        without: &BTreeSet<NodeId>,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        let token = ids.next();
+        self.phase = Phase::Planning { token };
+        let mut resident: BTreeMap<NodeId, u64> = BTreeMap::new();
+        for tile in &self.tiles {
+            let standby = tile.standby.filter(|standby| standby.prepared).map(|standby| standby.node);
+            for node in tile.ready.iter().map(|_| tile.owner).chain(standby) {
+                *resident.entry(node).or_default() += tile.bytes;
+            }
+        }
+        out.push_back(GridOutput::Plan {
+            token,
+            job: Some(self.spec.job),
+            work: Box::new(self.spec.work.clone()),
+            depth: self.spec.depth,
+            resident: resident.into_iter().collect(),
+            without: without.clone(),
+        });
+    }
+
+    pub(super) fn handle_planned(
+        &mut self,
+        now: Instant,
+        result: Result<Box<GridPlan>, GridError>,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        let plan = match result {
+            Ok(plan) => plan,
+            // What can never be is told once; what others may make possible is waited for.
+            Err(error @ (GridError::Invalid(_) | GridError::Depth { .. })) => {
+                self.outcome = Some(Err(format!("{error}")));
+                return;
+            }
+            Err(error) if self.tiles.is_empty() => {
+                self.outcome = Some(Err(format!("{error}")));
+                return;
+            }
+            Err(error) => return self.degrade(now, &format!("{error}"), out),
+        };
+        self.depth = plan.depth();
+        self.step_ns = plan.step_ns();
+        let step = self.start_step();
+        let tile = |tile: &partitioner::tiles::GridTile| Tile {
+            block: tile.block,
+            owner: tile.device.into(),
+            bytes: tile.bytes,
+            step_ns: tile.compute_ns,
+            ready: None,
+            step,
+            figures: TileFigures::default(),
+            standby: None,
+        };
+        self.tiles = plan.tiles().iter().map(tile).collect();
+        self.collected.restart();
+        self.fetching.clear();
+        self.mint(ids, out);
+    }
+
+    fn start_step(&self) -> u32 {
+        match self.start {
+            TileStart::Checkpoint { step } => step,
+            TileStart::Initial | TileStart::Continue | TileStart::Snapshot => 0,
+        }
+    }
+
+    fn mint(&mut self, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        self.epoch.counter += 1;
+        let seq = ids.next();
+        self.phase = Phase::Persisting { seq };
+        out.push_back(GridOutput::Persist { seq, record: Record::Epoch { job: self.spec.job, epoch: self.epoch } });
+    }
+
+    pub(super) fn handle_persisted(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
+        self.phase = Phase::Preparing { again: now + PREPARE_RETRY };
+        let tiles = self.tiles.iter().map(|tile| (tile.owner, tile.block)).collect();
+        let step = if self.start == TileStart::Continue { self.step() } else { self.start_step() };
+        self.tell(GridEvent::Placed { epoch: self.epoch, depth: self.depth, step_ns: self.step_ns, tiles, step }, out);
+        self.watch(out);
+        self.prepare(out);
+    }
+
+    fn watch(&self, out: &mut VecDeque<GridOutput>) {
+        let nodes: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
+        let standbys = self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node);
+        let standbys: BTreeSet<NodeId> = standbys.filter(|node| !nodes.contains(node)).collect();
+        out.push_back(GridOutput::Watch {
+            job: self.spec.job,
+            epoch: self.epoch,
+            nodes: nodes.into_iter().collect(),
+            standbys: standbys.into_iter().collect(),
+        });
+    }
+
+    fn order(&self, tile: usize, standby: Option<Tier>, start: TileStart) -> Box<TileOrder> {
+        Box::new(TileOrder {
+            name: self.spec.name.clone(),
+            simulation: self.spec.simulation.clone(),
+            work: self.spec.work.clone(),
+            depth: self.depth,
+            schedule: self.spec.schedule.clone(),
+            tiles: self.tiles.iter().map(|tile| (tile.owner, tile.block)).collect(),
+            tile: tile as u16,
+            standby,
+            start,
+            bytes_max: self.tiles[tile].bytes,
+            step_ns: self.tiles[tile].step_ns,
+        })
+    }
+
+    /// Asks owners that have not answered.
+    fn prepare(&self, out: &mut VecDeque<GridOutput>) {
+        for (number, tile) in self.tiles.iter().enumerate().filter(|(_, tile)| tile.ready.is_none()) {
+            self.say(tile.owner, TileMessage::Prepare(self.order(number, None, self.start)), out);
+        }
+    }
+
+    pub(super) fn handle_prepared(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        tile: u16,
+        ready: &TileReady,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        let Some(known) = self.tiles.get_mut(usize::from(tile)) else { return };
+        if let Some(standby) = known.standby.as_mut().filter(|standby| standby.node == from) {
+            standby.prepared = true;
+            return;
+        }
+        if known.owner != from || !matches!(self.phase, Phase::Preparing { .. }) {
+            return;
+        }
+        (known.step, known.ready) = (ready.step, Some(ready.clone()));
+        if self.tiles.iter().any(|tile| tile.ready.is_none()) {
+            return;
+        }
+        if !self.can_go() {
+            // What a tile needs is kept by nobody.
+            return self.go_back(now, &BTreeSet::new(), ids, out);
+        }
+        self.phase = Phase::Running;
+        self.start = TileStart::Continue;
+        let at: Vec<u32> = self.tiles.iter().map(|tile| tile.step).collect();
+        let owners: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
+        for owner in owners {
+            self.say(owner, TileMessage::Go { at: at.clone() }, out);
+        }
+        self.tell(GridEvent::Running { epoch: self.epoch, step: self.step() }, out);
+        for number in 0..self.tiles.len() {
+            self.ask_standby(now, number, out);
+        }
+        self.look_for_standbys(now, out);
+    }
+
+    /// Whether each tile's neighbours still have the strips that it needs.
+    fn can_go(&self) -> bool {
+        let order = self.order(0, None, self.start);
+        (0..self.tiles.len()).all(|number| {
+            let step = self.tiles[number].step;
+            let peers = order.links(number as u16).into_iter().map(|link| usize::from(link.peer));
+            // A neighbour that begins at the same step makes its strips first.
+            peers.filter_map(|peer| self.tiles[peer].ready.as_ref()).all(|ready| ready.kept_from <= step)
+        })
+    }
+
+    pub(super) fn handle_unprepared(&mut self, from: NodeId, tile: u16, reason: &str) -> Option<Unprepared> {
+        let known = self.tiles.get_mut(usize::from(tile))?;
+        if known.standby.is_some_and(|standby| standby.node == from) {
+            known.standby = None;
+            return Some(Unprepared { reason: reason.into(), failed: false });
+        }
+        (known.owner == from).then(|| Unprepared { reason: reason.into(), failed: false })
+    }
+
+    /// Something is lost: standbys step in, or all go back.
+    pub(super) fn replan(
+        &mut self,
+        now: Instant,
+        lost: &BTreeSet<NodeId>,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        if matches!(self.phase, Phase::Planning { .. }) {
+            return self.plan(now, lost, ids, out);
+        }
+        let stands = |tile: &Tile| tile.standby.filter(|s| s.step.is_some() && !lost.contains(&s.node));
+        let gone = |tile: &Tile| lost.contains(&tile.owner);
+        let promoted = self.start == TileStart::Continue && self.tiles.iter().any(gone);
+        if !promoted || self.tiles.iter().any(|tile| gone(tile) && stands(tile).is_none()) {
+            return self.go_back(now, lost, ids, out);
+        }
+        let epoch = Epoch { counter: self.epoch.counter + 1, minter: self.me };
+        for (number, tile) in self.tiles.iter_mut().enumerate() {
+            tile.ready = None;
+            if tile.standby.is_some_and(|standby| lost.contains(&standby.node)) {
+                tile.standby = None;
+            }
+            if let Some(standby) = tile.standby.filter(|_| lost.contains(&tile.owner)) {
+                tile.owner = standby.node;
+                tile.standby = None;
+                let (job, stage, node) = (self.spec.job, number as u16, standby.node);
+                out.push_back(GridOutput::Notify(Event::Promoted { job, epoch, stage, node }));
+            }
+            if let Some(standby) = &mut tile.standby {
+                (standby.prepared, standby.step) = (false, None);
+            }
+        }
+        // Those who cannot be asked any more do not answer for what they put aside; it comes again.
+        self.fetching.retain(|_, fetch| !lost.contains(&fetch.from));
+        self.mint(ids, out);
+    }
+
+    /// All tiles start anew, from the last checkpoint or from the beginning.
+    fn go_back(&mut self, now: Instant, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        self.start = self.checkpoint.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
+        self.computed = false;
+        self.lingers = None;
+        self.keeping = None;
+        self.plan(now, lost, ids, out);
+    }
+
+    pub(super) fn degrade(&mut self, now: Instant, reason: &str, out: &mut VecDeque<GridOutput>) {
+        self.phase = Phase::Degraded { retry: now + DEGRADED_RETRY, reason: reason.into() };
+        let (call, job, reason) = (None, self.spec.job, String::from(reason));
+        out.push_back(GridOutput::Notify(Event::JobDegraded { call, job, reason }));
+    }
+
+    pub(super) fn handle_fleet_changed(&mut self, now: Instant, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        if matches!(self.phase, Phase::Degraded { .. }) {
+            self.go_back(now, &BTreeSet::new(), ids, out);
+        } else if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
+            self.standbys_at = Some(now + STANDBY_RETRY);
+        }
+    }
+
+    // ---- standbys
+
+    fn lacks_standbys(&self) -> bool {
+        self.spec.tier != Tier::None && self.tiles.iter().any(|tile| tile.standby.is_none())
+    }
+
+    fn look_for_standbys(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
+        self.standbys_at = None;
+        if !self.lacks_standbys() || self.phase != Phase::Running || self.computed {
+            return;
+        }
+        let kept = self.tiles.iter().enumerate();
+        let kept = kept.filter_map(|(tile, known)| Some((tile as u16, DeviceId::from(known.standby?.node)))).collect();
+        out.push_back(GridOutput::Standbys {
+            job: self.spec.job,
+            work: Box::new(self.spec.work.clone()),
+            owners: self.tiles.iter().map(|tile| (tile.owner.into(), tile.block)).collect(),
+            depth: self.depth,
+            kept,
+        });
+        self.standbys_at = Some(now + STANDBY_RETRY * 5);
+    }
+
+    pub(super) fn handle_standbys(&mut self, now: Instant, chosen: &[(u16, DeviceId)], out: &mut VecDeque<GridOutput>) {
+        for &(tile, device) in chosen {
+            let Some(known) = self.tiles.get_mut(usize::from(tile)).filter(|tile| tile.standby.is_none()) else {
+                continue;
+            };
+            known.standby = Some(Standby { node: device.into(), prepared: false, step: None, asked: now, told: false });
+            self.ask_standby(now, usize::from(tile), out);
+        }
+        self.watch(out);
+    }
+
+    /// Asks a tile's standby to have it.
+    fn ask_standby(&mut self, now: Instant, tile: usize, out: &mut VecDeque<GridOutput>) {
+        let Some(standby) = self.tiles[tile].standby.as_mut().filter(|standby| !standby.prepared) else { return };
+        standby.asked = now;
+        let node = standby.node;
+        let order = self.order(tile, Some(self.spec.tier), TileStart::Snapshot);
+        self.say(node, TileMessage::Prepare(order), out);
+        let (job, stage) = (self.spec.job, tile as u16);
+        out.push_back(GridOutput::Notify(Event::Standby { job, stage, node, current: false }));
+    }
+
+    pub(super) fn handle_standby_lost(&mut self, now: Instant, node: NodeId, out: &mut VecDeque<GridOutput>) {
+        for tile in &mut self.tiles {
+            tile.standby = tile.standby.filter(|standby| standby.node != node);
+        }
+        self.standbys_at = Some(now + STANDBY_RETRY);
+        self.watch(out);
+    }
+
+    // ---- what participants say
+
+    pub(super) fn handle_progress(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        tile: u16,
+        step: u32,
+        figures: TileFigures,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        let job = self.spec.job;
+        let Some(known) = self.tiles.get_mut(usize::from(tile)) else { return };
+        if known.owner == from {
+            (known.step, known.figures) = (step, figures);
+        } else if let Some(standby) = known.standby.as_mut().filter(|standby| standby.node == from) {
+            standby.step = Some(step);
+            if !core::mem::replace(&mut standby.told, true) {
+                let node = standby.node;
+                out.push_back(GridOutput::Notify(Event::Standby { job, stage: tile, node, current: true }));
+            }
+        }
+        let all = self.step();
+        if all > self.told_step || (all < self.told_step && self.phase == Phase::Running) {
+            self.told_step = all;
+            self.tell(GridEvent::Progress { step: all }, out);
+        }
+        self.lingers = self.lingers.or(self.computed.then_some(now + LINGER));
+        self.look_whether_over();
+    }
+
+    pub(super) fn handle_report(
+        &mut self,
+        from: NodeId,
+        tile: u16,
+        step: u32,
+        report: &Report,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
+            return;
+        }
+        if let Some((cell, field)) = report.not_finite {
+            let [x, y, z] = cell;
+            self.outcome = Some(Err(format!(
+                "after step {step} field {field} of the cell {x}, {y}, {z} (tile {tile}, on {from}) is infinite or no number: the \
+                 simulation is unstable; try a smaller step, a larger viscosity or a smaller velocity"
+            )));
+            return;
+        }
+        if let Some(whole) = self.collected.report(self.tiles.len(), tile, step, report) {
+            self.computed |= step == self.spec.schedule.steps;
+            self.tell(GridEvent::Report { step, report: whole }, out);
+        }
+        self.look_whether_over();
+    }
+
+    pub(super) fn handle_saved(
+        &mut self,
+        from: NodeId,
+        tile: u16,
+        step: u32,
+        kind: SaveKind,
+        bytes: u64,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
+            return;
+        }
+        if !self.collected.wants(tile, step, kind) {
+            return self.say(from, TileMessage::Taken { tile, step, kind }, out);
+        }
+        if self.fetching.get(&(tile, step, kind)).is_some_and(|fetch| fetch.from == from) {
+            return;
+        }
+        self.fetching.insert((tile, step, kind), Fetch { from, bytes, retry: None });
+        out.push_back(GridOutput::Collect { job: self.spec.job, from, tile, step, kind, bytes });
+    }
+
+    pub(super) fn handle_collected(
+        &mut self,
+        now: Instant,
+        tile: u16,
+        step: u32,
+        kind: SaveKind,
+        result: Result<(), String>,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        let Some(fetch) = self.fetching.get_mut(&(tile, step, kind)) else { return };
+        if let Err(reason) = result {
+            fetch.retry = Some(now + COLLECT_RETRY);
+            return self.wait(reason, out);
+        }
+        self.fetching.remove(&(tile, step, kind));
+        self.waiting = false;
+        let Some(known) = self.tiles.get(usize::from(tile)) else { return };
+        for node in core::iter::once(known.owner).chain(known.standby.map(|standby| standby.node)) {
+            self.say(node, TileMessage::Taken { tile, step, kind }, out);
+        }
+        if self.collected.part(self.tiles.len(), tile, step, kind) {
+            match kind {
+                SaveKind::Checkpoint => self.keep_checkpoint(out),
+                SaveKind::Output(_) | SaveKind::Snapshot => self.collected.whole(step, kind),
+            }
+        }
+        self.look_whether_over();
+    }
+
+    fn wait(&mut self, reason: String, out: &mut VecDeque<GridOutput>) {
+        if !core::mem::replace(&mut self.waiting, true) {
+            self.tell(GridEvent::Waiting { reason }, out);
+        }
+    }
+
+    fn keep_checkpoint(&mut self, out: &mut VecDeque<GridOutput>) {
+        let newest = self.collected.complete(self.tiles.len(), SaveKind::Checkpoint).pop();
+        if let Some(step) = newest.filter(|_| self.keeping.is_none()) {
+            self.keeping = Some(step);
+            out.push_back(GridOutput::KeepCheckpoint { job: self.spec.job, step });
+        }
+    }
+
+    pub(super) fn handle_kept(
+        &mut self,
+        _now: Instant,
+        step: u32,
+        result: Result<(), String>,
+        out: &mut VecDeque<GridOutput>,
+    ) {
+        if self.keeping != Some(step) {
+            return;
+        }
+        self.keeping = None;
+        match result {
+            Ok(()) => {
+                self.checkpoint = Some(step);
+                self.waiting = false;
+                self.collected.whole(step, SaveKind::Checkpoint);
+                self.tell(GridEvent::Checkpoint { step }, out);
+                self.keep_checkpoint(out);
+            }
+            // It is looked at again with the next wakeup.
+            Err(reason) => self.wait(reason, out),
+        }
+        self.look_whether_over();
+    }
+
+    /// Over when all steps are made and everything that was made is on the submitter's disk.
+    fn look_whether_over(&mut self) {
+        if self.computed && self.fetching.is_empty() && self.keeping.is_none() && self.collected.is_idle() {
+            self.outcome = Some(Ok(()));
+        }
+    }
+
+    /// Ends it everywhere.
+    pub(super) fn end(&mut self, result: Result<(), String>, out: &mut VecDeque<GridOutput>) {
+        let mut nodes: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
+        nodes.extend(self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node));
+        for node in nodes {
+            self.say(node, TileMessage::End, out);
+        }
+        out.push_back(GridOutput::Unwatch { job: self.spec.job });
+        self.tell(GridEvent::Ended { result }, out);
+    }
+
+    // ---- time
+
+    pub(super) fn handle_wakeup(&mut self, now: Instant, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        match self.phase.clone() {
+            Phase::Preparing { again } if now >= again => {
+                self.phase = Phase::Preparing { again: now + PREPARE_RETRY };
+                self.prepare(out);
+            }
+            Phase::Degraded { retry, .. } if now >= retry => self.go_back(now, &BTreeSet::new(), ids, out),
+            Phase::Preparing { .. }
+            | Phase::Degraded { .. }
+            | Phase::Planning { .. }
+            | Phase::Persisting { .. }
+            | Phase::Running => {}
+        }
+        if self.standbys_at.is_some_and(|at| now >= at) {
+            self.look_for_standbys(now, out);
+        }
+        if self.phase == Phase::Running {
+            for tile in 0..self.tiles.len() {
+                let late = |s: &Standby| !s.prepared && now.since(s.asked) >= PREPARE_RETRY;
+                if self.tiles[tile].standby.as_ref().is_some_and(late) {
+                    self.ask_standby(now, tile, out);
+                }
+            }
+        }
+        let due = |fetch: &Fetch| fetch.retry.is_some_and(|at| now >= at);
+        let job = self.spec.job;
+        for (&(tile, step, kind), fetch) in self.fetching.iter_mut().filter(|(_, fetch)| due(fetch)) {
+            fetch.retry = None;
+            let (from, bytes) = (fetch.from, fetch.bytes);
+            out.push_back(GridOutput::Collect { job, from, tile, step, kind, bytes });
+        }
+        if self.waiting && self.keeping.is_none() {
+            self.keep_checkpoint(out);
+        }
+        if self.lingers.is_some_and(|at| now >= at) && self.fetching.is_empty() && self.keeping.is_none() {
+            self.outcome = Some(Ok(()));
+        }
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let phase = match &self.phase {
+            Phase::Preparing { again } => Some((*again, "grid: a tile is asked for again")),
+            Phase::Degraded { retry, .. } => Some((*retry, "grid: a cut is looked for again")),
+            Phase::Planning { .. } | Phase::Persisting { .. } | Phase::Running => None,
+        };
+        let standbys = self.standbys_at.map(|at| (at, "grid: standbys are looked for"));
+        let unprepared = self.tiles.iter().filter_map(|tile| tile.standby).filter(|standby| !standby.prepared);
+        let asked = unprepared.map(|s| s.asked + PREPARE_RETRY).min().filter(|_| self.phase == Phase::Running);
+        let asked = asked.map(|at| (at, "grid: a standby is asked again"));
+        let fetch = self.fetching.values().filter_map(|fetch| fetch.retry).min();
+        let fetch = fetch.map(|at| (at, "grid: what could not be fetched is"));
+        let lingers = self.lingers.map(|at| (at, "grid: what is missing does not come"));
+        let lingers = lingers.filter(|_| self.fetching.is_empty() && self.keeping.is_none());
+        [phase, standbys, asked, fetch, lingers].into_iter().flatten().min()
+    }
+}
+
+/// How long a job that has made all steps waits for outputs whose maker was lost.
+const LINGER: Duration = Duration::from_secs(5);

@@ -1,0 +1,254 @@
+//! What a tile of a simulation is asked to be: the cut it is part of, where it starts, and what is made on the way.
+use crate::id::{JobId, NodeId};
+use crate::limits::{GRID_STEPS_MAX, SIMULATION_BYTES_MAX};
+use alloc::{format, string::String, vec::Vec};
+use partitioner::tiles::{self, Block, DEPTH_MAX, GridWork, TILES_MAX, TileLink};
+use serde::{Deserialize, Serialize};
+
+/// A simulation as the submitter's shell describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GridSpec {
+    /// Minted by the shell, which files what comes of it under this name.
+    pub job: JobId,
+    /// Name for people.
+    pub name: String,
+    /// All of it, for the shells: the core does not look inside.
+    pub simulation: Vec<u8>,
+    /// Costs for the planner.
+    pub work: GridWork,
+    /// Steps between exchanges, as asked for; chosen where it is not.
+    pub depth: Option<u32>,
+    /// What is made when.
+    pub schedule: Schedule,
+    /// How tiles are guarded.
+    pub tier: Tier,
+    /// Start from the checkpoint of this step, which the submitter has on disk.
+    pub resume: Option<u32>,
+}
+
+/// How a tile is guarded against the loss of its node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Tier {
+    /// Not at all: the job goes back to its last checkpoint.
+    None,
+    /// Another node holds a snapshot, and neighbours keep what they sent since.
+    Warm,
+    /// Another node computes the tile in the shadow.
+    Hot,
+}
+
+/// What is made at which steps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// Steps in all.
+    pub steps: u32,
+    /// Steps from one report (totals, whether all is finite) to the next.
+    pub report_every: u32,
+    /// Steps from one checkpoint to the next.
+    pub checkpoint_every: Option<u32>,
+    /// Steps from one frame of each output to the next.
+    pub outputs: Vec<u32>,
+}
+
+/// A state that was put aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum SaveKind {
+    /// All cells, for the submitter's disk.
+    Checkpoint,
+    /// All cells, for a standby.
+    Snapshot,
+    /// What an output shows, for the submitter.
+    Output(u16),
+}
+
+/// Something to do when a step has been made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Stop {
+    /// After this step.
+    pub step: u32,
+    /// What.
+    pub what: StopKind,
+}
+
+/// What a stop is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum StopKind {
+    /// Totals; with the state hash after the last step.
+    Report {
+        /// With the state hash.
+        hash: bool,
+    },
+    /// Put something aside.
+    Save(SaveKind),
+}
+
+impl Schedule {
+    /// What is to be made after `from` and until `to`, in order; with `first` also at `from` itself, where a run begins:
+    /// there no checkpoint is needed.
+    pub fn stops(&self, from: u32, to: u32, first: bool) -> Vec<Stop> {
+        let mut stops = Vec::new();
+        let due = |step: u32, every: u32| every > 0 && step.is_multiple_of(every);
+        let mut step = if first { from } else { from.saturating_add(1) };
+        while step <= to {
+            let last = step == self.steps;
+            let begins = first && step == from;
+            if last || due(step, self.report_every) || begins {
+                stops.push(Stop { step, what: StopKind::Report { hash: last } });
+            }
+            if self.checkpoint_every.is_some_and(|every| last || due(step, every)) && !begins {
+                stops.push(Stop { step, what: StopKind::Save(SaveKind::Checkpoint) });
+            }
+            for (output, &every) in self.outputs.iter().enumerate() {
+                if due(step, every) {
+                    stops.push(Stop { step, what: StopKind::Save(SaveKind::Output(output as u16)) });
+                }
+            }
+            step += 1;
+        }
+        stops
+    }
+
+    fn unsound(&self) -> Option<String> {
+        if self.steps > GRID_STEPS_MAX {
+            Some(format!("{} steps, at most {GRID_STEPS_MAX} are possible", self.steps))
+        } else if self.report_every == 0 || self.checkpoint_every == Some(0) || self.outputs.contains(&0) {
+            Some(String::from("something is to be made every 0 steps: 1 is the least"))
+        } else if self.outputs.len() > OUTPUTS_MAX {
+            Some(format!("{} outputs, at most {OUTPUTS_MAX} are possible", self.outputs.len()))
+        } else {
+            None
+        }
+    }
+}
+
+/// Outputs of a job: each costs a pass over the tile.
+const OUTPUTS_MAX: usize = 64;
+
+/// Where a tile gets its cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TileStart {
+    /// From the simulation's initial state.
+    Initial,
+    /// From the coordinator's checkpoint of this step.
+    Checkpoint {
+        /// Steps made by then.
+        step: u32,
+    },
+    /// It has them: as the owner it was, or as the standby it was.
+    Continue,
+    /// From a snapshot of the owner's, as its standby; or it has them.
+    Snapshot,
+}
+
+/// A tile as the coordinator asks for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TileOrder {
+    /// Name for people.
+    pub name: String,
+    /// The simulation, for the shell.
+    pub simulation: Vec<u8>,
+    /// Size, periodic axes and costs.
+    pub work: GridWork,
+    /// Steps between exchanges.
+    pub depth: u32,
+    /// What is made when.
+    pub schedule: Schedule,
+    /// All tiles and their owners.
+    pub tiles: Vec<(NodeId, Block)>,
+    /// Which of them is meant.
+    pub tile: u16,
+    /// The receiver stands by for the tile.
+    pub standby: Option<Tier>,
+    /// Where the cells come from.
+    pub start: TileStart,
+    /// Bytes the plan allows it.
+    pub bytes_max: u64,
+    /// Predicted nanoseconds of computing a step.
+    pub step_ns: u64,
+}
+
+impl TileOrder {
+    /// The cells of the tile.
+    pub fn block(&self) -> &Block {
+        &self.tiles[usize::from(self.tile)].1
+    }
+
+    /// Who owns a tile.
+    pub fn owner(&self, tile: u16) -> Option<NodeId> {
+        self.tiles.get(usize::from(tile)).map(|(node, _)| *node)
+    }
+
+    /// Its neighbours.
+    pub fn links(&self, tile: u16) -> Vec<TileLink> {
+        let blocks: Vec<Block> = self.tiles.iter().map(|(_, block)| *block).collect();
+        let reach = u64::from(self.depth) * u64::from(self.work.radius);
+        tiles::links(self.work.size, self.work.periodic, &blocks, usize::from(tile), reach)
+    }
+
+    /// Whether a tile that was made for `other` is as good for this.
+    pub fn is_same_tile(&self, other: &TileOrder) -> bool {
+        let blocks = |order: &TileOrder| order.tiles.iter().map(|(_, block)| *block).collect::<Vec<_>>();
+        self.tile == other.tile
+            && self.depth == other.depth
+            && self.work == other.work
+            && self.simulation == other.simulation
+            && blocks(self) == blocks(other)
+    }
+
+    /// Why this cannot be meant, if it cannot.
+    pub fn unsound(&self, me: NodeId) -> Option<String> {
+        let blocks: Vec<Block> = self.tiles.iter().map(|(_, block)| *block).collect();
+        if blocks.is_empty() || blocks.len() > TILES_MAX {
+            return Some(format!("a cut into {} tiles, expected 1 to {TILES_MAX}", blocks.len()));
+        }
+        if self.simulation.len() > SIMULATION_BYTES_MAX {
+            return Some(format!("a simulation of {} bytes, at most {SIMULATION_BYTES_MAX}", self.simulation.len()));
+        }
+        if self.depth == 0 || self.depth > DEPTH_MAX || self.work.radius == 0 || self.work.radius > DEPTH_MAX {
+            return Some(format!("a halo of {} steps of radius {}", self.depth, self.work.radius));
+        }
+        if self.work.size.iter().any(|&cells| cells == 0 || cells > tiles::AXIS_MAX) {
+            return Some(String::from("a grid without cells, or with too many"));
+        }
+        if !tiles::covers(self.work.size, &blocks) {
+            return Some(String::from("a cut whose tiles do not cover the grid once"));
+        }
+        match self.owner(self.tile) {
+            None => return Some(format!("tile {} of {}", self.tile, blocks.len())),
+            Some(owner) if (owner == me) == self.standby.is_some() => {
+                return Some(format!("tile {} is {owner}'s", self.tile));
+            }
+            Some(_) => {}
+        }
+        if self.standby.is_none() && self.start == TileStart::Snapshot {
+            return Some(String::from("an owner that waits for a snapshot"));
+        }
+        self.schedule.unsound()
+    }
+}
+
+/// What a tile says after a step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// The sum of each field in units that add up the same in any order.
+    pub totals: Vec<i128>,
+    /// The tile's part of the state hash, to be added.
+    pub hash: Option<u128>,
+    /// The first cell that is infinite or no number, and its field.
+    pub not_finite: Option<([u64; 3], u16)>,
+}
+
+/// What a tile has spent since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TileFigures {
+    /// Nanoseconds in which the executor worked for it.
+    pub compute_ns: u64,
+    /// Nanoseconds from its strips being ready to its neighbours' being here.
+    pub halo_ns: u64,
+    /// Of these, nanoseconds in which it had nothing to compute.
+    pub wait_ns: u64,
+    /// Bytes of strips given to neighbours on other nodes.
+    pub sent_bytes: u64,
+    /// Bytes of copies of these given to standbys.
+    pub copied_bytes: u64,
+}
