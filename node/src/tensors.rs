@@ -1,8 +1,10 @@
 //! Payloads by name: the core passes ids around, the bytes wait here.
+use bytes::Bytes;
 use node_core::id::TensorId;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use transport::frame::Dtype;
 
 /// A payload.
 #[derive(Clone, Debug, PartialEq)]
@@ -11,6 +13,13 @@ pub enum Tensor {
     Hidden(Arc<Vec<f32>>),
     /// Token ids.
     Tokens(Vec<u32>),
+    /// Cells of a grid for a neighbour of the tile that has them.
+    Strip {
+        /// As they lie in memory.
+        bytes: Bytes,
+        /// How many bits a cell has.
+        dtype: Dtype,
+    },
 }
 
 /// All payloads of this node that somebody still needs. Bounded by the core: it discards what it does not use, and

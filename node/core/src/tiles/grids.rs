@@ -6,7 +6,7 @@ mod collect;
 mod job;
 
 use super::message::TileMessage;
-use super::order::{GridSpec, Report, SaveKind};
+use super::order::{GridSpec, Report, SaveKind, TileFigures};
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::limits::JOBS_MAX;
 use crate::output::{Event, Record};
@@ -72,7 +72,7 @@ pub enum GridEvent {
     /// What comes of it cannot be written; it waits, and tries again.
     Waiting { reason: String },
     /// It is over: all steps are made, or why not.
-    Ended { result: Result<(), String> },
+    Ended { result: Result<(), String>, figures: Vec<TileFigures> },
 }
 
 /// All grid jobs of which this node is the coordinator.
@@ -131,7 +131,7 @@ impl Grids {
             None
         };
         if let Some(reason) = refusal {
-            let event = GridEvent::Ended { result: Err(reason) };
+            let event = GridEvent::Ended { result: Err(reason), figures: Vec::new() };
             return self.out.push_back(GridOutput::Notify(Event::Grid { job, event: Box::new(event) }));
         }
         let mut grid = GridJob::new(self.me, spec);

@@ -82,7 +82,7 @@ struct Busy {
 }
 
 /// What an executor made of a run.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct TileMade {
     /// Nanoseconds it worked.
     pub compute_ns: u64,

@@ -696,7 +696,8 @@ impl GridJob {
             self.say(node, TileMessage::End, out);
         }
         out.push_back(GridOutput::Unwatch { job: self.spec.job });
-        self.tell(GridEvent::Ended { result }, out);
+        let figures = self.tiles.iter().map(|tile| tile.figures).collect();
+        self.tell(GridEvent::Ended { result, figures }, out);
     }
 
     // ---- time

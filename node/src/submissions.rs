@@ -1,0 +1,516 @@
+//! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers are told.
+use crate::driver::DriverHandle;
+use crate::tiles::states::{StateName, States, Wanted};
+use crate::tiles::{common, region};
+use bytes::Bytes;
+use checkpoints::{Checkpoint, Checkpoints};
+use kernels::grid::Region;
+use kernels::grid::simulation::{Field, Mosaic, Simulation};
+use node_core::id::{JobId, NodeId};
+use node_core::input::{GridInput, Input};
+use node_core::output::Event;
+use node_core::tiles::GridEvent;
+use node_core::tiles::order::{GridSpec, SaveKind, Schedule, TileFigures, Tier};
+use partitioner::tiles::GridWork;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+use transport::Endpoint;
+
+pub mod checkpoints;
+
+/// Jobs that are over and can still be looked at.
+const OVER_KEPT: usize = 16;
+/// Pixels along the longer side of what watchers see.
+const VIEW_SIZE: usize = 512;
+
+/// All simulations that were submitted here.
+pub struct Submissions {
+    node: NodeId,
+    seed: u64,
+    count: AtomicU64,
+    driver: DriverHandle,
+    endpoint: OnceLock<Arc<Endpoint>>,
+    states: Arc<States>,
+    jobs: Mutex<Vec<Arc<Submission>>>,
+}
+
+/// What is wanted of a submission.
+#[derive(Debug)]
+pub struct Submit {
+    /// What is computed.
+    pub simulation: Simulation,
+    /// Where outputs and checkpoints go; nowhere, if none.
+    pub out: Option<PathBuf>,
+    /// Go on from the last checkpoint there.
+    pub resume: bool,
+}
+
+/// One simulation.
+pub struct Submission {
+    /// Its id.
+    pub job: JobId,
+    /// What is computed.
+    pub simulation: Simulation,
+    /// Where outputs go.
+    pub out: Option<PathBuf>,
+    /// The step that it began with.
+    pub begun_at: u32,
+    submitted: Instant,
+    state: Mutex<State>,
+    /// Changes when something has happened.
+    changed: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct State {
+    told: Told,
+    /// The cut: owners and what they own.
+    tiles: Vec<(NodeId, Region)>,
+    /// Outputs of which some tiles are here, by output and step.
+    mosaics: BTreeMap<(u16, u32), (Mosaic, usize)>,
+    checkpoints: Option<Checkpoints>,
+    view: Option<(u32, Arc<Field>)>,
+}
+
+/// What is known of a simulation.
+#[derive(Clone, Debug, Default)]
+pub struct Told {
+    /// Steps that all tiles have made.
+    pub step: u32,
+    /// Steps between exchanges.
+    pub depth: u32,
+    /// Predicted nanoseconds of a step.
+    pub step_ns: u64,
+    /// Who computes what.
+    pub tiles: Vec<(NodeId, Region)>,
+    /// When the first step could begin, and when the last was made.
+    pub running_since: Option<Instant>,
+    /// See there.
+    pub computed: Option<Instant>,
+    /// When it was last interrupted, and for how long at most.
+    pub longest_stall: Duration,
+    stalled_since: Option<Instant>,
+    /// Times that a tile was taken over, or all went back.
+    pub losses: u32,
+    /// The last totals, by field, in units of 2^-40, with the step.
+    pub totals: Option<(u32, Vec<i128>)>,
+    /// And the first.
+    pub first_totals: Option<Vec<i128>>,
+    /// The state hash after the last step.
+    pub hash: Option<u128>,
+    /// The last checkpoint on disk.
+    pub checkpoint: Option<u32>,
+    /// Why it waits, if it does.
+    pub waiting: Option<String>,
+    /// How it ended.
+    pub ended: Option<Result<(), String>>,
+    /// What the tiles spent.
+    pub figures: Vec<TileFigures>,
+}
+
+impl Submissions {
+    /// None yet. `seed` differs from life to life.
+    pub fn new(node: NodeId, seed: u64, driver: DriverHandle, states: Arc<States>) -> Self {
+        let (count, endpoint, jobs) = (AtomicU64::new(0), OnceLock::new(), Mutex::default());
+        Self { node, seed, count, driver, endpoint, states, jobs }
+    }
+
+    /// How other nodes are reached.
+    pub fn connect(&self, endpoint: Arc<Endpoint>) {
+        let _ = self.endpoint.set(endpoint);
+    }
+
+    /// Takes a simulation on. What becomes of it is told to whoever asks for it.
+    ///
+    /// # Errors
+    /// The folder cannot be written, there is nothing to go on from, or the job is larger than a message.
+    pub fn submit(&self, wanted: Submit) -> Result<Arc<Submission>, String> {
+        let Submit { simulation, out, resume } = wanted;
+        let bytes = simulation.to_bytes();
+        let most = node_core::limits::SIMULATION_BYTES_MAX;
+        if bytes.len() > most {
+            return Err(format!(
+                "the job and its files have {} bytes, at most {most} are sent: make masks and patterns smaller",
+                bytes.len()
+            ));
+        }
+        let checkpoints = match &out {
+            Some(out) => Some(Checkpoints::open(out, &simulation)?),
+            None => None,
+        };
+        let from = match (resume, &checkpoints) {
+            (false, _) => None,
+            (true, None) => return Err("to resume, say where the checkpoints are: --out DIR".into()),
+            (true, Some(checkpoints)) => Some(checkpoints.newest(&simulation)?),
+        };
+        let steps = u32::try_from(simulation.steps()).unwrap_or(u32::MAX);
+        if let Some(from) = &from
+            && from.step >= steps
+        {
+            return Err(format!("the checkpoint is of step {}, and {steps} steps are wanted in all", from.step));
+        }
+        let count = self.count.fetch_add(1, Ordering::Relaxed);
+        let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 grid job");
+        hasher.update(&self.node.0).update(&self.seed.to_le_bytes()).update(&count.to_le_bytes());
+        let job = JobId(u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().unwrap_or_default()));
+        let begun_at = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
+        let spec = spec(job, &simulation, bytes, out.is_some(), from.as_ref().map(|checkpoint| checkpoint.step));
+        let state = State { checkpoints, ..State::default() };
+        let submission = Arc::new(Submission {
+            job,
+            simulation,
+            out,
+            begun_at,
+            submitted: Instant::now(),
+            state: Mutex::new(state),
+            changed: watch::channel(0).0,
+        });
+        let mut jobs = self.lock();
+        jobs.push(submission.clone());
+        while jobs.iter().filter(|job| job.told().ended.is_some()).count() > OVER_KEPT {
+            let Some(oldest) = jobs.iter().position(|job| job.told().ended.is_some()) else { break };
+            jobs.remove(oldest);
+        }
+        drop(jobs);
+        self.driver.input(Input::Grid(GridInput::Submit(Box::new(spec))));
+        Ok(submission)
+    }
+
+    /// Ends a job.
+    pub fn cancel(&self, job: JobId) {
+        self.driver.input(Input::Grid(GridInput::Cancel { job }));
+    }
+
+    /// A job by its id.
+    pub fn find(&self, job: JobId) -> Option<Arc<Submission>> {
+        self.lock().iter().find(|known| known.job == job).cloned()
+    }
+
+    /// All of them, the oldest first.
+    pub fn all(&self) -> Vec<Arc<Submission>> {
+        self.lock().clone()
+    }
+
+    /// What the core told.
+    pub fn tell(&self, event: &Event) {
+        match event {
+            Event::Grid { job, event } => {
+                if let Some(submission) = self.find(*job) {
+                    submission.tell(event);
+                }
+            }
+            Event::Lost { job, .. } => {
+                if let Some(submission) = self.find(*job) {
+                    submission.lost();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Fetches what an owner put aside, and does with it what it is for. Blocks.
+    ///
+    /// # Errors
+    /// It cannot be fetched, or not be written: it may be tried again.
+    pub fn collect(
+        &self,
+        runtime: &tokio::runtime::Handle,
+        from: NodeId,
+        name: StateName,
+        bytes: u64,
+    ) -> Result<(), String> {
+        let state = if from == self.node {
+            self.states.get(&name).ok_or("the state is gone")?
+        } else {
+            self.fetch(runtime, from, Wanted::State(name), bytes)?
+        };
+        match name.kind {
+            SaveKind::Snapshot => {
+                self.states.put(name, state);
+                Ok(())
+            }
+            SaveKind::Checkpoint | SaveKind::Output(_) => {
+                let submission = self.find(name.job).ok_or("the job is over")?;
+                submission.take(name, &state)
+            }
+        }
+    }
+
+    /// A box of cells of a job's checkpoint, from its coordinator. Blocks.
+    ///
+    /// # Errors
+    /// It cannot be had.
+    pub fn checkpoint(
+        &self,
+        runtime: &tokio::runtime::Handle,
+        from: NodeId,
+        job: JobId,
+        step: u32,
+        of: (Region, u64),
+    ) -> Result<Bytes, String> {
+        let (start, end) = (of.0.start.map(|at| at as u64), of.0.end.map(|at| at as u64));
+        let wanted = Wanted::Checkpoint { job, step, start, end };
+        if from == self.node {
+            return self.answer(&wanted);
+        }
+        self.fetch(runtime, from, wanted, of.1)
+    }
+
+    fn fetch(
+        &self,
+        runtime: &tokio::runtime::Handle,
+        from: NodeId,
+        wanted: Wanted,
+        bytes: u64,
+    ) -> Result<Bytes, String> {
+        let endpoint = self.endpoint.get().ok_or("the node is not connected yet")?.clone();
+        let most = usize::try_from(bytes).map_err(|_| "the state is larger than this machine's memory".to_owned())?;
+        runtime.block_on(async move {
+            let answer = endpoint.request(from.0, wanted.encode().into()).await.map_err(|e| e.to_string())?;
+            answer.all(most).await.map(Bytes::from).map_err(|e| e.to_string())
+        })
+    }
+
+    /// What a peer asks for.
+    ///
+    /// # Errors
+    /// It is not here.
+    pub fn answer(&self, wanted: &Wanted) -> Result<Bytes, String> {
+        match wanted {
+            Wanted::State(name) => self.states.get(name).ok_or_else(|| "the state is not here (any more)".into()),
+            Wanted::Checkpoint { job, step, start, end } => {
+                let submission = self.find(*job).ok_or("the job was not submitted here")?;
+                let region = Region { start: start.map(|at| at as usize), end: end.map(|at| at as usize) };
+                submission.checkpoint(*step)?.cells(region).map(Bytes::from)
+            }
+        }
+    }
+
+    /// Makes a checkpoint the one to resume from. Blocks.
+    ///
+    /// # Errors
+    /// The disk.
+    pub fn keep_checkpoint(&self, job: JobId, step: u32) -> Result<(), String> {
+        let submission = self.find(job).ok_or("the job is over")?;
+        let mut state = submission.lock();
+        let regions: Vec<Region> = state.tiles.iter().map(|(_, region)| *region).collect();
+        match &mut state.checkpoints {
+            Some(checkpoints) => checkpoints.keep(step, &regions),
+            None => Ok(()),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Submission>>> {
+        self.jobs.lock().expect("no panics under this lock")
+    }
+}
+
+impl Submission {
+    /// What is known of it.
+    pub fn told(&self) -> Told {
+        self.lock().told.clone()
+    }
+
+    /// What watchers see: a step, and a quantity thinned to fit a screen.
+    pub fn view(&self) -> Option<(u32, Arc<Field>)> {
+        self.lock().view.clone()
+    }
+
+    /// Wakes when something has happened.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// How long ago it was submitted.
+    pub fn age(&self) -> Duration {
+        self.submitted.elapsed()
+    }
+
+    fn tell(&self, event: &GridEvent) {
+        let mut state = self.lock();
+        let now = Instant::now();
+        match event {
+            GridEvent::Placed { depth, step_ns, tiles, .. } => {
+                state.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
+                state.mosaics.clear();
+                (state.told.depth, state.told.step_ns) = (*depth, *step_ns);
+                state.told.tiles = state.tiles.clone();
+            }
+            GridEvent::Running { step, .. } => {
+                state.told.running_since.get_or_insert(now);
+                state.told.step = *step;
+            }
+            GridEvent::Progress { step } => {
+                if *step > state.told.step
+                    && let Some(since) = state.told.stalled_since.take()
+                {
+                    state.told.longest_stall = state.told.longest_stall.max(now - since);
+                }
+                state.told.step = *step;
+            }
+            GridEvent::Report { step, report } => {
+                state.told.first_totals.get_or_insert_with(|| report.totals.clone());
+                state.told.totals = Some((*step, report.totals.clone()));
+                if report.hash.is_some() {
+                    state.told.hash = report.hash;
+                    state.told.computed = Some(now);
+                    state.told.step = *step;
+                }
+            }
+            GridEvent::Checkpoint { step } => {
+                state.told.checkpoint = Some(*step);
+                state.told.waiting = None;
+            }
+            GridEvent::Waiting { reason } => state.told.waiting = Some(reason.clone()),
+            GridEvent::Ended { result, figures } => {
+                state.told.ended = Some(result.clone());
+                state.told.figures.clone_from(figures);
+            }
+        }
+        drop(state);
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    fn lost(&self) {
+        let mut state = self.lock();
+        state.told.losses += 1;
+        state.told.stalled_since.get_or_insert_with(Instant::now);
+    }
+
+    /// A part of a checkpoint or of an output is here.
+    fn take(&self, name: StateName, bytes: &Bytes) -> Result<(), String> {
+        let StateName { tile, step, kind, .. } = name;
+        let mut state = self.lock();
+        let (_, region) = *state.tiles.get(usize::from(tile)).ok_or("the tile is none of the present cut's")?;
+        match kind {
+            SaveKind::Snapshot => Ok(()),
+            SaveKind::Checkpoint => match &mut state.checkpoints {
+                Some(checkpoints) => checkpoints.part(step, region, bytes),
+                None => Ok(()),
+            },
+            SaveKind::Output(number) => self.frame(&mut state, number, step, region, bytes),
+        }
+    }
+
+    fn frame(&self, state: &mut State, number: u16, step: u32, region: Region, bytes: &Bytes) -> Result<(), String> {
+        let simulation = &self.simulation;
+        let output = simulation.outputs().get(usize::from(number));
+        let (quantity, shown) = match output {
+            Some(output) => (output.quantity.as_str(), simulation.shown(output)),
+            None => (simulation.default_quantity(), view(simulation)),
+        };
+        let tiles = state.tiles.len();
+        let entry = match state.mosaics.entry((number, step)) {
+            std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::btree_map::Entry::Vacant(entry) => {
+                entry.insert((Mosaic::new(simulation, quantity, shown).map_err(|e| e.to_string())?, 0))
+            }
+        };
+        if let Some(part) = common(&shown.0, &region) {
+            let values = transport::frame::to_f32(bytes);
+            let needs = simulation.needs(quantity);
+            let each = values.len() / needs.len().max(1);
+            for (need, values) in needs.iter().zip(values.chunks_exact(each.max(1))) {
+                entry.0.add(need, part, values).map_err(|e| e.to_string())?;
+            }
+        }
+        entry.1 += 1;
+        if entry.1 < tiles {
+            return Ok(());
+        }
+        let Some((mosaic, _)) = state.mosaics.remove(&(number, step)) else { return Ok(()) };
+        let field = mosaic.finish();
+        if output.is_none() {
+            state.view = Some((step, Arc::new(field)));
+            self.changed.send_modify(|count| *count += 1);
+        }
+        Ok(())
+    }
+
+    fn checkpoint(&self, step: u32) -> Result<Checkpoint, String> {
+        let out = self.out.as_deref().ok_or("this job has no checkpoints")?;
+        Checkpoint::open(out, step, &self.simulation)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panics under this lock")
+    }
+}
+
+/// What watchers see of a simulation.
+pub fn view(simulation: &Simulation) -> (Region, usize) {
+    simulation.view(simulation.grid().size()[2] / 2, VIEW_SIZE)
+}
+
+/// What the planner needs to know of a simulation.
+pub fn work(simulation: &Simulation) -> GridWork {
+    let (grid, costs) = (simulation.grid(), simulation.rule().costs());
+    let periodic = std::array::from_fn(|axis| {
+        axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic
+    });
+    let keeps = simulation.standby() != kernels::grid::simulation::Tier::None || simulation.checkpoint_every().is_some();
+    GridWork {
+        size: grid.size().map(|cells| cells as u64),
+        periodic,
+        radius: simulation.rule().radius() as u32,
+        // A state that was put aside takes as much as one of the two that a step needs.
+        state_bits: if keeps { costs.state_bits + costs.state_bits / 2 } else { costs.state_bits },
+        traffic_bits: costs.traffic_bits,
+        face_bits: costs.face_bits,
+        cell_bits: costs.cell_bits,
+        align_x: kernels::grid::RUN as u64,
+        scratch_bytes: SCRATCH_BYTES,
+    }
+}
+
+/// What a tile takes besides its cells: masks, strips, frames.
+const SCRATCH_BYTES: u64 = 16 << 20;
+/// Cells computed between two views, for a screen that changes once or twice a second.
+const VIEW_CELLS: u64 = 100_000_000;
+
+fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume: Option<u32>) -> GridSpec {
+    let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
+    let cells = simulation.grid().region().cells() as u64;
+    let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
+    if !kept {
+        // Nobody keeps them: never made.
+        outputs.iter_mut().for_each(|every| *every = u32::MAX);
+    }
+    outputs.push(whole((VIEW_CELLS / cells.max(1)).max(1)));
+    GridSpec {
+        job,
+        name: simulation.name().to_owned(),
+        simulation: bytes,
+        work: work(simulation),
+        depth: simulation.depth().map(|depth| depth as u32),
+        schedule: Schedule {
+            steps: whole(simulation.steps()),
+            report_every: whole(simulation.check_every()),
+            checkpoint_every: simulation.checkpoint_every().filter(|_| kept).map(whole),
+            outputs,
+        },
+        tier: match simulation.standby() {
+            kernels::grid::simulation::Tier::None => Tier::None,
+            kernels::grid::simulation::Tier::Warm => Tier::Warm,
+            kernels::grid::simulation::Tier::Hot => Tier::Hot,
+        },
+        resume,
+    }
+}
+
+/// The parts of checkpoints by where their cells are.
+pub type Parts = HashMap<String, [u8; 32]>;
+
+/// What `--out` may name: an existing folder, or one that can be made.
+///
+/// # Errors
+/// It is neither.
+pub fn folder(out: &Path) -> Result<(), String> {
+    std::fs::create_dir_all(out).map_err(|e| {
+        format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display())
+    })
+}
