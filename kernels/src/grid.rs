@@ -14,6 +14,7 @@ pub mod scalar;
 pub mod tile;
 
 mod frame;
+mod ghosts;
 mod halo;
 mod hash;
 mod planes;
@@ -48,7 +49,7 @@ pub enum Face {
     /// Nothing passes: dead cells, no flux, fluid at rest half a cell beyond the last one.
     Wall,
     /// Scalar rules: cells that keep these values, one a field.
-    Fixed([f32; 2]),
+    Fixed([f32; rule_file::FIELDS_MAX]),
     /// Fluids: a wall that moves along itself.
     Moving {
         /// Cells a step.

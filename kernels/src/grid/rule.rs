@@ -8,6 +8,7 @@ use super::{Grid, GridError};
 use crate::cpu::Isa;
 use crate::grid::lbm::{D2q9, Fluid};
 use crate::grid::life::Life;
+use crate::grid::rule_file::{self, Interpreter, TextRule};
 use crate::grid::scalar::{GrayScott, Heat, Local, Scalar, Wave};
 
 /// A rule with its parameters.
@@ -24,6 +25,8 @@ pub enum Rule {
     Wave(Wave),
     /// Two substances that react and spread.
     GrayScott(GrayScott),
+    /// Whatever a text says.
+    Text(TextRule),
 }
 
 /// A property of cells by global coordinates.
@@ -38,6 +41,7 @@ impl Rule {
             Self::Heat(_) => Heat::NAME,
             Self::Wave(_) => Wave::NAME,
             Self::GrayScott(_) => GrayScott::NAME,
+            Self::Text(_) => rule_file::NAME,
         }
     }
 
@@ -49,18 +53,35 @@ impl Rule {
             Self::Heat(_) => Heat::FIELDS,
             Self::Wave(_) => Wave::FIELDS,
             Self::GrayScott(_) => GrayScott::FIELDS,
+            Self::Text(text) => text.program().fields().len(),
+        }
+    }
+
+    /// What these numbers are called.
+    pub fn field_names(&self) -> Vec<String> {
+        let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        match self {
+            Self::Life(_) => own(&["alive"]),
+            Self::D2q9(_) => (0..self.fields()).map(|i| format!("f{i}")).collect(),
+            Self::Heat(_) => own(&["heat"]),
+            Self::Wave(_) => own(&["height", "before"]),
+            Self::GrayScott(_) => own(&["u", "v"]),
+            Self::Text(text) => text.program().fields().to_vec(),
         }
     }
 
     /// How far a cell looks in a step.
     pub fn radius(&self) -> usize {
-        1
+        match self {
+            Self::Life(_) | Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => 1,
+            Self::Text(text) => text.program().radius() as usize,
+        }
     }
 
     pub(crate) fn format(&self) -> Format {
         match self {
             Self::Life(_) => Format::Bit,
-            Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => Format::Float,
+            Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) | Self::Text(_) => Format::Float,
         }
     }
 
@@ -75,6 +96,7 @@ impl Rule {
             Self::Heat(heat) => heat.check(grid),
             Self::Wave(wave) => wave.check(grid),
             Self::GrayScott(reaction) => reaction.check(grid),
+            Self::Text(text) => text.check(grid),
         }
     }
 
@@ -83,7 +105,7 @@ impl Rule {
         let dimensions = grid.dimensions() as f32;
         let spread = 0.5 / dimensions;
         match self {
-            Self::Life(_) => None,
+            Self::Life(_) | Self::Text(_) => None,
             Self::D2q9(fluid) => fluid.warning(grid),
             Self::Heat(heat) => (heat.rate > spread)
                 .then(|| format!("heat with rate {} is unstable: {spread} is the most in this grid", heat.rate)),
@@ -107,6 +129,7 @@ impl Rule {
             Self::Heat(heat) => Box::new(Scalar::new(*heat, frame)),
             Self::Wave(wave) => Box::new(Scalar::new(*wave, frame)),
             Self::GrayScott(reaction) => Box::new(Scalar::new(*reaction, frame)),
+            Self::Text(text) => Box::new(Interpreter::new(text, frame)),
         })
     }
 }

@@ -14,11 +14,16 @@
 //!
 //! A field's name alone is the cell itself, `u[1, 0]` its neighbour (x, y and, in three dimensions, z). Comparisons are 1 or
 //! 0. All cells are updated at once, from the state before. A file becomes a [`Program`]: a list of operations on rows of
-//! cells, bounded in length, in which nothing is computed twice. Next: `rule_file/parse.rs`, `rule_file/program.rs`.
+//! cells, bounded in length, in which nothing is computed twice. Next: `rule_file/parse.rs`, `rule_file/program.rs`,
+//! `rule_file/interpreter.rs`.
 use std::fmt;
+use std::sync::Arc;
 
-pub use program::{Operation, Program, Scratch, Value};
+use super::{Grid, GridError, scalar};
+pub(crate) use interpreter::Interpreter;
+pub use program::{Operation, Program, Value};
 
+mod interpreter;
 mod lex;
 mod parse;
 mod program;
@@ -69,6 +74,65 @@ impl fmt::Display for RuleError {
 pub fn parse(text: &str) -> Result<Program, RuleError> {
     parse::program(text)
 }
+
+/// The rule of a file, with values for its parameters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TextRule {
+    program: Arc<Program>,
+    parameters: Vec<f32>,
+}
+
+impl TextRule {
+    /// With the usual values.
+    ///
+    /// # Errors
+    /// As [`parse`].
+    pub fn parse(text: &str) -> Result<Self, RuleError> {
+        let program = parse(text)?;
+        let parameters = program.parameters().iter().map(|parameter| parameter.value).collect();
+        Ok(Self { program: Arc::new(program), parameters })
+    }
+
+    /// The operations.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// The parameters' values, in the order of the program.
+    pub fn parameters(&self) -> &[f32] {
+        &self.parameters
+    }
+
+    /// Sets a parameter.
+    ///
+    /// # Errors
+    /// There is none of that name, or the value is infinite or no number.
+    pub fn set(&mut self, name: &str, value: f32) -> Result<(), GridError> {
+        let error = |what| Err(GridError::Parameter { rule: NAME, what });
+        let known = self.program.parameters();
+        let Some(at) = known.iter().position(|parameter| parameter.name == name) else {
+            let known: Vec<&str> = known.iter().map(|parameter| parameter.name.as_str()).collect();
+            let known = if known.is_empty() { "it has none".into() } else { format!("it has {}", known.join(", ")) };
+            return error(format!("there is no parameter `{name}`: {known}"));
+        };
+        if !value.is_finite() {
+            return error(format!("{name} = {value}: a number is needed"));
+        }
+        self.parameters[at] = value;
+        Ok(())
+    }
+
+    pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
+        let dimensions = self.program.dimensions() as usize;
+        if dimensions != grid.dimensions() {
+            let what = format!("it is for {dimensions} dimensions (`dimensions`), the grid has {}", grid.dimensions());
+            return Err(GridError::Parameter { rule: NAME, what });
+        }
+        scalar::check_faces(grid, NAME)
+    }
+}
+
+pub(crate) const NAME: &str = "rule file";
 
 #[cfg(test)]
 mod tests;

@@ -3,6 +3,7 @@
 //! A rule is a function of [`Around`], written once; the walk over rows, the ghosts and both numbers of dimensions are
 //! here for all. Next: the three rules at the end.
 use super::frame::Frame;
+use super::ghosts;
 use super::planes::{Planes, Shared};
 use super::rule::{Rows, Stepper, aligned_frame};
 use super::{AXES, Face, Grid, GridError};
@@ -95,20 +96,25 @@ pub(crate) trait Local: Copy + Send + Sync + 'static {
         if let Some(what) = self.wrong() {
             return Err(GridError::Parameter { rule: Self::NAME, what });
         }
-        for (axis, name) in AXES.into_iter().enumerate().take(grid.dimensions()) {
-            for face in grid.faces(axis) {
-                match face {
-                    Face::Periodic | Face::Wall => {}
-                    Face::Fixed(values) if values.iter().all(|value| value.is_finite()) => {}
-                    Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
-                        let known = "periodic, wall (no flux) and fixed (finite values)";
-                        return Err(GridError::Face { rule: Self::NAME, face, axis: name, known });
-                    }
+        check_faces(grid, Self::NAME)
+    }
+}
+
+/// The faces that fields of numbers know.
+pub(crate) fn check_faces(grid: &Grid, rule: &'static str) -> Result<(), GridError> {
+    for (axis, name) in AXES.into_iter().enumerate().take(grid.dimensions()) {
+        for face in grid.faces(axis) {
+            match face {
+                Face::Periodic | Face::Wall => {}
+                Face::Fixed(values) if values.iter().all(|value| value.is_finite()) => {}
+                Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
+                    let known = "periodic, wall (no flux) and fixed (finite values)";
+                    return Err(GridError::Face { rule, face, axis: name, known });
                 }
             }
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// A rule on one tile.
@@ -128,7 +134,7 @@ impl<R: Local> Scalar<R> {
 impl<R: Local> Stepper for Scalar<R> {
     fn fill(&self, frame: &Frame, state: &mut Planes) {
         for field in (0..R::FIELDS).filter(|field| !R::ALONE.contains(field)) {
-            (0..frame.grid.dimensions()).for_each(|axis| fill(frame, state.plane_mut::<f32>(field), field, axis));
+            ghosts::fill(frame, state.plane_mut::<f32>(field), field, false);
         }
     }
 
@@ -159,35 +165,6 @@ impl<R: Local> Stepper for Scalar<R> {
     fn travels(&self, field: usize) -> Option<[i8; 3]> {
         // What is not looked at from outside is needed where cells are computed only, as if it stayed.
         R::ALONE.contains(&field).then_some([0; 3])
-    }
-}
-
-/// The ghosts at both ends of an axis; those beyond two faces at once are nobody's neighbours.
-fn fill(frame: &Frame, cells: &mut [f32], field: usize, axis: usize) {
-    let size = frame.size[axis];
-    let mut span = frame.span(frame.depth);
-    for (side, ghost, end) in [(0, -1, 0), (1, size, size - 1)] {
-        let (source, value) = match frame.face(axis, side) {
-            Some(Face::Fixed(values)) => (None, values[field]),
-            Some(Face::Periodic | Face::Wall | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. }) => {
-                (Some(end), 0.0)
-            }
-            None if frame.wraps[axis] => (Some(size - 1 - end), 0.0),
-            None => continue,
-        };
-        span.0[axis] = ghost..ghost + 1;
-        for (y, z) in span.rows() {
-            let row = |place: isize| {
-                let mut at = [span.0[0].start, y, z];
-                at[axis] = place;
-                frame.at(at)
-            };
-            let (to, len) = (row(ghost), span.len(0));
-            match source {
-                Some(source) => cells.copy_within(row(source)..row(source) + len, to),
-                None => cells[to..to + len].fill(value),
-            }
-        }
     }
 }
 

@@ -1,5 +1,4 @@
-//! A rule as a list of operations on rows of cells, and how it runs on a processor: a chunk of a row at a time, each operation
-//! over the whole chunk, so that every loop is a vector loop and everything between two loads stays in the cache.
+//! A rule as a list of operations in which nothing is computed twice. Next: `rule_file/interpreter.rs`.
 #![expect(clippy::wildcard_enum_match_arm, reason = "each pass looks at a few of many operations")]
 use super::{OPERATIONS_MAX, Parameter};
 use std::collections::HashMap;
@@ -88,7 +87,7 @@ impl Operation {
 
     /// Of numbers.
     #[inline(always)]
-    fn of(&self, a: f32, b: f32, c: f32) -> f32 {
+    pub(super) fn of(&self, a: f32, b: f32, c: f32) -> f32 {
         let truth = |yes: bool| if yes { 1.0 } else { 0.0 };
         match *self {
             Operation::Constant(bits) => f32::from_bits(bits),
@@ -138,6 +137,7 @@ impl Operation {
 /// e to the power of `x`, the same bits on every machine: no library is asked. Relative error below 3e-7.
 ///
 /// x = n·ln 2 + r with |r| ≤ ln 2 / 2; e^r by its Taylor series to the seventh power; 2^n by the exponent's bits.
+#[inline(always)]
 pub(super) fn exponential(x: f32) -> f32 {
     const LN_2_HIGH: f32 = 0.693_359_4; // exact in 12 bits, so that n times it is exact
     const LN_2_LOW: f32 = -2.121_944_4e-4;
@@ -171,20 +171,6 @@ pub struct Program {
     operations: Vec<Operation>,
     /// What each field becomes.
     next: Vec<Value>,
-    /// Where results are kept while they are needed: as few rows as that takes, which stay in the first-level cache.
-    homes: Vec<Home>,
-    rows: usize,
-}
-
-/// Where the result of an operation is while a chunk is computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Home {
-    /// In the grid.
-    Grid,
-    /// The same in all cells: a row filled once.
-    Fixed(u16),
-    /// A row that is used again when nobody needs the result any more.
-    Row(u16),
 }
 
 impl Program {
@@ -222,149 +208,22 @@ impl Program {
         self.operations.iter().map(reach).max().unwrap_or(0).max(1)
     }
 
-    /// Updates `out[f].len()` consecutive cells of a row. `fields[f]` is the whole grid of field f with its halo; the first cell is
-    /// at `at`, one step along y and z is `strides` further.
-    ///
-    /// # Panics
-    /// Fields, parameters or rows of other numbers or lengths than the rule's, or a halo that does not reach: who calls this
-    /// owns the grid.
-    pub fn run(
-        &self,
-        fields: &[&[f32]],
-        at: usize,
-        strides: [usize; 2],
-        parameters: &[f32],
-        out: &mut [&mut [f32]],
-        scratch: &mut Scratch,
-    ) {
-        assert!(fields.len() == self.fields.len() && out.len() == self.fields.len(), "a grid for each field");
-        assert_eq!(parameters.len(), self.parameters.len(), "a value for each parameter");
-        let cells = out.first().map_or(0, |row| row.len());
-        scratch.rows.resize_with(self.rows, || vec![0.0; CHUNK]);
-        scratch.fixed.clear();
-        for operation in &self.operations {
-            match *operation {
-                Operation::Constant(bits) => scratch.fixed.push([f32::from_bits(bits); CHUNK]),
-                Operation::Parameter(parameter) => scratch.fixed.push([parameters[usize::from(parameter)]; CHUNK]),
-                _ => {}
-            }
-        }
-        let mut done = 0;
-        while done < cells {
-            let count = CHUNK.min(cells - done);
-            let chunk = Chunk { program: self, fields, at: at + done, strides, count };
-            chunk.run(scratch);
-            for (row, &value) in out.iter_mut().zip(&self.next) {
-                row[done..done + count].copy_from_slice(chunk.row(scratch, value));
-            }
-            done += count;
-        }
-    }
-}
-
-/// Consecutive cells of a row.
-struct Chunk<'a> {
-    program: &'a Program,
-    fields: &'a [&'a [f32]],
-    at: usize,
-    strides: [usize; 2],
-    count: usize,
-}
-
-impl Chunk<'_> {
-    fn run(&self, scratch: &mut Scratch) {
-        for (operation, home) in self.program.operations.iter().zip(&self.program.homes) {
-            let Home::Row(row) = *home else { continue };
-            // Its own row is none of those that it reads.
-            let mut out = std::mem::take(&mut scratch.rows[usize::from(row)]);
-            let cells = &mut out[..self.count];
-            let mut operands = operation.operands().map(|value| self.row(scratch, value));
-            match (operands.next(), operands.next(), operands.next()) {
-                (Some(a), Some(b), Some(c)) => each3(operation, a, b, c, cells),
-                (Some(a), Some(b), None) => each2(operation, a, b, cells),
-                (Some(a), None, _) => each1(operation, a, cells),
-                (None, ..) => {}
-            }
-            drop(operands);
-            scratch.rows[usize::from(row)] = out;
-        }
+    /// Whether cells look at a field only where they are.
+    pub fn is_alone(&self, field: usize) -> bool {
+        let outside = |operation: &Operation| match operation {
+            Operation::Load { field: loaded, offset } => usize::from(*loaded) == field && *offset != [0; 3],
+            _ => false,
+        };
+        !self.operations.iter().any(outside)
     }
 
-    /// The results of an operation.
-    fn row<'b>(&'b self, scratch: &'b Scratch, value: Value) -> &'b [f32] {
-        match (self.program.homes[usize::from(value)], self.program.operations[usize::from(value)]) {
-            (Home::Fixed(row), _) => &scratch.fixed[usize::from(row)][..self.count],
-            (Home::Row(row), _) => &scratch.rows[usize::from(row)][..self.count],
-            (Home::Grid, Operation::Load { field, offset: [x, y, z] }) => {
-                let [sy, sz] = self.strides.map(usize::cast_signed);
-                let shift = isize::from(x) + isize::from(y) * sy + isize::from(z) * sz;
-                let start = self.at.checked_add_signed(shift).expect("the halo reaches as far as the rule looks");
-                &self.fields[usize::from(field)][start..start + self.count]
-            }
-            (Home::Grid, _) => &[],
-        }
+    /// Whether a cell looks at neighbours along several axes at once.
+    pub fn looks_round_corners(&self) -> bool {
+        self.operations.iter().any(|operation| match operation {
+            Operation::Load { offset, .. } => offset.iter().filter(|cells| **cells != 0).count() > 1,
+            _ => false,
+        })
     }
-}
-
-/// One loop for each operation, so that each is a vector loop: the operation is a constant in it.
-macro_rules! loops {
-    ($operation:expr, $each:ident($rows:expr), $($variant:ident $zeros:tt),+) => {
-        match *$operation {
-            $(Operation::$variant(..) => $each($rows, |a, b, c| Operation::$variant $zeros.of(a, b, c)),)+
-            _ => {}
-        }
-    };
-}
-
-fn each1(operation: &Operation, a: &[f32], out: &mut [f32]) {
-    fn each((a, out): (&[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
-        for (out, &a) in out.iter_mut().zip(a) {
-            *out = of(a, 0.0, 0.0);
-        }
-    }
-    loops!(operation, each((a, out)), Negate(0), Absolute(0), SquareRoot(0), Exponential(0), Floor(0), Not(0));
-}
-
-fn each2(operation: &Operation, a: &[f32], b: &[f32], out: &mut [f32]) {
-    fn each((a, b, out): (&[f32], &[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
-        for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
-            *out = of(a, b, 0.0);
-        }
-    }
-    loops!(
-        operation,
-        each((a, b, out)),
-        Add(0, 0),
-        Subtract(0, 0),
-        Multiply(0, 0),
-        Divide(0, 0),
-        Minimum(0, 0),
-        Maximum(0, 0),
-        Less(0, 0),
-        LessEqual(0, 0),
-        Equal(0, 0),
-        And(0, 0),
-        Or(0, 0)
-    );
-}
-
-fn each3(operation: &Operation, a: &[f32], b: &[f32], c: &[f32], out: &mut [f32]) {
-    fn each((a, b, c, out): (&[f32], &[f32], &[f32], &mut [f32]), of: impl Fn(f32, f32, f32) -> f32) {
-        for (((out, &a), &b), &c) in out.iter_mut().zip(a).zip(b).zip(c) {
-            *out = of(a, b, c);
-        }
-    }
-    loops!(operation, each((a, b, c, out)), MultiplyAdd(0, 0, 0), Select(0, 0, 0));
-}
-
-/// Cells at a time: a few hundred operations' results of them stay in the second-level cache.
-const CHUNK: usize = 256;
-
-/// Room for intermediate results, kept by whoever runs a program again and again.
-#[derive(Clone, Debug, Default)]
-pub struct Scratch {
-    rows: Vec<Vec<f32>>,
-    fixed: Vec<[f32; CHUNK]>,
 }
 
 /// A program being built.
@@ -461,49 +320,14 @@ impl Builder {
             kept.push(moved(*operation, &places));
         }
         let next: Vec<Value> = next.into_iter().map(|value| places[usize::from(value)]).collect();
-        let (homes, rows) = homes(&kept, &next);
         Program {
             fields: self.fields,
             parameters: self.parameters,
             dimensions: self.dimensions,
             operations: kept,
             next,
-            homes,
-            rows,
         }
     }
-}
-
-/// Where each result is kept, and how many rows that takes. What a field becomes is needed to the end.
-fn homes(operations: &[Operation], next: &[Value]) -> (Vec<Home>, usize) {
-    let mut last: Vec<usize> = (0..operations.len()).collect();
-    for (at, operation) in operations.iter().enumerate() {
-        operation.operands().for_each(|value| last[usize::from(value)] = at);
-    }
-    next.iter().for_each(|&value| last[usize::from(value)] = usize::MAX);
-    let (mut homes, mut free, mut rows, mut fixed) = (Vec::with_capacity(operations.len()), Vec::new(), 0u16, 0u16);
-    for (at, operation) in operations.iter().enumerate() {
-        homes.push(match operation {
-            Operation::Load { .. } => Home::Grid,
-            Operation::Constant(_) | Operation::Parameter(_) => {
-                fixed += 1;
-                Home::Fixed(fixed - 1)
-            }
-            _ => Home::Row(free.pop().unwrap_or_else(|| {
-                rows += 1;
-                rows - 1
-            })),
-        });
-        // Only now, so that no operation writes where it reads; and each once, also where it is read twice.
-        let ended: Vec<Value> = operation.operands().filter(|&value| last[usize::from(value)] == at).collect();
-        let mut seen = std::collections::BTreeSet::new();
-        for value in ended.into_iter().filter(|value| seen.insert(*value)) {
-            if let Home::Row(row) = homes[usize::from(value)] {
-                free.push(row);
-            }
-        }
-    }
-    (homes, usize::from(rows))
 }
 
 /// The same operation on values at their new places.

@@ -1,5 +1,8 @@
 //! Rules that work, rules that are refused and where, and noise.
 use super::*;
+use crate::grid::rule::Rule;
+use crate::grid::tile::{Threads, Tile};
+use crate::grid::{Face, Grid};
 
 const GRAY_SCOTT: &str = "\
 # Gray-Scott: two substances that react and spread
@@ -13,32 +16,13 @@ u' = u + du * lap(u) - reaction + feed * (1 - u)
 v' = v + dv * lap(v) + reaction - (feed + kill) * v
 ";
 
-/// One step of a torus of `width` × `height`, each field with a ring of `radius`.
-fn step(program: &Program, fields: &[Vec<f32>], width: usize, height: usize) -> Vec<Vec<f32>> {
-    let radius = program.radius() as usize;
-    let stride = width + 2 * radius;
-    let padded: Vec<Vec<f32>> = fields
-        .iter()
-        .map(|field| {
-            let mut grid = Vec::with_capacity(stride * (height + 2 * radius));
-            for y in 0..height + 2 * radius {
-                for x in 0..stride {
-                    let at = |place: usize, extent: usize| (place + radius * (extent - 1)) % extent;
-                    grid.push(field[at(y, height) * width + at(x, width)]);
-                }
-            }
-            grid
-        })
-        .collect();
-    let views: Vec<&[f32]> = padded.iter().map(Vec::as_slice).collect();
-    let parameters: Vec<f32> = program.parameters().iter().map(|parameter| parameter.value).collect();
-    let mut next = vec![vec![0.0; width * height]; fields.len()];
-    let mut scratch = Scratch::default();
-    for y in 0..height {
-        let mut rows: Vec<&mut [f32]> = next.iter_mut().map(|field| &mut field[y * width..(y + 1) * width]).collect();
-        program.run(&views, (y + radius) * stride + radius, [stride, 0], &parameters, &mut rows, &mut scratch);
-    }
-    next
+/// Some steps of a torus of `width` cells.
+fn torus(text: &str, fields: &[Vec<f32>], width: usize, steps: usize) -> Vec<Vec<f32>> {
+    let grid = Grid::periodic(&[width, fields[0].len() / width]).unwrap();
+    let mut tile = Tile::new(&grid, &Rule::Text(TextRule::parse(text).unwrap()), grid.region(), 1).unwrap();
+    tile.load(&mut |[x, y, _], cell| cell.iter_mut().zip(fields).for_each(|(to, field)| *to = field[y * width + x]));
+    tile.advance(&mut Threads::new(1).unwrap(), steps).unwrap();
+    (0..fields.len()).map(|field| tile.read(field, grid.region()).unwrap()).collect()
 }
 
 fn refused(text: &str, line: usize, column: usize, words: &str) {
@@ -55,7 +39,7 @@ fn gray_scott_in_ten_lines_computes_what_it_says() {
     let cell = |x: usize, y: usize, salt: usize| ((x * 7 + y * 13 + salt) % 17) as f32 / 17.0;
     let grid = |salt| (0..width * height).map(|at| cell(at % width, at / width, salt)).collect::<Vec<f32>>();
     let (u, v) = (grid(0), grid(5));
-    let next = step(&program, &[u.clone(), v.clone()], width, height);
+    let next = torus(GRAY_SCOTT, &[u.clone(), v.clone()], width, 1);
     for y in 0..height {
         for x in 0..width {
             let at = |f: &[f32], dx: usize, dy: usize| {
@@ -72,23 +56,94 @@ fn gray_scott_in_ten_lines_computes_what_it_says() {
         }
     }
     // u = 1, v = 0 stays as it is, exactly.
-    let still = step(&program, &[vec![1.0; 64], vec![0.0; 64]], 8, 8);
+    let still = torus(GRAY_SCOTT, &[vec![1.0; 64], vec![0.0; 64]], 8, 1);
     assert_eq!(still, [vec![1.0; 64], vec![0.0; 64]]);
 }
 
 #[test]
 fn life_as_a_rule_moves_a_glider() {
     let life = "fields alive\nlet n = neighbours(alive)\nalive' = n == 3 || (alive && n == 2)\n";
-    let program = parse(life).unwrap();
     let mut grid = vec![vec![0.0; 64]];
     for (x, y) in [(1, 0), (2, 1), (0, 2), (1, 2), (2, 2)] {
         grid[0][y * 8 + x] = 1.0;
     }
     let start = grid.clone();
-    for _ in 0..32 {
-        grid = step(&program, &grid, 8, 8);
-    }
+    grid = torus(life, &grid, 8, 32);
     assert_eq!(grid, start, "a glider is back after 32 generations on a torus of 8");
+}
+
+/// Looks two cells far and round corners; `c` is looked at where it is only, `d` becomes what `c` was.
+const WIDE: &str = "\
+fields a b c d
+param rate = 0.1
+let wide = a[2, 0] + a[-2, 0] + a[0, 2] + a[0, -2] - 4 * a
+let bent = b[1, 1] - b[-1, 2]
+let calm = exp(-abs(bent)) / (1 + sqrt(c * c))
+a' = a + rate * wide / 4 + select(b > 0.5 && !(c < 0.3), 0.01, -0.01) * calm
+b' = max(min(b + 0.2 * dx(a) - 0.1 * dy(b), 1), 0)
+c' = c * 0.99 + 0.01 * floor(4 * b) / 4
+d' = c
+";
+const SPACE: &str = "\
+dimensions 3
+fields u v
+u' = u + 0.02 * (neighbours(u) - 26 * u) + 0.1 * v
+v' = 0.9 * v - 0.05 * u * dz(u) + (u[0, 0, 1] == u[0, 1, 0])
+";
+
+#[test]
+fn tiles_equal_one() {
+    use crate::grid::tests::{noise, same_bits_however_it_is_cut};
+    let warm = Face::Fixed(std::array::from_fn(|field| 1.0 - 0.25 * field as f32));
+    let init = |at: [usize; 3], cell: &mut [f32]| {
+        cell.iter_mut().enumerate().for_each(|(i, cell)| *cell = (noise(at, i as u64) % 1000) as f32 / 1000.0);
+    };
+    let (plane, space) = (&[200, 50][..], &[202, 40, 25][..]);
+    for (text, size, faces) in [
+        (GRAY_SCOTT, plane, &[Face::Periodic, Face::Wall][..]),
+        (GRAY_SCOTT, plane, &[warm, Face::Periodic]),
+        (WIDE, plane, &[Face::Periodic, Face::Periodic]),
+        (WIDE, plane, &[Face::Wall, warm]),
+        (WIDE, plane, &[warm, Face::Wall]),
+        (WIDE, plane, &[Face::Wall, Face::Periodic]),
+        (SPACE, space, &[Face::Wall, Face::Periodic, warm]),
+        (SPACE, space, &[Face::Periodic, warm, Face::Wall]),
+    ] {
+        let faces: Vec<_> = faces.iter().map(|&face| [face; 2]).collect();
+        let rule = Rule::Text(TextRule::parse(text).unwrap());
+        same_bits_however_it_is_cut(&Grid::new(size, &faces).unwrap(), &rule, &init, 9);
+    }
+}
+
+#[test]
+fn nothing_goes_through_a_wall_however_far_a_rule_looks() {
+    let text = "fields u\nlet bent = u[1, 1] + u[-1, 1] + u[1, -1] + u[-1, -1]\n\
+                u' = u + 0.05 * (u[3, 0] + u[-3, 0] + u[0, 2] + u[0, -2] + bent - 8 * u)\n";
+    let grid = Grid::closed(&[30, 5]).unwrap();
+    let mut tile = Tile::new(&grid, &Rule::Text(TextRule::parse(text).unwrap()), grid.region(), 1).unwrap();
+    tile.load(&mut |[x, y, _], cell| cell[0] = ((x * 7 + y * 5) % 11) as f32);
+    let before = tile.total(0).unwrap();
+    tile.advance(&mut Threads::new(1).unwrap(), 100).unwrap();
+    let change = Tile::total_value(tile.total(0).unwrap() - before) / Tile::total_value(before);
+    assert!(change.abs() < 1e-6, "{change:e}");
+}
+
+#[test]
+fn parameters_are_set_by_name_and_what_does_not_fit_is_named() {
+    let mut rule = TextRule::parse(GRAY_SCOTT).unwrap();
+    rule.set("kill", 0.06).unwrap();
+    assert_eq!(rule.parameters(), [0.16, 0.08, 0.035, 0.06]);
+    let error = rule.set("kil", 0.06).unwrap_err().to_string();
+    assert!(error.contains("no parameter `kil`: it has du, dv, feed, kill"), "{error}");
+    assert!(rule.set("kill", f32::NAN).unwrap_err().to_string().contains("a number is needed"));
+    let rule = Rule::Text(rule);
+    assert_eq!((rule.fields(), rule.radius(), rule.field_names()), (2, 1, vec!["u".to_owned(), "v".to_owned()]));
+    let error = rule.check(&Grid::closed(&[8, 8, 8]).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("for 2 dimensions"), "{error}");
+    let wide = Rule::Text(TextRule::parse(WIDE).unwrap());
+    let thin = Grid::periodic(&[64, 1]).unwrap();
+    let error = Tile::new(&thin, &wide, thin.region(), 1).map(|_| ()).unwrap_err();
+    assert!(matches!(error, GridError::Thin { radius: 2, cells: 1, axis: 'y' }), "{error}");
 }
 
 #[test]

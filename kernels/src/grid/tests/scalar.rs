@@ -42,7 +42,7 @@ fn deviation(tile: &Tile, expected: impl Fn([usize; 3]) -> f64) -> f64 {
     cells.iter().enumerate().map(|(i, cell)| (f64::from(*cell) - expected(at(i))).abs()).fold(0.0, f64::max)
 }
 
-const ZERO: Face = Face::Fixed([0.0; 2]);
+const ZERO: Face = Face::Fixed([0.0; 16]);
 const WORLDS: [(&[usize], &[Face]); 5] = [
     (&[70, 48], &[Face::Periodic, Face::Periodic]),
     (&[64, 33], &[Face::Wall, ZERO]),
@@ -134,7 +134,7 @@ fn nothing_comes_of_nothing() {
 
 #[test]
 fn tiles_equal_one() {
-    let warm = Face::Fixed([1.0, 0.5]);
+    let warm = Face::Fixed(std::array::from_fn(|field| 1.0 - 0.5 * field as f32));
     let noisy = |at: [usize; 3], cell: &mut [f32]| {
         cell.iter_mut().enumerate().for_each(|(i, cell)| *cell = (noise(at, i as u64) % 1000) as f32 / 1000.0);
     };
