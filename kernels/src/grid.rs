@@ -11,6 +11,7 @@ pub mod life;
 pub mod rule;
 pub mod rule_file;
 pub mod scalar;
+pub mod simulation;
 pub mod tile;
 
 mod frame;

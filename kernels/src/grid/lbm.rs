@@ -158,6 +158,6 @@ const KNOWN: &str = "periodic, wall, moving (along itself), inlet (both below 0.
 /// The speed of sound, which nothing may reach.
 const FAST: f32 = 0.577;
 /// Beyond this velocity the fluid is far from incompressible.
-const SUBSONIC: f32 = 0.2;
+pub(crate) const SUBSONIC: f32 = 0.2;
 /// Below this relaxation time hardly anything is smoothed.
 const THIN: f64 = 0.505;

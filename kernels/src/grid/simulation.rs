@@ -1,0 +1,392 @@
+//! A simulation as people write it down: a job file and the files that it names, read once, carried to every node.
+//!
+//! ```toml
+//! name = "Decaying vortices"
+//! steps = 2000
+//!
+//! [grid]
+//! size = [256, 256]
+//!
+//! [rule]
+//! name = "d2q9"
+//! viscosity = 0.02
+//!
+//! [initial]
+//! velocity = ["0.05*cos(2*pi*x/nx)*sin(2*pi*y/ny)", "-0.05*sin(2*pi*x/nx)*cos(2*pi*y/ny)"]
+//!
+//! [[output]]
+//! kind = "gif"
+//! quantity = "vorticity"
+//! every = 20
+//! ```
+//!
+//! Every node that holds the same bytes has the same grid, rule and initial state, to the last bit. Whatever is wrong with a
+//! file is told with its place. Next: `simulation/keys.rs`, `simulation/physics.rs`, `simulation/initial.rs`,
+//! `simulation/sample.rs`.
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use self::expression::{Expression, Names};
+use self::files::Files;
+use self::initial::Initial;
+use self::keys::{Document, Keys};
+use self::physics::{Kind, Physics};
+use super::lbm::SUBSONIC;
+use super::rule::Rule;
+use super::tile::Tile;
+use super::{Grid, GridError, SIZE_MAX};
+
+pub use output::{ANIMATION_FRAMES_MAX, Colours, FRAME_SIZE_MAX, FRAMES_MAX, OUTPUTS_MAX, OutputKind, OutputSpec};
+pub use sample::{Field, Mosaic, blocks};
+
+mod evaluate;
+mod expression;
+mod files;
+mod image;
+mod initial;
+mod keys;
+mod output;
+mod physics;
+mod sample;
+#[cfg(test)]
+mod tests;
+
+/// Bytes of a job with all its files at most: it goes to every node in one message.
+pub const SIMULATION_MAX: usize = 8 << 20;
+/// Cells of a grid at most: what is counted in cells and bytes stays far from the ends of 64 bits.
+const CELLS_MAX: u64 = 1 << 40;
+/// Steps at most: numbers that other programs read from JSON are exact up to it.
+const STEPS_MAX: u64 = 1 << 53;
+/// Characters of a job's name at most.
+const NAME_MAX: usize = 64;
+/// Constants of a job at most.
+const CONSTANTS_MAX: usize = 64;
+/// Steps between two looks at sums and at cells that are no numbers, where nobody says otherwise.
+const CHECK_EVERY: u64 = 1000;
+/// Steps that one exchange of halos may serve at most.
+const DEPTH_MAX: u64 = 256;
+
+/// What is computed, from which state on, and what of it is kept. Immutable, and complete without any file.
+pub struct Simulation {
+    files: Files,
+    name: String,
+    grid: Grid,
+    physics: Physics,
+    initial: Initial,
+    steps: u64,
+    quantities: Vec<String>,
+    outputs: Vec<OutputSpec>,
+    checkpoint_every: Option<u64>,
+    standby: Tier,
+    depth: Option<usize>,
+    check_every: u64,
+    warnings: Vec<String>,
+}
+
+/// Who stands by for the node that computes a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// Nobody: the run goes back to its last checkpoint.
+    None,
+    /// A node that holds the last snapshot and computes again from there.
+    Warm,
+    /// A node that computes the same tile at the same time.
+    Hot,
+}
+
+/// Why there is no such simulation.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[allow(missing_docs)]
+pub enum SimulationError {
+    #[error("{}: {what}", .path.display())]
+    File { path: PathBuf, what: String },
+    #[error("{file}, line {line}, column {column}{}: {what}", if .key.is_empty() { String::new() } else { format!(" ({key})") })]
+    Key { file: String, line: usize, column: usize, key: String, what: String },
+    #[error("these bytes are no simulation: {what}")]
+    Packed { what: String },
+    #[error("there is no quantity {found:?} here: expected one of {known}")]
+    Quantity { found: String, known: String },
+    #[error(transparent)]
+    Grid(#[from] GridError),
+}
+
+impl Simulation {
+    /// Reads a job file and the files it names, which are looked for beside it.
+    ///
+    /// # Errors
+    /// What is wrong in which file, and where.
+    pub fn read(path: &Path) -> Result<Self, SimulationError> {
+        Self::build(Files::open(path)?)
+    }
+
+    /// All of it, for another node: at most [`SIMULATION_MAX`] bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.files.pack()
+    }
+
+    /// What [`Self::to_bytes`] gave.
+    ///
+    /// # Errors
+    /// The bytes are none, of another version, cut short, or say what no job file may say.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, SimulationError> {
+        Self::build(Files::unpack(bytes)?)
+    }
+
+    fn build(mut files: Files) -> Result<Self, SimulationError> {
+        let (file, text) = (files.job.clone(), files.text.clone());
+        let mut document = Document { file: &file, text: &text, names: Names::default() };
+        let table = document.parse(&text)?;
+        document.names = names(&Keys::root(&document, &table))?;
+        let keys = Keys::root(&document, &table);
+        let _ = (keys.has("seed"), keys.has("constants"));
+
+        let name = name(&keys)?;
+        let steps = keys.need("steps", "how many steps are made")?.whole(1..=STEPS_MAX)?;
+        let size = size(&keys)?;
+        let grid = physics::grid(&size, keys.get("boundary"))?;
+        let rule = keys.need("rule", "a table that says how cells change")?;
+        let physics = physics::physics(&rule, &grid, &mut files)?;
+        let item = keys.get("initial");
+        let initial = Initial::read(item.as_ref(), &physics.kind, &grid, document.names.seed, &mut files)?;
+        for cell in spots(&grid) {
+            if let Some(what) = initial.wrong(cell, physics.rule.fields()) {
+                return Err(item.map_or_else(|| keys.error(&what), |item| item.error(&what)));
+            }
+        }
+        let quantities = sample::quantities(&physics.kind, grid.dimensions());
+        let outputs = output::outputs(keys.get("output"), &physics.kind, &quantities, &grid, steps)?;
+        let number = |key, range| keys.get(key).map(|item| item.whole(range)).transpose();
+        let checkpoint_every = number("checkpoint_every", 1..=STEPS_MAX)?;
+        let depth = number("depth", 1..=DEPTH_MAX)?.map(|depth| depth as usize);
+        let check_every = number("check_every", 1..=STEPS_MAX)?.unwrap_or(CHECK_EVERY);
+        let tiers = [("none", Tier::None), ("warm", Tier::Warm), ("hot", Tier::Hot)];
+        let standby = keys.get("standby").map(|item| item.word(&tiers)).transpose()?.unwrap_or(Tier::None);
+        keys.done()?;
+
+        let mut warnings: Vec<String> = physics.rule.warning(&grid).into_iter().collect();
+        let fastest = spots(&grid).map(|cell| initial.speed(cell)).fold(0.0, f64::max);
+        if fastest > f64::from(SUBSONIC) {
+            let what = "cells a step at first: above 0.2 errors grow fast, use less";
+            warnings.push(format!("a velocity of {fastest:.3} {what}"));
+        }
+        let simulation = Self {
+            files,
+            name,
+            grid,
+            physics,
+            initial,
+            steps,
+            quantities,
+            outputs,
+            checkpoint_every,
+            standby,
+            depth,
+            check_every,
+            warnings,
+        };
+        let bytes = simulation.to_bytes().len();
+        if bytes > SIMULATION_MAX {
+            let what = format!("with its files it has {bytes} bytes, at most {SIMULATION_MAX} are possible");
+            return Err(SimulationError::File { path: file.into(), what });
+        }
+        Ok(simulation)
+    }
+
+    /// How people call it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The grid and its faces.
+    pub fn grid(&self) -> &Grid {
+        &self.grid
+    }
+
+    /// The rule and its parameters.
+    pub fn rule(&self) -> &Rule {
+        &self.physics.rule
+    }
+
+    /// How many steps are made.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// What is written.
+    pub fn outputs(&self) -> &[OutputSpec] {
+        &self.outputs
+    }
+
+    /// Steps from a checkpoint to the next, if any are wanted.
+    pub fn checkpoint_every(&self) -> Option<u64> {
+        self.checkpoint_every
+    }
+
+    /// Who stands by for a tile.
+    pub fn standby(&self) -> Tier {
+        self.standby
+    }
+
+    /// Steps that one exchange of halos serves, if the job says so.
+    pub fn depth(&self) -> Option<usize> {
+        self.depth
+    }
+
+    /// Steps between two looks at sums and at cells that are no numbers.
+    pub fn check_every(&self) -> u64 {
+        self.check_every
+    }
+
+    /// What a checkpoint depends on: grid, rule, parameters and masks; not steps, outputs and the initial state.
+    pub fn identity(&self) -> [u8; 32] {
+        blake3::derive_key("meshnode 2026 what a grid's checkpoint is of", &self.physics.described)
+    }
+
+    /// What is possible and yet likely to end badly.
+    pub fn warnings(&self) -> Vec<String> {
+        self.warnings.clone()
+    }
+
+    /// Sets a tile's cells to what they are before the first step.
+    pub fn load(&self, tile: &mut Tile) {
+        tile.load(&mut |at, cell| self.initial.set(at, cell));
+    }
+
+    /// What can be looked at.
+    pub fn quantities(&self) -> &[String] {
+        &self.quantities
+    }
+
+    /// What one looks at who does not choose.
+    pub fn default_quantity(&self) -> &str {
+        sample::default_quantity(&self.physics.kind, &self.quantities)
+    }
+
+    /// Whether a cell is solid, so that nothing that can be looked at is in it.
+    pub fn is_solid(&self, at: [usize; 3]) -> bool {
+        match &self.physics.kind {
+            Kind::Fluid(fluid) => fluid.solid.as_ref().is_some_and(|solid| solid(at)),
+            Kind::Life | Kind::Fields(_) => false,
+        }
+    }
+
+    /// Whether y goes upwards in pictures of it; in Life's world it goes down.
+    pub fn is_upright(&self) -> bool {
+        self.physics.kind.is_upright()
+    }
+}
+
+impl std::fmt::Debug for Simulation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, grid, physics, steps, .. } = self;
+        write!(f, "Simulation {{ {name:?}: {:?} on {:?}, {steps} steps }}", physics.rule, grid.size())
+    }
+}
+
+fn name(keys: &Keys<'_>) -> Result<String, SimulationError> {
+    let expected = format!("the job's name, 1 to {NAME_MAX} characters");
+    let item = keys.need("name", &expected)?;
+    let name = item.text(&expected)?.trim();
+    let count = name.chars().count();
+    if (1..=NAME_MAX).contains(&count) && !name.chars().any(char::is_control) {
+        return Ok(name.into());
+    }
+    Err(item.error(format!("expected {expected}, found {count}, or one that cannot be printed")))
+}
+
+/// `[grid]`.
+fn size(keys: &Keys<'_>) -> Result<Vec<usize>, SimulationError> {
+    let expected = "a table with the cells along each axis: size = [512, 512]";
+    let keys = keys.need("grid", expected)?.table(expected)?;
+    let item = keys.need("size", "the cells along each axis, such as [512, 512]")?;
+    let list = item.list("the cells along each axis, such as [512, 512] or [64, 64, 64]")?;
+    if !(2..=3).contains(&list.len()) {
+        return Err(item.expected("the cells along two or three axes, such as [512, 512]"));
+    }
+    let size = list.iter().map(|item| item.whole(1..=SIZE_MAX as u64)).collect::<Result<Vec<_>, _>>()?;
+    let cells = size.iter().try_fold(1u64, |cells, size| cells.checked_mul(*size));
+    if cells.is_none_or(|cells| cells > CELLS_MAX) {
+        return Err(item.error(format!("expected at most {CELLS_MAX} cells in all, found more")));
+    }
+    keys.done()?;
+    Ok(size.into_iter().map(|size| size as usize).collect())
+}
+
+/// The names that expressions know: the grid's size, pi and the job's `[constants]`, which may be made of each other.
+fn names(keys: &Keys<'_>) -> Result<Names, SimulationError> {
+    let mut names = Names::default();
+    if let Some(item) = keys.get("seed") {
+        names.seed = item.whole(0..=u64::MAX)?;
+    }
+    let size = size(keys)?;
+    for (axis, name) in ["nx", "ny", "nz"].into_iter().enumerate() {
+        names.constants.push((name.into(), size.get(axis).copied().unwrap_or(1) as f64));
+    }
+    names.constants.push(("pi".into(), std::f64::consts::PI));
+    let Some(item) = keys.get("constants") else { return Ok(names) };
+    let all = item.table("a table of numbers: u0 = 0.05")?.all();
+    if all.len() > CONSTANTS_MAX {
+        return Err(item.error(format!("a job has at most {CONSTANTS_MAX} constants, this one {}", all.len())));
+    }
+    for (name, item) in &all {
+        let letters = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let begins = name.chars().next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
+        if !letters || !begins || name.len() > NAME_MAX {
+            return Err(item.error("a constant's name has letters, digits and _, a letter first, at most 64"));
+        }
+        if expression::is_taken(name) || names.constants.iter().any(|(known, _)| known == name) {
+            return Err(item.error("the name is taken: choose another"));
+        }
+    }
+    let mut left = all;
+    // Each round finds those that are made of known ones; without any, what is left has something wrong.
+    loop {
+        let mut rest = Vec::new();
+        let mut first = None;
+        let before = left.len();
+        for (name, item) in left {
+            let found = match item.as_text() {
+                None => item.number("a number, or an expression of constants"),
+                Some(text) => match Expression::parse(text, &names).map(|expression| expression.constant()) {
+                    Ok(Some(value)) if value.is_finite() => Ok(value),
+                    Ok(Some(value)) => Err(item.error(format!("expected a finite number, found {value}"))),
+                    Ok(None) => Err(item.error("expected a constant, found an expression that differs between cells")),
+                    Err(wrong) => {
+                        Err(item.error(format!("character {} of the expression: {}", wrong.column, wrong.what)))
+                    }
+                },
+            };
+            match found {
+                Ok(value) => names.constants.push((name.into(), value)),
+                Err(error) => {
+                    first.get_or_insert(error);
+                    rest.push((name, item));
+                }
+            }
+        }
+        match first {
+            None => return Ok(names),
+            Some(error) if rest.len() == before => return Err(error),
+            Some(_) => left = rest,
+        }
+    }
+}
+
+/// Some cells of a grid, evenly spread, both ends of each axis among them: what is wrong everywhere is seen there.
+fn spots(grid: &Grid) -> impl Iterator<Item = [usize; 3]> {
+    const ALONG: usize = 9;
+    let along = |size: usize| {
+        let mut all: Vec<usize> = (0..ALONG).map(|part| (size - 1) * part / (ALONG - 1)).collect();
+        all.dedup();
+        all
+    };
+    let [x, y, z] = grid.size().map(along);
+    let mut all = Vec::with_capacity(x.len() * y.len() * z.len());
+    for z in z {
+        for &y in &y {
+            all.extend(x.iter().map(|&x| [x, y, z]));
+        }
+    }
+    all.into_iter()
+}

@@ -1,0 +1,182 @@
+//! Numbers that expressions are made of: plain ones, and ones that carry their gradient along, so that a flow's stress can
+//! be set up exactly.
+use super::expression::{Binary, Unary};
+
+/// What an expression can be evaluated in.
+pub(super) trait Number: Copy {
+    /// The same in all cells.
+    fn number(value: f64) -> Self;
+    /// The coordinate along an axis.
+    fn place(value: f64, axis: usize) -> Self;
+    /// Without what it carries along.
+    fn value(self) -> f64;
+    fn unary(self, unary: Unary) -> Self;
+    fn binary(self, binary: Binary, other: Self) -> Self;
+}
+
+impl Number for f64 {
+    fn number(value: f64) -> Self {
+        value
+    }
+
+    fn place(value: f64, _axis: usize) -> Self {
+        value
+    }
+
+    fn value(self) -> f64 {
+        self
+    }
+
+    fn unary(self, unary: Unary) -> Self {
+        match unary {
+            Unary::Negate => -self,
+            Unary::Not => truth(self == 0.0),
+            Unary::Absolute => self.abs(),
+            Unary::SquareRoot => self.sqrt(),
+            Unary::Exponential => libm::exp(self),
+            Unary::Logarithm => libm::log(self),
+            Unary::Sine => libm::sin(self),
+            Unary::Cosine => libm::cos(self),
+            Unary::Tangent => libm::tan(self),
+            Unary::HyperbolicTangent => libm::tanh(self),
+            Unary::Floor => self.floor(),
+            Unary::Power(power) => (0..power).fold(1.0, |product, _| product * self),
+        }
+    }
+
+    fn binary(self, binary: Binary, other: Self) -> Self {
+        match binary {
+            Binary::Add => self + other,
+            Binary::Subtract => self - other,
+            Binary::Multiply => self * other,
+            Binary::Divide => self / other,
+            Binary::Power => libm::pow(self, other),
+            // Not the library's, whose zeros' signs are up to the machine.
+            Binary::Minimum => {
+                if self < other {
+                    self
+                } else {
+                    other
+                }
+            }
+            Binary::Maximum => {
+                if self > other {
+                    self
+                } else {
+                    other
+                }
+            }
+            Binary::Less => truth(self < other),
+            Binary::LessEqual => truth(self <= other),
+            Binary::Greater => truth(self > other),
+            Binary::GreaterEqual => truth(self >= other),
+            Binary::Equal => truth(self == other),
+            Binary::And => truth(self != 0.0 && other != 0.0),
+            Binary::Or => truth(self != 0.0 || other != 0.0),
+        }
+    }
+}
+
+fn truth(yes: bool) -> f64 {
+    if yes { 1.0 } else { 0.0 }
+}
+
+/// A value and how it changes along x, y and z. Steps, such as those of comparisons and noise, count as flat.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Slope {
+    pub(super) value: f64,
+    pub(super) along: [f64; 3],
+}
+
+impl Slope {
+    fn flat(value: f64) -> Self {
+        Self { value, along: [0.0; 3] }
+    }
+
+    /// `value` with `rate` times this one's slope.
+    fn chain(self, value: f64, rate: f64) -> Self {
+        Self { value, along: self.along.map(|slope| if slope == 0.0 { 0.0 } else { rate * slope }) }
+    }
+
+    fn plus(self, other: Self) -> [f64; 3] {
+        std::array::from_fn(|axis| self.along[axis] + other.along[axis])
+    }
+}
+
+impl Number for Slope {
+    fn number(value: f64) -> Self {
+        Self::flat(value)
+    }
+
+    fn place(value: f64, axis: usize) -> Self {
+        Self { value, along: std::array::from_fn(|other| if other == axis { 1.0 } else { 0.0 }) }
+    }
+
+    fn value(self) -> f64 {
+        self.value
+    }
+
+    fn unary(self, unary: Unary) -> Self {
+        let before = self.value;
+        // The same bits as without slopes.
+        let value = before.unary(unary);
+        let rate = match unary {
+            Unary::Negate => -1.0,
+            Unary::Not | Unary::Floor => 0.0,
+            Unary::Absolute => {
+                if before < 0.0 {
+                    -1.0
+                } else {
+                    1.0
+                }
+            }
+            Unary::SquareRoot => 0.5 / value,
+            Unary::Exponential => value,
+            Unary::Logarithm => 1.0 / before,
+            Unary::Sine => libm::cos(before),
+            Unary::Cosine => -libm::sin(before),
+            Unary::Tangent => 1.0 + value * value,
+            Unary::HyperbolicTangent => 1.0 - value * value,
+            Unary::Power(0) => 0.0,
+            Unary::Power(power) => f64::from(power) * before.unary(Unary::Power(power - 1)),
+        };
+        self.chain(value, rate)
+    }
+
+    fn binary(self, binary: Binary, other: Self) -> Self {
+        let (a, b) = (self.value, other.value);
+        let value = a.binary(binary, b);
+        let along = match binary {
+            Binary::Add => self.plus(other),
+            Binary::Subtract => self.plus(other.chain(b, -1.0)),
+            Binary::Multiply => self.chain(a, b).plus(other.chain(b, a)),
+            Binary::Divide => self.chain(a, 1.0 / b).plus(other.chain(b, -value / b)),
+            Binary::Power => self.chain(a, b * libm::pow(a, b - 1.0)).plus(other.chain(b, value * libm::log(a))),
+            Binary::Minimum => (if a < b { self } else { other }).along,
+            Binary::Maximum => (if a > b { self } else { other }).along,
+            Binary::Less
+            | Binary::LessEqual
+            | Binary::Greater
+            | Binary::GreaterEqual
+            | Binary::Equal
+            | Binary::And
+            | Binary::Or => [0.0; 3],
+        };
+        Self { value, along }
+    }
+}
+
+/// A number from 0 to 1 that depends on the job's seed, the stream and the cell's place in the grid, and on nothing else.
+pub(super) fn noise(seed: u64, stream: u64, [x, y, z]: [usize; 3]) -> f64 {
+    let mixed = mix(mix(mix(seed).wrapping_add(stream)).wrapping_add(z as u64));
+    let bits = mix(mix(mixed.wrapping_add(y as u64)).wrapping_add(x as u64));
+    (bits >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+}
+
+/// The finaliser of splitmix64: each bit of the input changes half of the bits of the output.
+fn mix(seed: u64) -> u64 {
+    let mut bits = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}

@@ -1,0 +1,142 @@
+//! The files that a job names: read from its folder, carried with it, read again from there.
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::keys::Item;
+use super::{SIMULATION_MAX, SimulationError};
+
+/// Files at most: a pattern for each corner, a mask and a rule, and room.
+const FILES_MAX: usize = 64;
+/// Bytes of a file's name at most.
+const NAME_MAX: usize = 255;
+/// The first bytes of a packed job; the last of them is the version.
+const MAGIC: [u8; 8] = *b"meshsim\x01";
+
+/// The job file and what it names, by name as the job says it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Files {
+    /// Where files that are not known are looked for.
+    folder: Option<PathBuf>,
+    pub(super) job: String,
+    pub(super) text: String,
+    known: BTreeMap<String, Arc<[u8]>>,
+}
+
+impl Files {
+    /// Reads a job file.
+    pub(super) fn open(path: &Path) -> Result<Self, SimulationError> {
+        let bytes = read(path)?;
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let what = format!("byte {} is no text (UTF-8): is it a job file?", error.utf8_error().valid_up_to());
+            SimulationError::File { path: path.into(), what }
+        })?;
+        let job = path.file_name().unwrap_or_default().to_string_lossy();
+        let job = job.chars().take(NAME_MAX / 4).collect();
+        let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
+        Ok(Self { folder: Some(folder), job, text, known: BTreeMap::new() })
+    }
+
+    /// What a file holds that `item` names.
+    pub(super) fn load(&mut self, name: &str, item: &Item<'_>) -> Result<Arc<[u8]>, SimulationError> {
+        if let Some(bytes) = self.known.get(name) {
+            return Ok(Arc::clone(bytes));
+        }
+        if name.is_empty() || name.len() > NAME_MAX {
+            return Err(item.error(format!("the name of a file has 1 to {NAME_MAX} bytes")));
+        }
+        if self.known.len() >= FILES_MAX {
+            return Err(item.error(format!("a job names at most {FILES_MAX} files")));
+        }
+        let Some(folder) = &self.folder else {
+            return Err(item.error(format!("the file {name} did not come with the job")));
+        };
+        let bytes: Arc<[u8]> = read(&folder.join(name)).map_err(|error| item.error(error.to_string()))?.into();
+        self.known.insert(name.into(), Arc::clone(&bytes));
+        if self.packed_len() > SIMULATION_MAX {
+            return Err(item.error(format!("with {name} the job is larger than {SIMULATION_MAX} bytes")));
+        }
+        Ok(bytes)
+    }
+
+    /// A file that is text.
+    pub(super) fn load_text(&mut self, name: &str, item: &Item<'_>) -> Result<String, SimulationError> {
+        let bytes = self.load(name, item)?;
+        let text = std::str::from_utf8(&bytes);
+        text.map(str::to_owned)
+            .map_err(|error| item.error(format!("{name}: byte {} is no text (UTF-8)", error.valid_up_to())))
+    }
+
+    fn packed_len(&self) -> usize {
+        let files = self.known.iter().map(|(name, bytes)| 8 + name.len() + bytes.len());
+        MAGIC.len() + 8 + self.job.len() + self.text.len() + files.sum::<usize>()
+    }
+
+    pub(super) fn pack(&self) -> Vec<u8> {
+        let mut packed = Vec::with_capacity(self.packed_len());
+        packed.extend_from_slice(&MAGIC);
+        let mut put = |bytes: &[u8]| {
+            packed.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+            packed.extend_from_slice(bytes);
+        };
+        put(self.job.as_bytes());
+        put(self.text.as_bytes());
+        for (name, bytes) in &self.known {
+            put(name.as_bytes());
+            put(bytes);
+        }
+        packed
+    }
+
+    pub(super) fn unpack(bytes: &[u8]) -> Result<Self, SimulationError> {
+        let wrong = |what: &str| SimulationError::Packed { what: what.into() };
+        if bytes.len() > SIMULATION_MAX {
+            return Err(wrong("it is larger than any"));
+        }
+        let Some(mut rest) = bytes.strip_prefix(&MAGIC[..]) else {
+            let version = bytes.len() >= MAGIC.len() && bytes[..MAGIC.len() - 1] == MAGIC[..MAGIC.len() - 1];
+            return Err(wrong(if version {
+                "it is of another version of this program"
+            } else {
+                "it begins otherwise"
+            }));
+        };
+        let mut take = || -> Option<&[u8]> {
+            let (len, after) = rest.split_first_chunk::<4>()?;
+            let (part, after) = after.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+            rest = after;
+            Some(part)
+        };
+        let (Some(job), Some(text)) = (take(), take()) else { return Err(wrong("it is cut short")) };
+        let (Ok(job), Ok(text)) = (std::str::from_utf8(job), std::str::from_utf8(text)) else {
+            return Err(wrong("its text is none"));
+        };
+        let mut known = BTreeMap::new();
+        while let Some(name) = take() {
+            let name = std::str::from_utf8(name).map_err(|_| wrong("a file's name is no text"))?;
+            let file = take().ok_or_else(|| wrong("it is cut short"))?;
+            let again = known.insert(name.to_owned(), Arc::from(file)).is_some();
+            if again || known.len() > FILES_MAX || name.len() > NAME_MAX || job.len() > NAME_MAX {
+                return Err(wrong("its files are not as they are packed"));
+            }
+        }
+        if rest.is_empty() {
+            Ok(Self { folder: None, job: job.into(), text: text.into(), known })
+        } else {
+            Err(wrong("it is cut short"))
+        }
+    }
+}
+
+/// A whole file, unless it is too large.
+fn read(path: &Path) -> Result<Vec<u8>, SimulationError> {
+    let error = |what: String| SimulationError::File { path: path.into(), what };
+    let about = std::fs::metadata(path).map_err(|why| error(why.to_string()))?;
+    if !about.is_file() {
+        return Err(error("expected a file, found a folder or a device".into()));
+    }
+    if about.len() > SIMULATION_MAX as u64 {
+        return Err(error(format!("it has {} bytes, a job with all its files at most {SIMULATION_MAX}", about.len())));
+    }
+    std::fs::read(path).map_err(|why| error(why.to_string()))
+}

@@ -1,0 +1,113 @@
+//! Pictures as masks and as initial states: one grey value a cell, as large as the grid.
+use std::io::Cursor;
+
+use crate::grid::Grid;
+
+/// Pixels at most: a picture travels with its job, and a larger mask is better said by an expression.
+const PIXELS_MAX: usize = 1 << 26;
+/// Bytes that the decoder may hold at once beside rows.
+const DECODER_BYTES_MAX: usize = 64 << 20;
+
+/// Grey values from 0 (black) to 65535 (white) by cells along x and y; all layers of a grid in three dimensions are alike.
+#[derive(Clone)]
+pub(super) struct Image {
+    width: usize,
+    grey: Vec<u16>,
+}
+
+impl Image {
+    /// Reads a PNG of 8 or 16 bits, grey or coloured. `upright`: its last row is at y = 0, so that it stands as frames do.
+    pub(super) fn read(png: &[u8], grid: &Grid, upright: bool) -> Result<Self, String> {
+        let not_png = |error: png::DecodingError| format!("expected a PNG file, found something else: {error}");
+        let limits = png::Limits { bytes: DECODER_BYTES_MAX };
+        let mut decoder = png::Decoder::new_with_limits(Cursor::new(png), limits);
+        // Palettes and fewer bits become 8 bits a channel.
+        decoder.set_transformations(png::Transformations::EXPAND);
+        decoder.set_ignore_text_chunk(true);
+        decoder.set_ignore_iccp_chunk(true);
+        let mut reader = decoder.read_info().map_err(not_png)?;
+        let (width, height) = (reader.info().width as usize, reader.info().height as usize);
+        let [nx, ny, _] = grid.size();
+        if [width, height] != [nx, ny] {
+            return Err(format!(
+                "the picture has {width} × {height} pixels, the grid {nx} × {ny} cells: make them equal"
+            ));
+        }
+        if width.saturating_mul(height) > PIXELS_MAX {
+            return Err(format!("a picture has at most {PIXELS_MAX} pixels: say it by an expression"));
+        }
+        if reader.info().interlaced {
+            return Err("the picture is interlaced: save it without".into());
+        }
+        let (colour, depth) = reader.output_color_type();
+        let (channels, bytes) = (colour.samples(), if depth == png::BitDepth::Sixteen { 2 } else { 1 });
+        let mut grey = vec![0; width * height];
+        for row in 0..height {
+            let pixels = reader.next_row().map_err(not_png)?.ok_or("the picture ends before its last row")?;
+            let row = if upright { height - 1 - row } else { row };
+            let values = pixels.data().chunks_exact(channels * bytes);
+            for (cell, pixel) in grey[row * width..(row + 1) * width].iter_mut().zip(values) {
+                *cell = level(pixel, channels, bytes);
+            }
+        }
+        Ok(Self { width, grey })
+    }
+
+    /// The grey value of a cell.
+    pub(super) fn at(&self, [x, y, _]: [usize; 3]) -> u16 {
+        self.grey[y * self.width + x]
+    }
+
+    /// The cells whose value is below (dark) or from (bright) a threshold on, as bits.
+    pub(super) fn mask(&self, threshold: f64, bright: bool) -> Mask {
+        let level = (threshold * 65535.0).ceil() as u32;
+        let mut bits = vec![0u64; self.grey.len().div_ceil(64)];
+        for (at, grey) in self.grey.iter().enumerate() {
+            bits[at / 64] |= u64::from((u32::from(*grey) >= level) == bright) << (at % 64);
+        }
+        Mask { width: self.width, bits }
+    }
+
+    /// Appends what makes it different from others.
+    pub(super) fn describe(&self, to: &mut Vec<u8>) {
+        to.extend(self.grey.iter().flat_map(|grey| grey.to_le_bytes()));
+    }
+}
+
+/// What a pixel looks like on white paper.
+fn level(pixel: &[u8], channels: usize, bytes: usize) -> u16 {
+    let value = |channel: usize| match pixel[channel * bytes..(channel + 1) * bytes] {
+        [high, low] => u32::from(u16::from_be_bytes([high, low])),
+        [one] => u32::from(one) * 257,
+        _ => 0,
+    };
+    let grey = match channels {
+        1 | 2 => value(0),
+        _ => (299 * value(0) + 587 * value(1) + 114 * value(2)) / 1000,
+    };
+    let opaque = match channels {
+        2 => value(1),
+        4 => value(3),
+        _ => 65535,
+    };
+    ((u64::from(grey) * u64::from(opaque)) / 65535 + u64::from(65535 - opaque)) as u16
+}
+
+/// Cells that are solid, or alive.
+#[derive(Clone)]
+pub(super) struct Mask {
+    width: usize,
+    bits: Vec<u64>,
+}
+
+impl Mask {
+    pub(super) fn at(&self, [x, y, _]: [usize; 3]) -> bool {
+        let at = y * self.width + x;
+        self.bits[at / 64] >> (at % 64) & 1 == 1
+    }
+
+    /// Appends what makes it different from others.
+    pub(super) fn describe(&self, to: &mut Vec<u8>) {
+        to.extend(self.bits.iter().flat_map(|word| word.to_le_bytes()));
+    }
+}

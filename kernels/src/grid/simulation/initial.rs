@@ -1,0 +1,268 @@
+//! `[initial]`: the fields of every cell before the first step, from its place in the grid alone.
+use std::ops::Range;
+
+use super::SimulationError;
+use super::evaluate::{Slope, noise};
+use super::expression::Expression;
+use super::files::Files;
+use super::image::{Image, Mask};
+use super::keys::{Item, Keys};
+use super::physics::{Kind, image, masked};
+use crate::grid::lbm::Fluid;
+use crate::grid::life::Pattern;
+use crate::grid::rule::CellMap;
+use crate::grid::{Face, Grid};
+
+/// Patterns at most: each is text.
+const PATTERNS_MAX: usize = 256;
+/// Living cells of all patterns at most, 16 bytes each.
+const ALIVE_MAX: usize = 1 << 24;
+
+/// Where the fields come from.
+pub(super) enum Initial {
+    Life(Living),
+    Fluid {
+        /// Without maps.
+        fluid: Fluid,
+        /// Rates by cell.
+        omega: Option<CellMap<f32>>,
+        density: Expression,
+        velocity: [Expression; 3],
+        /// Whether the velocity's gradient is in the populations too.
+        stress: bool,
+    },
+    Fields(Vec<Source>),
+}
+
+/// A field.
+#[derive(Clone)]
+pub(super) enum Source {
+    Expression(Expression),
+    /// Black and white pixels become these values, grey ones what is between.
+    Image(Image, [f64; 2]),
+}
+
+/// Which cells live: all that any of these says.
+#[derive(Default)]
+pub(super) struct Living {
+    /// The share of cells, at random.
+    share: f64,
+    seed: u64,
+    expression: Option<Expression>,
+    mask: Option<Mask>,
+    /// (y, x) of cells, in order, each once.
+    cells: Vec<[usize; 2]>,
+}
+
+impl Initial {
+    pub(super) fn read(
+        item: Option<&Item<'_>>,
+        kind: &Kind,
+        grid: &Grid,
+        seed: u64,
+        files: &mut Files,
+    ) -> Result<Self, SimulationError> {
+        let keys = item.map(|item| item.table("a table: what cells are before the first step")).transpose()?;
+        let initial = match kind {
+            Kind::Life => Self::Life(Living::read(keys.as_ref(), grid, seed, files)?),
+            Kind::Fluid(fluid) => fluid_at(keys.as_ref(), fluid, grid)?,
+            Kind::Fields(names) => fields(keys.as_ref(), names, grid, files)?,
+        };
+        if let Some(keys) = keys {
+            keys.done()?;
+        }
+        Ok(initial)
+    }
+
+    /// Sets the fields of a cell.
+    pub(super) fn set(&self, at: [usize; 3], cell: &mut [f32]) {
+        match self {
+            Self::Life(living) => cell[0] = if living.lives(at) { 1.0 } else { 0.0 },
+            Self::Fluid { fluid, omega, density, velocity, stress } => {
+                let tau = omega.as_ref().map_or(fluid.tau, |omega| 1.0 / f64::from(omega(at)));
+                let here = Fluid { tau, ..fluid.clone() };
+                let density = density.at(at);
+                let (velocity, gradient) = if *stress {
+                    let slopes: [Slope; 2] = std::array::from_fn(|axis| velocity[axis].of(at));
+                    let gradient = std::array::from_fn(|along| slopes.map(|slope| slope.along[along]));
+                    (slopes.map(|slope| slope.value), gradient)
+                } else {
+                    (std::array::from_fn(|axis| velocity[axis].at(at)), [[0.0; 2]; 2])
+                };
+                cell.copy_from_slice(&here.cell(density, velocity, gradient));
+            }
+            Self::Fields(sources) => {
+                for (value, source) in cell.iter_mut().zip(sources) {
+                    *value = match source {
+                        Source::Expression(expression) => expression.at(at) as f32,
+                        Source::Image(image, [low, high]) => {
+                            (low + (high - low) * f64::from(image.at(at)) / 65535.0) as f32
+                        }
+                    };
+                }
+            }
+        }
+    }
+
+    /// What is wrong at a cell, if anything is.
+    pub(super) fn wrong(&self, at: [usize; 3], fields: usize) -> Option<String> {
+        let mut cell = vec![0.0; fields];
+        self.set(at, &mut cell);
+        let bad = cell.iter().any(|value| !value.is_finite());
+        bad.then(|| format!("at {at:?} it is infinite or no number: the fields there are {cell:?}"))
+    }
+
+    /// The speed of a fluid at a cell.
+    pub(super) fn speed(&self, at: [usize; 3]) -> f64 {
+        match self {
+            Self::Fluid { velocity, .. } => velocity.iter().map(|part| part.at(at).powi(2)).sum::<f64>().sqrt(),
+            Self::Life(_) | Self::Fields(_) => 0.0,
+        }
+    }
+}
+
+fn fluid_at(keys: Option<&Keys<'_>>, fluid: &Fluid, grid: &Grid) -> Result<Initial, SimulationError> {
+    let get = |key| keys.and_then(|keys| keys.get(key));
+    let density = get("density").map(|item| item.expression()).transpose()?.unwrap_or_else(|| Expression::number(1.0));
+    let mut velocity = [0.0; 3].map(Expression::number);
+    if let Some(item) = get("velocity") {
+        let expected = format!("a list of {} numbers or expressions, one for each axis", grid.dimensions());
+        let list = item.list(&expected)?;
+        if list.len() != grid.dimensions() {
+            return Err(item.expected(&expected));
+        }
+        for (part, item) in velocity.iter_mut().zip(&list) {
+            *part = item.expression()?;
+        }
+    }
+    let stress = get("stress").map(|item| item.flag()).transpose()?.unwrap_or(true);
+    let plain = Fluid { omega: None, solid: None, ..fluid.clone() };
+    Ok(Initial::Fluid { fluid: plain, omega: fluid.omega.clone(), density, velocity, stress })
+}
+
+fn fields(
+    keys: Option<&Keys<'_>>,
+    names: &[String],
+    grid: &Grid,
+    files: &mut Files,
+) -> Result<Initial, SimulationError> {
+    let mut found = Vec::with_capacity(names.len());
+    for name in names {
+        let item = keys.and_then(|keys| keys.get(name));
+        found.push(item.map(|item| source(&item, grid, files)).transpose()?);
+    }
+    // A wave at rest was the step before what it is now.
+    if names == ["height", "before"] && found[1].is_none() {
+        found[1] = found[0].clone();
+    }
+    let zero = || Source::Expression(Expression::number(0.0));
+    Ok(Initial::Fields(found.into_iter().map(|source| source.unwrap_or_else(zero)).collect()))
+}
+
+fn source(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<Source, SimulationError> {
+    let Some(keys) = item.as_table() else { return item.expression().map(Source::Expression) };
+    let picture = image(&keys, grid, files, true)?;
+    let value = |key, usual| keys.get(key).map_or(Ok(usual), |item| item.number("the value of a pixel"));
+    let (black, white) = (value("black", 0.0)?, value("white", 1.0)?);
+    keys.done()?;
+    Ok(Source::Image(picture, [black, white]))
+}
+
+impl Living {
+    fn read(keys: Option<&Keys<'_>>, grid: &Grid, seed: u64, files: &mut Files) -> Result<Self, SimulationError> {
+        let mut living = Self { seed, ..Self::default() };
+        let Some(keys) = keys else { return Ok(living) };
+        if let Some(item) = keys.get("noise") {
+            let expected = "the share of cells that live, from 0 to 1";
+            living.share = item.number(expected)?;
+            if !(0.0..=1.0).contains(&living.share) {
+                return Err(item.expected(expected));
+            }
+        }
+        if let Some(item) = keys.get("alive") {
+            match item.as_table() {
+                None => living.expression = Some(item.expression()?),
+                Some(keys) => {
+                    living.mask = Some(masked(&keys, grid, files, false)?);
+                    keys.done()?;
+                }
+            }
+        }
+        if let Some(item) = keys.get("pattern") {
+            let all =
+                if item.as_table().is_some() { vec![item] } else { item.list("a pattern or a list of patterns")? };
+            if all.len() > PATTERNS_MAX {
+                return Err(all[PATTERNS_MAX].error(format!("a job has at most {PATTERNS_MAX} patterns")));
+            }
+            for item in &all {
+                living.place(item, grid, files)?;
+            }
+            living.cells.sort_unstable();
+            living.cells.dedup();
+        }
+        Ok(living)
+    }
+
+    /// `{ file = "gun.rle", at = [10, 10] }` or `{ text = "x = 3, y = 1\n3o!", at = [10, 10] }`.
+    fn place(&mut self, item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<(), SimulationError> {
+        let keys = item.table("a table such as { file = \"gun.rle\", at = [10, 10] }")?;
+        let (pattern, of) = match (keys.get("file"), keys.get("text")) {
+            (Some(item), None) => {
+                let name = item.text("the name of an RLE file")?;
+                let text = files.load_text(name, &item)?;
+                (Pattern::parse(&text).map_err(|wrong| format!("{name}: {wrong}")), item)
+            }
+            (None, Some(item)) => {
+                let text = item.text("a pattern as run-length encoded text")?;
+                (Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
+            }
+            (Some(_), Some(_)) | (None, None) => {
+                return Err(
+                    keys.error("expected either `file`, the name of an RLE file, or `text`, the pattern itself")
+                );
+            }
+        };
+        let pattern = pattern.map_err(|what| of.error(what))?;
+        let mut corner = [0; 2];
+        if let Some(item) = keys.get("at") {
+            let list = item.list("where the pattern's upper left corner is, [x, y]")?;
+            let [x, y] = &list[..] else { return Err(item.expected("where its upper left corner is, [x, y]")) };
+            for ((place, item), axis) in corner.iter_mut().zip([x, y]).zip(0..2) {
+                *place = item.whole(0..=grid.size()[axis] as u64 - 1)? as usize;
+            }
+        }
+        keys.done()?;
+        if self.cells.len() + pattern.alive.len() > ALIVE_MAX {
+            return Err(item.error(format!("the patterns have more than {ALIVE_MAX} living cells")));
+        }
+        for alive in &pattern.alive {
+            let mut cell = [alive[0] + corner[0], alive[1] + corner[1]];
+            for (axis, name) in ["x", "y"].into_iter().enumerate() {
+                let size = grid.size()[axis];
+                if cell[axis] >= size && grid.faces(axis)[0] != Face::Periodic {
+                    let what = format!("the pattern reaches {name} = {}, the grid has {size} cells", cell[axis]);
+                    return Err(item.error(what));
+                }
+                cell[axis] %= size;
+            }
+            self.cells.push([cell[1], cell[0]]);
+        }
+        Ok(())
+    }
+
+    fn lives(&self, at: [usize; 3]) -> bool {
+        noise(self.seed, 0, at) < self.share
+            || self.expression.as_ref().is_some_and(|expression| expression.is_true(at))
+            || self.mask.as_ref().is_some_and(|mask| mask.at(at))
+            || self.cells[self.near(at[1])].binary_search(&[at[1], at[0]]).is_ok()
+    }
+
+    /// Where the cells of a row are.
+    fn near(&self, y: usize) -> Range<usize> {
+        if self.cells.is_empty() {
+            return 0..0;
+        }
+        let start = self.cells.partition_point(|cell| cell[0] < y);
+        start..start + self.cells[start..].partition_point(|cell| cell[0] == y)
+    }
+}

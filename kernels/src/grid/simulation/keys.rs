@@ -1,0 +1,233 @@
+//! A job file's keys, each with its place: whatever is wrong is told with line, column and key, what was expected and found.
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::SimulationError;
+use super::expression::{Expression, Names};
+
+/// The text and what expressions in it may name.
+pub(super) struct Document<'a> {
+    /// How the file is called in messages.
+    pub(super) file: &'a str,
+    pub(super) text: &'a str,
+    pub(super) names: Names,
+}
+
+impl Document<'_> {
+    /// An error at a byte of the text.
+    pub(super) fn error(&self, byte: usize, key: &str, what: impl Into<String>) -> SimulationError {
+        let before = self.text.get(..byte.min(self.text.len())).unwrap_or_default();
+        let line = before.matches('\n').count() + 1;
+        let column = before.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
+        SimulationError::Key { file: self.file.into(), line, column, key: key.into(), what: what.into() }
+    }
+
+    /// What its tables hold.
+    pub(super) fn parse<'a>(&self, text: &'a str) -> Result<DeTable<'a>, SimulationError> {
+        DeTable::parse(text).map(Spanned::into_inner).map_err(|error| {
+            self.error(error.span().map_or(0, |span| span.start), "", format!("not TOML: {}", error.message()))
+        })
+    }
+}
+
+/// A table of which every key must be asked for.
+pub(super) struct Keys<'a> {
+    document: &'a Document<'a>,
+    table: &'a DeTable<'a>,
+    path: String,
+    start: usize,
+    asked: RefCell<BTreeSet<String>>,
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn root(document: &'a Document<'a>, table: &'a DeTable<'a>) -> Self {
+        Self { document, table, path: String::new(), start: 0, asked: RefCell::default() }
+    }
+
+    /// What a key says, if it is there.
+    pub(super) fn get(&self, key: &str) -> Option<Item<'a>> {
+        self.asked.borrow_mut().insert(key.to_owned());
+        self.any(key)
+    }
+
+    /// The same, not counted as asked for.
+    fn any(&self, key: &str) -> Option<Item<'a>> {
+        let (_, value) = self.table.iter().find(|(name, _)| name.get_ref() == key)?;
+        Some(Item { document: self.document, value, path: joined(&self.path, key) })
+    }
+
+    /// All keys and what they say.
+    pub(super) fn all(&self) -> Vec<(&'a str, Item<'a>)> {
+        let keys = self.table.iter().map(|(name, _)| name.get_ref().as_ref());
+        keys.filter_map(|name: &'a str| Some((name, self.any(name)?))).collect()
+    }
+
+    /// What a key says that must be there.
+    pub(super) fn need(&self, key: &str, expected: &str) -> Result<Item<'a>, SimulationError> {
+        self.get(key).ok_or_else(|| {
+            let what = format!("expected `{key}`, {expected}; it is missing");
+            self.document.error(self.start, &self.path, what)
+        })
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.get(key).is_some()
+    }
+
+    /// An error about the table as a whole.
+    pub(super) fn error(&self, what: impl Into<String>) -> SimulationError {
+        self.document.error(self.start, &self.path, what)
+    }
+
+    /// Nothing else may be in it.
+    pub(super) fn done(self) -> Result<(), SimulationError> {
+        let asked = self.asked.into_inner();
+        let unknown = self.table.iter().find(|(name, _)| !asked.contains(name.get_ref().as_ref()));
+        let Some((name, _)) = unknown else { return Ok(()) };
+        let known: Vec<String> = asked.into_iter().collect();
+        let path = joined(&self.path, name.get_ref());
+        let what = format!("there is no such key here: expected one of {}", known.join(", "));
+        Err(self.document.error(name.span().start, &path, what))
+    }
+}
+
+/// A value and its place.
+#[derive(Clone)]
+pub(super) struct Item<'a> {
+    document: &'a Document<'a>,
+    value: &'a Spanned<DeValue<'a>>,
+    path: String,
+}
+
+impl<'a> Item<'a> {
+    pub(super) fn error(&self, what: impl Into<String>) -> SimulationError {
+        self.document.error(self.value.span().start, &self.path, what)
+    }
+
+    /// What was expected, and that it is something else.
+    pub(super) fn expected(&self, expected: &str) -> SimulationError {
+        self.error(format!("expected {expected}, found {}", self.found()))
+    }
+
+    fn found(&self) -> String {
+        match self.value.get_ref() {
+            DeValue::String(text) => format!("the text {:?}", shortened(text)),
+            DeValue::Integer(number) => format!("the number {}", shortened(&number.to_string())),
+            DeValue::Float(number) => format!("the number {}", shortened(number.as_str())),
+            DeValue::Boolean(flag) => flag.to_string(),
+            DeValue::Datetime(_) => "a date".into(),
+            DeValue::Array(list) => format!("a list of {}", list.len()),
+            DeValue::Table(_) => "a table".into(),
+        }
+    }
+
+    pub(super) fn as_text(&self) -> Option<&'a str> {
+        self.value.get_ref().as_str()
+    }
+
+    pub(super) fn text(&self, expected: &str) -> Result<&'a str, SimulationError> {
+        self.as_text().ok_or_else(|| self.expected(expected))
+    }
+
+    /// One of a few words.
+    pub(super) fn word<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, SimulationError> {
+        let found = self.as_text().and_then(|text| words.iter().find(|(word, _)| *word == text));
+        found.map(|(_, meaning)| *meaning).ok_or_else(|| {
+            let all: Vec<String> = words.iter().map(|(word, _)| format!("{word:?}")).collect();
+            self.expected(&all.join(" or "))
+        })
+    }
+
+    pub(super) fn flag(&self) -> Result<bool, SimulationError> {
+        self.value.get_ref().as_bool().ok_or_else(|| self.expected("true or false"))
+    }
+
+    fn as_number(&self) -> Option<f64> {
+        match self.value.get_ref() {
+            DeValue::Integer(number) => {
+                i64::from_str_radix(number.as_str(), number.radix()).ok().map(|number| number as f64)
+            }
+            DeValue::Float(number) => number.as_str().parse().ok(),
+            DeValue::String(_) | DeValue::Boolean(_) | DeValue::Datetime(_) | DeValue::Array(_) | DeValue::Table(_) => {
+                None
+            }
+        }
+    }
+
+    /// A finite number, or an expression of constants that is one.
+    pub(super) fn number(&self, expected: &str) -> Result<f64, SimulationError> {
+        if let Some(text) = self.as_text() {
+            let expression = self.parsed(text)?;
+            let Some(number) = expression.constant() else {
+                return Err(self.error(format!("expected {expected}, found an expression that differs between cells")));
+            };
+            return self.finite(number, expected);
+        }
+        let number = self.as_number().ok_or_else(|| self.expected(expected))?;
+        self.finite(number, expected)
+    }
+
+    fn finite(&self, number: f64, expected: &str) -> Result<f64, SimulationError> {
+        let fits = number.is_finite() && (number as f32).is_finite();
+        if fits { Ok(number) } else { Err(self.error(format!("expected {expected}, found {number}"))) }
+    }
+
+    /// A number or an expression of places.
+    pub(super) fn expression(&self) -> Result<Expression, SimulationError> {
+        match self.as_text() {
+            Some(text) => self.parsed(text),
+            None => self.number("a number, or an expression such as \"sin(2*pi*x/nx)\"").map(Expression::number),
+        }
+    }
+
+    fn parsed(&self, text: &str) -> Result<Expression, SimulationError> {
+        Expression::parse(text, &self.document.names)
+            .map_err(|wrong| self.error(format!("character {} of the expression: {}", wrong.column, wrong.what)))
+    }
+
+    /// A whole number within bounds.
+    pub(super) fn whole(&self, range: RangeInclusive<u64>) -> Result<u64, SimulationError> {
+        let expected = || {
+            let (low, high) = (range.start(), range.end());
+            self.expected(&format!("a whole number from {low} to {high}"))
+        };
+        let DeValue::Integer(number) = self.value.get_ref() else { return Err(expected()) };
+        let number = u64::from_str_radix(number.as_str(), number.radix()).ok();
+        number.filter(|number| range.contains(number)).ok_or_else(expected)
+    }
+
+    pub(super) fn list(&self, expected: &str) -> Result<Vec<Self>, SimulationError> {
+        let list = self.value.get_ref().as_array().ok_or_else(|| self.expected(expected))?;
+        let item = |(at, value)| Self { document: self.document, value, path: format!("{}[{at}]", self.path) };
+        Ok(list.iter().enumerate().map(item).collect())
+    }
+
+    pub(super) fn table(&self, expected: &str) -> Result<Keys<'a>, SimulationError> {
+        self.as_table().ok_or_else(|| self.expected(expected))
+    }
+
+    pub(super) fn as_table(&self) -> Option<Keys<'a>> {
+        let table = self.value.get_ref().as_table()?;
+        let start = self.value.span().start;
+        Some(Keys { document: self.document, table, path: self.path.clone(), start, asked: RefCell::default() })
+    }
+}
+
+fn joined(path: &str, key: &str) -> String {
+    let key = shortened(key);
+    if path.is_empty() { key } else { format!("{path}.{key}") }
+}
+
+/// So much of a text that a message stays readable.
+pub(super) fn shortened(text: &str) -> String {
+    const SHOWN: usize = 60;
+    let mut short: String = text.chars().take(SHOWN).collect();
+    if text.chars().nth(SHOWN).is_some() {
+        short.push('…');
+    }
+    short
+}

@@ -1,0 +1,192 @@
+//! `[[output]]`: what is written, how often and how it looks.
+use std::collections::BTreeSet;
+
+use super::SimulationError;
+use super::keys::{Item, Keys};
+use super::physics::Kind;
+use crate::grid::{AXES, Grid};
+
+/// Outputs at most: each is gathered from all tiles.
+pub const OUTPUTS_MAX: usize = 16;
+/// Frames of an output at most: files of a folder, rows of an index.
+pub const FRAMES_MAX: u64 = 100_000;
+/// Frames of an animation at most: a browser keeps them all.
+pub const ANIMATION_FRAMES_MAX: u64 = 2_000;
+/// Pixels along the longer side of a frame at most.
+pub const FRAME_SIZE_MAX: usize = 8192;
+/// Pixels along the longer side where nobody says otherwise.
+const FRAME_SIZE: usize = 1024;
+/// The same for animations, whose size is that of all their frames.
+const ANIMATION_SIZE: usize = 512;
+
+/// What is written every so many steps.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutputSpec {
+    /// As what.
+    pub kind: OutputKind,
+    /// Of what: one of [`Simulation::quantities`](super::Simulation::quantities).
+    pub quantity: String,
+    /// Steps from one to the next; the state before the first step is one too.
+    pub every: u64,
+    /// Where: a folder of this name within the run's.
+    pub folder: String,
+    /// The values at both ends of the colours; without, each frame's least and greatest.
+    pub range: Option<[f32; 2]>,
+    /// How values are painted.
+    pub colours: Colours,
+    /// Pixels along the longer side of a frame at most; larger grids are thinned.
+    pub size_max: usize,
+    /// The layer of a grid in three dimensions that frames show.
+    pub layer: usize,
+}
+
+/// As what it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputKind {
+    /// A picture a frame.
+    Png,
+    /// One moving picture.
+    Gif,
+    /// A Zarr array of all cells, time first.
+    Zarr,
+    /// A VTK image (`.vti`) of all cells a frame.
+    Vtk,
+}
+
+impl OutputKind {
+    /// Whether it is a picture, of one layer and thinned if need be, rather than all cells.
+    pub fn is_picture(self) -> bool {
+        match self {
+            Self::Png | Self::Gif => true,
+            Self::Zarr | Self::Vtk => false,
+        }
+    }
+}
+
+/// How values are painted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Colours {
+    /// Black to white.
+    Grey,
+    /// Dark blue, green, yellow: even steps for the eye.
+    Viridis,
+    /// Black, red, yellow, white.
+    Fire,
+    /// Blue, white, red: for what has two signs.
+    Diverging,
+}
+
+const COLOURS: [(&str, Colours); 4] = [
+    ("grey", Colours::Grey),
+    ("viridis", Colours::Viridis),
+    ("fire", Colours::Fire),
+    ("diverging", Colours::Diverging),
+];
+const KINDS: [(&str, OutputKind); 4] =
+    [("png", OutputKind::Png), ("gif", OutputKind::Gif), ("zarr", OutputKind::Zarr), ("vtk", OutputKind::Vtk)];
+
+impl Colours {
+    /// What suits a quantity.
+    pub fn of(quantity: &str) -> Self {
+        match quantity {
+            "alive" => Self::Grey,
+            "vorticity" | "ux" | "uy" | "uz" | "height" => Self::Diverging,
+            "temperature" => Self::Fire,
+            _ => Self::Viridis,
+        }
+    }
+}
+
+/// All outputs.
+pub(super) fn outputs(
+    item: Option<Item<'_>>,
+    kind: &Kind,
+    quantities: &[String],
+    grid: &Grid,
+    steps: u64,
+) -> Result<Vec<OutputSpec>, SimulationError> {
+    let Some(item) = item else { return Ok(Vec::new()) };
+    let list = item.list("tables: [[output]]")?;
+    if list.len() > OUTPUTS_MAX {
+        return Err(list[OUTPUTS_MAX].error(format!("a job has at most {OUTPUTS_MAX} outputs")));
+    }
+    let mut folders = BTreeSet::new();
+    let mut outputs = Vec::with_capacity(list.len());
+    for item in &list {
+        let keys = item.table("a table: [[output]]")?;
+        let output = output(&keys, kind, quantities, grid, steps)?;
+        if !folders.insert(output.folder.to_ascii_lowercase()) {
+            let what = format!("two outputs go to the folder {:?}: name another with `folder`", output.folder);
+            return Err(keys.error(what));
+        }
+        keys.done()?;
+        outputs.push(output);
+    }
+    Ok(outputs)
+}
+
+fn output(
+    keys: &Keys<'_>,
+    what: &Kind,
+    quantities: &[String],
+    grid: &Grid,
+    steps: u64,
+) -> Result<OutputSpec, SimulationError> {
+    let kind_item = keys.need("kind", "\"png\", \"gif\", \"zarr\" or \"vtk\"")?;
+    let kind = kind_item.word(&KINDS)?;
+    let (kind_name, _) = KINDS.into_iter().find(|(_, known)| *known == kind).unwrap_or(("", kind));
+    let quantity = match keys.get("quantity") {
+        None => super::sample::default_quantity(what, quantities),
+        Some(item) => {
+            let words: Vec<(&str, usize)> = quantities.iter().zip(0..).map(|(name, at)| (name.as_str(), at)).collect();
+            quantities[item.word(&words)?].as_str()
+        }
+    };
+    let every = keys.need("every", "the steps from one frame to the next")?;
+    let (item, every) = (every.clone(), every.whole(1..=u64::MAX)?);
+    let frames_max = if kind == OutputKind::Gif { ANIMATION_FRAMES_MAX } else { FRAMES_MAX };
+    if steps / every >= frames_max {
+        let least = steps / frames_max + 1;
+        let frames = steps / every + 1;
+        return Err(item.error(format!("{frames} frames: at most {frames_max} are possible, every {least} steps")));
+    }
+    let folder = match keys.get("folder") {
+        None => format!("{quantity}-{kind_name}"),
+        Some(item) => folder(&item)?,
+    };
+    let range = keys.get("range").map(|item| range(&item)).transpose()?;
+    let colours = keys.get("colours").map(|item| item.word(&COLOURS)).transpose()?;
+    let usual = if kind == OutputKind::Gif { ANIMATION_SIZE } else { FRAME_SIZE };
+    let (mut size_max, mut layer) = (usual, grid.size()[2] / 2);
+    if kind.is_picture() {
+        if let Some(item) = keys.get("size_max") {
+            size_max = item.whole(16..=FRAME_SIZE_MAX as u64)? as usize;
+        }
+        if grid.dimensions() == 3
+            && let Some(item) = keys.get("layer")
+        {
+            layer = item.whole(0..=grid.size()[AXES.len() - 1] as u64 - 1)? as usize;
+        }
+    }
+    let colours = colours.unwrap_or_else(|| Colours::of(quantity));
+    Ok(OutputSpec { kind, quantity: quantity.into(), every, folder, range, colours, size_max, layer })
+}
+
+fn folder(item: &Item<'_>) -> Result<String, SimulationError> {
+    let expected = "the name of a folder: letters, digits, - and _, at most 64";
+    let name = item.text(expected)?;
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    // Names that some system keeps for devices are of letters and digits too, but none has a dash.
+    if name.is_empty() || name.len() > 64 || !name.chars().all(plain) {
+        return Err(item.expected(expected));
+    }
+    Ok(name.into())
+}
+
+fn range(item: &Item<'_>) -> Result<[f32; 2], SimulationError> {
+    let expected = "the values of the first and of the last colour, [low, high]";
+    let list = item.list(expected)?;
+    let [low, high] = &list[..] else { return Err(item.expected(expected)) };
+    let (low, high) = (low.number("a number")? as f32, high.number("a number")? as f32);
+    if low < high { Ok([low, high]) } else { Err(item.error(format!("expected {expected}, found [{low}, {high}]"))) }
+}

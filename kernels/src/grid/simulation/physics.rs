@@ -1,0 +1,280 @@
+//! `[rule]` and `[boundary]`: which rule moves the cells, with which parameters, and what is beyond the faces.
+use std::sync::Arc;
+
+use super::files::Files;
+use super::image::Image;
+use super::keys::{Item, Keys};
+use super::{SimulationError, spots};
+use crate::grid::lbm::{Collision, Fluid};
+use crate::grid::life::Life;
+use crate::grid::rule::{CellMap, Rule};
+use crate::grid::scalar::{GrayScott, Heat, Wave};
+use crate::grid::{AXES, Face, Grid};
+
+/// A rule, and what else must be known of it.
+pub(super) struct Physics {
+    pub(super) rule: Rule,
+    pub(super) kind: Kind,
+    /// Rule, parameters and masks as bytes: equal if and only if they compute the same.
+    pub(super) described: Vec<u8>,
+}
+
+/// What the numbers of a cell mean.
+pub(super) enum Kind {
+    /// Dead or alive.
+    Life,
+    /// Populations.
+    Fluid(Fluid),
+    /// Plain fields, by name.
+    Fields(Vec<String>),
+}
+
+impl Kind {
+    /// Whether y goes upwards in pictures. In Life's world it goes down.
+    pub(super) fn is_upright(&self) -> bool {
+        !matches!(self, Self::Life)
+    }
+}
+
+/// The grid and its faces; all axes are periodic where nothing is said.
+pub(super) fn grid(size: &[usize], boundary: Option<Item<'_>>) -> Result<Grid, SimulationError> {
+    let mut faces = vec![[Face::Periodic; 2]; size.len()];
+    let Some(item) = boundary else {
+        return Grid::new(size, &faces).map_err(SimulationError::Grid);
+    };
+    let keys = item.table("a table of faces such as x = \"periodic\" or y_high = { moving = [0.1, 0] }")?;
+    let both = ["x", "y", "z"];
+    let ends = [["x_low", "x_high"], ["y_low", "y_high"], ["z_low", "z_high"]];
+    for (axis, faces) in faces.iter_mut().enumerate() {
+        if let Some(item) = keys.get(both[axis]) {
+            *faces = [face(&item, size.len())?; 2];
+        }
+        for (side, key) in ends[axis].into_iter().enumerate() {
+            if let Some(item) = keys.get(key) {
+                faces[side] = face(&item, size.len())?;
+            }
+        }
+    }
+    let grid = Grid::new(size, &faces).map_err(|wrong| keys.error(wrong.to_string()));
+    keys.done()?;
+    grid
+}
+
+const FACES: &str = "\"periodic\", \"wall\", { fixed = VALUE }, { moving = VELOCITY }, { inlet = VELOCITY, profile = \
+                     \"flat\" or \"parabola\" } or { outlet = DENSITY }";
+
+fn face(item: &Item<'_>, dimensions: usize) -> Result<Face, SimulationError> {
+    if let Some(keys) = item.as_table() {
+        let (fixed, moving, inlet) = (keys.get("fixed"), keys.get("moving"), keys.get("inlet"));
+        let face = match (fixed, moving, inlet, keys.get("outlet")) {
+            (Some(item), None, None, None) => Face::Fixed(fixed_values(&item)?),
+            (None, Some(item), None, None) => Face::Moving { velocity: vector(&item, dimensions)? },
+            (None, None, Some(item), None) => {
+                let profile = keys.get("profile").map(|item| item.word(&[("flat", false), ("parabola", true)]));
+                Face::Inlet { velocity: vector(&item, dimensions)?, parabola: profile.transpose()?.unwrap_or(false) }
+            }
+            (None, None, None, Some(item)) => Face::Outlet { density: item.number("a density such as 1.0")? as f32 },
+            _ => return Err(keys.error(format!("expected exactly one kind of face: {FACES}"))),
+        };
+        keys.done()?;
+        return Ok(face);
+    }
+    match item.as_text() {
+        Some("periodic") => Ok(Face::Periodic),
+        Some("wall") => Ok(Face::Wall),
+        Some(_) | None => Err(item.expected(FACES)),
+    }
+}
+
+fn fixed_values(item: &Item<'_>) -> Result<[f32; 2], SimulationError> {
+    let expected = "a value, or a list with one for each of at most 2 fields";
+    let Ok(list) = item.list(expected) else {
+        return Ok([item.number(expected)? as f32; 2]);
+    };
+    match &list[..] {
+        [one] => Ok([one.number(expected)? as f32; 2]),
+        [first, second] => Ok([first.number(expected)? as f32, second.number(expected)? as f32]),
+        _ => Err(item.expected(expected)),
+    }
+}
+
+/// As many numbers as there are dimensions.
+pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], SimulationError> {
+    let expected = format!("a list of {dimensions} numbers, one for each axis");
+    let list = item.list(&expected)?;
+    if list.len() != dimensions {
+        return Err(item.expected(&expected));
+    }
+    let mut vector = [0.0; 3];
+    for (part, item) in vector.iter_mut().zip(&list) {
+        *part = item.number("a number")? as f32;
+    }
+    Ok(vector)
+}
+
+const RULES: &str = "the rule: name = \"life\", \"d2q9\", \"heat\", \"wave\" or \"gray-scott\"";
+
+/// `[rule]`.
+pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<Physics, SimulationError> {
+    let keys = item.table(RULES)?;
+    let mut described = Vec::new();
+    describe_grid(grid, &mut described);
+    let name = keys.need("name", RULES)?;
+    let (rule, kind) = match name.text(RULES)? {
+        "life" => (life(&keys, &mut described)?, Kind::Life),
+        "d2q9" => {
+            let fluid = fluid(&keys, grid, files, &mut described)?;
+            (Rule::D2q9(fluid.clone()), Kind::Fluid(fluid))
+        }
+        "heat" => {
+            let rate = parameter(&keys, "rate", "the diffusivity in cells² a step", &mut described)?;
+            (Rule::Heat(Heat { rate }), named(&["temperature"]))
+        }
+        "wave" => {
+            let speed = parameter(&keys, "speed", "in cells a step", &mut described)?;
+            (Rule::Wave(Wave { speed }), named(&["height", "before"]))
+        }
+        "gray-scott" => {
+            let mut number = |key, what| parameter(&keys, key, what, &mut described);
+            let diffusion =
+                [number("du", "the diffusivity of u in cells² a step")?, number("dv", "the diffusivity of v")?];
+            let (feed, kill) = (number("feed", "how fast u comes in")?, number("kill", "how fast v dies")?);
+            (Rule::GrayScott(GrayScott { diffusion, feed, kill }), named(&["u", "v"]))
+        }
+        _ => return Err(name.expected(RULES)),
+    };
+    described.extend_from_slice(rule.name().as_bytes());
+    rule.check(grid).map_err(|wrong| keys.error(wrong.to_string()))?;
+    keys.done()?;
+    Ok(Physics { rule, kind, described })
+}
+
+fn named(fields: &[&str]) -> Kind {
+    Kind::Fields(fields.iter().map(|field| (*field).into()).collect())
+}
+
+fn parameter(keys: &Keys<'_>, key: &str, what: &str, described: &mut Vec<u8>) -> Result<f32, SimulationError> {
+    let number = keys.need(key, what)?.number("a number")? as f32;
+    described.extend_from_slice(&number.to_bits().to_le_bytes());
+    Ok(number)
+}
+
+fn life(keys: &Keys<'_>, described: &mut Vec<u8>) -> Result<Rule, SimulationError> {
+    let life = match keys.get("notation") {
+        None => Life::CONWAY,
+        Some(item) => {
+            let text = item.text("how cells are born and survive, such as \"B3/S23\"")?;
+            Life::parse(text).map_err(|wrong| item.error(wrong.to_string()))?
+        }
+    };
+    described.extend_from_slice(life.to_string().as_bytes());
+    Ok(Rule::Life(life))
+}
+
+/// 3/16: walls are exactly half-way between cells.
+const MAGIC: f64 = 3.0 / 16.0;
+
+fn fluid(keys: &Keys<'_>, grid: &Grid, files: &mut Files, described: &mut Vec<u8>) -> Result<Fluid, SimulationError> {
+    let (tau, viscosity, by_cell) = (keys.get("tau"), keys.get("viscosity"), keys.get("omega"));
+    let mut omega: Option<CellMap<f32>> = None;
+    let tau = match (tau, viscosity, by_cell) {
+        (Some(tau), None, None) => tau.number("the relaxation time in steps, above 0.5")?,
+        (None, Some(viscosity), None) => 0.5 + 3.0 * viscosity.number("the viscosity in cells² a step")?,
+        (None, None, Some(item)) => {
+            let expression = item.expression()?;
+            let mut fastest = 0.0f64;
+            for cell in spots(grid) {
+                let rate = f64::from(expression.at(cell) as f32);
+                if !(rate > 0.0 && rate < 2.0) {
+                    return Err(item.error(format!("omega = {rate} at {cell:?}: between 0 and 2 is possible")));
+                }
+                fastest = fastest.max(rate);
+            }
+            described.push(1);
+            expression.describe(described);
+            omega = Some(Arc::new(move |cell| expression.at(cell) as f32));
+            1.0 / fastest
+        }
+        _ => {
+            let what = "expected one of tau (relaxation time in steps), viscosity (cells² a step) and omega (rate, an \
+                        expression of x, y and z)";
+            return Err(keys.error(what));
+        }
+    };
+    if omega.is_none() && tau.partial_cmp(&0.5) != Some(std::cmp::Ordering::Greater) {
+        return Err(
+            keys.error(format!("tau = {tau}: it must be above 0.5, where the viscosity (tau - 0.5) / 3 is above 0"))
+        );
+    }
+    let magic = keys.get("magic").map(|item| item.number("a number above 0")).transpose()?;
+    let collision = keys.get("collision").map(|item| item.word(&[("bgk", false), ("trt", true)])).transpose()?;
+    let collision = match (collision, magic) {
+        (Some(false), Some(_)) => return Err(keys.error("`magic` belongs to collision = \"trt\"")),
+        (Some(false), None) => Collision::Bgk,
+        (Some(true) | None, magic) => Collision::Trt { magic: magic.unwrap_or(MAGIC) },
+    };
+    let force = keys.get("force").map(|item| vector(&item, grid.dimensions())).transpose()?.unwrap_or_default();
+    described.extend_from_slice(format!("{:x} {collision:?} {:?}", tau.to_bits(), force.map(f32::to_bits)).as_bytes());
+    let solid = keys.get("solid").map(|item| solid(&item, grid, files, described)).transpose()?;
+    Ok(Fluid { tau, collision, omega, solid, force: [force[0], force[1]] })
+}
+
+/// Cells that are solid, by an expression that is not 0 there or by the dark pixels of a picture.
+fn solid(
+    item: &Item<'_>,
+    grid: &Grid,
+    files: &mut Files,
+    described: &mut Vec<u8>,
+) -> Result<CellMap<bool>, SimulationError> {
+    let Some(keys) = item.as_table() else {
+        let expression = item.expression()?;
+        described.push(2);
+        expression.describe(described);
+        return Ok(Arc::new(move |cell| expression.is_true(cell)));
+    };
+    let mask = masked(&keys, grid, files, true)?;
+    keys.done()?;
+    described.push(3);
+    mask.describe(described);
+    Ok(Arc::new(move |cell| mask.at(cell)))
+}
+
+/// `{ image = "FILE.png", threshold = 0.5, bright = false }`.
+pub(super) fn masked(
+    keys: &Keys<'_>,
+    grid: &Grid,
+    files: &mut Files,
+    upright: bool,
+) -> Result<super::image::Mask, SimulationError> {
+    let image = image(keys, grid, files, upright)?;
+    let threshold = match keys.get("threshold") {
+        None => 0.5,
+        Some(item) => {
+            let number = item.number("a number from 0 (black) to 1 (white)")?;
+            if !(0.0..=1.0).contains(&number) {
+                return Err(item.expected("a number from 0 (black) to 1 (white)"));
+            }
+            number
+        }
+    };
+    let bright = keys.get("bright").map(|item| item.flag()).transpose()?.unwrap_or(false);
+    Ok(image.mask(threshold, bright))
+}
+
+/// `image = "FILE.png"`.
+pub(super) fn image(keys: &Keys<'_>, grid: &Grid, files: &mut Files, upright: bool) -> Result<Image, SimulationError> {
+    let item = keys.need("image", "the name of a PNG file")?;
+    let name = item.text("the name of a PNG file")?;
+    let bytes = files.load(name, &item)?;
+    Image::read(&bytes, grid, upright).map_err(|what| item.error(format!("{name}: {what}")))
+}
+
+fn describe_grid(grid: &Grid, to: &mut Vec<u8>) {
+    to.extend_from_slice(format!("{} {:?}", grid.dimensions(), grid.size()).as_bytes());
+    for axis in 0..AXES.len() {
+        for face in grid.faces(axis) {
+            // The shortest text that is this number and no other.
+            to.extend_from_slice(format!("{face:?}").as_bytes());
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What of a grid can be looked at: quantities from a tile's fields, thinned for pictures, and put together from many tiles.
+use super::physics::Kind;
+use super::{OutputSpec, Simulation, SimulationError};
+use crate::grid::lbm::Fluid;
+use crate::grid::tile::Tile;
+use crate::grid::{Face, GridError, Region};
+
+/// What one can look at.
+pub(super) fn quantities(kind: &Kind, dimensions: usize) -> Vec<String> {
+    let all: Vec<&str> = match kind {
+        Kind::Life => vec!["alive"],
+        Kind::Fluid(_) if dimensions == 2 => vec!["density", "ux", "uy", "speed", "vorticity"],
+        Kind::Fluid(_) => vec!["density", "ux", "uy", "uz", "speed", "vorticity"],
+        Kind::Fields(names) if names == &["height", "before"] => vec!["height"],
+        Kind::Fields(names) => names.iter().map(String::as_str).collect(),
+    };
+    all.into_iter().map(str::to_owned).collect()
+}
+
+/// What one looks at first.
+pub(super) fn default_quantity<'a>(kind: &Kind, quantities: &'a [String]) -> &'a str {
+    let name = match kind {
+        Kind::Fluid(_) => "speed",
+        // Of substances that react the later one has the patterns.
+        Kind::Fields(names) if names == &["u", "v"] => "v",
+        Kind::Life | Kind::Fields(_) => "",
+    };
+    let found = quantities.iter().find(|quantity| *quantity == name).or(quantities.first());
+    found.map_or("", String::as_str)
+}
+
+/// Values of a quantity over a box of cells, or of blocks of cells, x innermost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Field {
+    /// Along x, y and z.
+    pub size: [usize; 3],
+    /// One for each.
+    pub values: Vec<f32>,
+}
+
+/// The blocks that a region touches, in blocks: `stride` cells along x and y each, counted from the grid's corner. Layers
+/// are not thinned.
+pub fn blocks(region: Region, stride: usize) -> Region {
+    let stride = stride.max(1);
+    let ([x, y, z], [right, top, up]) = (region.start, region.end);
+    Region { start: [x / stride, y / stride, z], end: [right.div_ceil(stride), top.div_ceil(stride), up] }
+}
+
+impl Simulation {
+    /// What tiles must sample so that a quantity can be made of it: itself, or what its neighbourhood is needed of. None if
+    /// there is no such quantity.
+    pub fn needs(&self, quantity: &str) -> Vec<&str> {
+        if quantity == VORTICITY && matches!(self.physics.kind, Kind::Fluid(_)) {
+            return vec!["ux", "uy"];
+        }
+        self.quantities.iter().map(String::as_str).filter(|known| *known == quantity).collect()
+    }
+
+    /// What of the grid an output shows, and every how many cells.
+    pub fn shown(&self, output: &OutputSpec) -> (Region, usize) {
+        if output.kind.is_picture() { self.view(output.layer, output.size_max) } else { (self.grid.region(), 1) }
+    }
+
+    /// One layer (of a grid in three dimensions), and every how many cells it must be looked at so that it is no longer
+    /// than `size_max` either way.
+    pub fn view(&self, layer: usize, size_max: usize) -> (Region, usize) {
+        let mut region = self.grid.region();
+        let [nx, ny, nz] = self.grid.size();
+        let layer = layer.min(nz - 1);
+        (region.start[2], region.end[2]) = (layer, layer + 1);
+        (region, nx.max(ny).div_ceil(size_max.max(1)))
+    }
+
+    /// A quantity over the blocks that a region of a tile touches, as [`blocks`] counts them: the value of each block's first
+    /// cell, 0 where the region does not have it; of Life the number of living cells that the region has of the block. So
+    /// values of blocks that several tiles share are to be added, which [`Mosaic`] does; whatever the cuts, the sum is the
+    /// same.
+    ///
+    /// # Errors
+    /// No tile has such a quantity by itself (see [`Self::needs`]), or the tile does not own the region.
+    pub fn sample(
+        &self,
+        tile: &Tile,
+        quantity: &str,
+        region: Region,
+        stride: usize,
+    ) -> Result<Vec<f32>, SimulationError> {
+        let stride = stride.max(1);
+        let whole = tile.region();
+        if region.cells() == 0 || !whole.contains(&region) {
+            return Err(GridError::Region { region, tile: whole }.into());
+        }
+        match &self.physics.kind {
+            Kind::Life if quantity == "alive" => count(tile, region, stride),
+            Kind::Fluid(fluid) => {
+                let axis = |name: &str| ["ux", "uy", "uz"].iter().position(|known| *known == name);
+                let part = match (quantity, axis(quantity)) {
+                    ("density", _) => Part::Density,
+                    ("speed", _) => Part::Speed,
+                    (_, Some(axis)) if axis < self.grid.dimensions() => Part::Velocity(axis),
+                    _ => return Err(self.no_such(quantity)),
+                };
+                let fields: Vec<usize> = (0..tile.fields()).collect();
+                pick(tile, &fields, region, stride, &mut |at, cell| {
+                    if self.is_solid(at) { if part == Part::Density { 1.0 } else { 0.0 } } else { part.of(fluid, cell) }
+                })
+            }
+            Kind::Fields(names) => {
+                let field = names.iter().position(|name| name == quantity);
+                let field = field.ok_or_else(|| self.no_such(quantity))?;
+                pick(tile, &[field], region, stride, &mut |_, cell| cell[0])
+            }
+            Kind::Life => Err(self.no_such(quantity)),
+        }
+    }
+
+    fn no_such(&self, quantity: &str) -> SimulationError {
+        let known = self.quantities.join(", ");
+        SimulationError::Quantity { found: super::keys::shortened(quantity), known }
+    }
+
+    /// What stays the same while nothing crosses a face, or is good to watch: its name and the fields whose totals
+    /// ([`Tile::total`]) add up to it. A fluid's mass is what it has above density 1.
+    pub fn totals(&self) -> Vec<(String, Vec<usize>)> {
+        match &self.physics.kind {
+            Kind::Life => vec![("population".into(), vec![0])],
+            Kind::Fluid(_) => vec![("mass".into(), (0..self.rule().fields()).collect())],
+            Kind::Fields(names) => names.iter().zip(0..).map(|(name, field)| (name.clone(), vec![field])).collect(),
+        }
+    }
+}
+
+const VORTICITY: &str = "vorticity";
+
+/// What of a fluid.
+#[derive(Clone, Copy, PartialEq)]
+enum Part {
+    Density,
+    Speed,
+    Velocity(usize),
+}
+
+impl Part {
+    fn of(self, fluid: &Fluid, cell: &[f32]) -> f32 {
+        let Ok(populations) = cell.try_into() else { return 0.0 };
+        let (density, velocity) = fluid.moments(populations);
+        match self {
+            Self::Density => density as f32,
+            Self::Speed => velocity.iter().map(|part| part * part).sum::<f64>().sqrt() as f32,
+            Self::Velocity(axis) => velocity.get(axis).copied().unwrap_or(0.0) as f32,
+        }
+    }
+}
+
+/// Of each block the value of its first cell.
+fn pick(
+    tile: &Tile,
+    fields: &[usize],
+    region: Region,
+    stride: usize,
+    value: &mut dyn FnMut([usize; 3], &[f32]) -> f32,
+) -> Result<Vec<f32>, SimulationError> {
+    let to = blocks(region, stride);
+    let mut values = vec![0.0; to.cells()];
+    let mut cell = vec![0.0; fields.len()];
+    for z in region.start[2]..region.end[2] {
+        for y in (region.start[1].next_multiple_of(stride)..region.end[1]).step_by(stride) {
+            let row = Region { start: [region.start[0], y, z], end: [region.end[0], y + 1, z + 1] };
+            let rows: Vec<Vec<f32>> = fields.iter().map(|field| tile.read(*field, row)).collect::<Result<_, _>>()?;
+            let start = place(to, [0, y / stride, z]);
+            for x in (region.start[0].next_multiple_of(stride)..region.end[0]).step_by(stride) {
+                cell.iter_mut().zip(&rows).for_each(|(cell, row)| *cell = row[x - region.start[0]]);
+                values[start + x / stride - to.start[0]] = value([x, y, z], &cell);
+            }
+        }
+    }
+    Ok(values)
+}
+
+/// Of each block the number of living cells.
+fn count(tile: &Tile, region: Region, stride: usize) -> Result<Vec<f32>, SimulationError> {
+    let to = blocks(region, stride);
+    let mut values = vec![0.0; to.cells()];
+    for z in region.start[2]..region.end[2] {
+        for y in region.start[1]..region.end[1] {
+            let row = Region { start: [region.start[0], y, z], end: [region.end[0], y + 1, z + 1] };
+            let start = place(to, [0, y / stride, z]);
+            for (x, alive) in (region.start[0]..).zip(tile.read(0, row)?) {
+                values[start + x / stride - to.start[0]] += alive;
+            }
+        }
+    }
+    Ok(values)
+}
+
+/// Where in a box the row of a block begins.
+fn place(within: Region, [_, y, z]: [usize; 3]) -> usize {
+    let [width, height, _] = within.size();
+    ((z - within.start[2]) * height + y - within.start[1]) * width
+}
+
+/// A quantity of a whole region, put together from what tiles sampled.
+pub struct Mosaic {
+    region: Region,
+    stride: usize,
+    /// In blocks.
+    to: Region,
+    quantity: String,
+    /// By what the quantity needs.
+    parts: Vec<(String, Vec<f32>, usize)>,
+    periodic: [bool; 2],
+}
+
+impl Mosaic {
+    /// Of a quantity, where and as thin as [`Simulation::shown`] or [`Simulation::view`] say.
+    ///
+    /// # Errors
+    /// No such quantity, or no memory for it.
+    pub fn new(
+        simulation: &Simulation,
+        quantity: &str,
+        (region, stride): (Region, usize),
+    ) -> Result<Self, SimulationError> {
+        let needs = simulation.needs(quantity);
+        if needs.is_empty() {
+            return Err(simulation.no_such(quantity));
+        }
+        let to = blocks(region, stride);
+        let mut parts = Vec::with_capacity(needs.len());
+        for need in needs {
+            let mut values = Vec::new();
+            let bytes = to.cells().saturating_mul(4);
+            values.try_reserve_exact(to.cells()).map_err(|_| GridError::Memory { bytes })?;
+            values.resize(to.cells(), 0.0);
+            parts.push((need.to_owned(), values, 0));
+        }
+        let periodic = [0, 1].map(|axis| {
+            let whole = region.size()[axis] == simulation.grid.size()[axis] && region.size()[axis] % stride == 0;
+            whole && simulation.grid.faces(axis)[0] == Face::Periodic
+        });
+        Ok(Self { region, stride, to, quantity: quantity.into(), parts, periodic })
+    }
+
+    /// What a tile sampled of `part`, one of what the quantity needs, over a region: each cell once.
+    ///
+    /// # Errors
+    /// Another part or region, or another number of values than it has blocks.
+    pub fn add(&mut self, part: &str, region: Region, values: &[f32]) -> Result<(), SimulationError> {
+        let (from, to) = (blocks(region, self.stride), self.to);
+        let known = self.parts.iter_mut().find(|(name, ..)| name == part);
+        let Some((_, sum, cells)) = known else {
+            return Err(SimulationError::Quantity { found: part.into(), known: self.quantity.clone() });
+        };
+        if region.cells() == 0 || !self.region.contains(&region) {
+            return Err(GridError::Region { region, tile: self.region }.into());
+        }
+        if values.len() != from.cells() {
+            return Err(GridError::Saved { expected: 4 * from.cells(), found: 4 * values.len() }.into());
+        }
+        let width = from.size()[0];
+        let mut rows = values.chunks_exact(width);
+        for z in from.start[2]..from.end[2] {
+            for y in from.start[1]..from.end[1] {
+                let start = place(to, [0, y, z]) + from.start[0] - to.start[0];
+                let row = rows.next().unwrap_or_default();
+                sum[start..start + width].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+            }
+        }
+        *cells += region.cells();
+        Ok(())
+    }
+
+    /// Whether every cell was added to every part.
+    pub fn is_whole(&self) -> bool {
+        self.parts.iter().all(|(_, _, cells)| *cells == self.region.cells())
+    }
+
+    /// What it became: of Life the share of living cells in each block.
+    pub fn finish(mut self) -> Field {
+        let size = self.to.size();
+        if self.quantity == VORTICITY && self.parts.len() == 2 {
+            return Field { size, values: self.vorticity() };
+        }
+        let mut values = self.parts.pop().map(|(_, values, _)| values).unwrap_or_default();
+        if self.quantity == "alive" && self.stride > 1 {
+            let cells = |axis: usize, block: usize| {
+                let start = (block + self.to.start[axis]) * self.stride;
+                (start + self.stride).min(self.region.end[axis]) - start.max(self.region.start[axis])
+            };
+            for (at, value) in values.iter_mut().enumerate() {
+                *value /= (cells(0, at % size[0]) * cells(1, at / size[0] % size[1])) as f32;
+            }
+        }
+        Field { size, values }
+    }
+
+    /// How fast the fluid turns in the plane of x and y, by differences between the blocks on both sides.
+    fn vorticity(&self) -> Vec<f32> {
+        let [width, height, layers] = self.to.size();
+        let (u, v) = (&self.parts[0].1, &self.parts[1].1);
+        // The places before and after along an axis, and how many cells lie between.
+        let beside = |axis: usize, at: usize, size: usize| {
+            let (before, after) = match (self.periodic[axis], at) {
+                (true, _) => ((at + size - 1) % size, (at + 1) % size),
+                (false, _) => (at.saturating_sub(1), (at + 1).min(size - 1)),
+            };
+            let between = if self.periodic[axis] { 2 } else { after - before };
+            (before, after, (between.max(1) * self.stride) as f32)
+        };
+        let mut turning = Vec::with_capacity(u.len());
+        for layer in 0..layers {
+            for y in 0..height {
+                let (below, above, dy) = beside(1, y, height);
+                for x in 0..width {
+                    let (left, right, dx) = beside(0, x, width);
+                    let at = |x: usize, y: usize| (layer * height + y) * width + x;
+                    let across = (v[at(right, y)] - v[at(left, y)]) / dx;
+                    turning.push(across - (u[at(x, above)] - u[at(x, below)]) / dy);
+                }
+            }
+        }
+        turning
+    }
+}

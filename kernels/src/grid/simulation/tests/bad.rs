@@ -1,0 +1,189 @@
+//! Job files and packed jobs with something wrong: what is told, and that nothing panics.
+use super::*;
+
+/// What is said of a job file that cannot be.
+fn error(text: &str, files: &[(&str, &[u8])]) -> String {
+    let (_folder, path) = written(text, files);
+    Simulation::read(&path).map(|_| ()).unwrap_err().to_string()
+}
+
+const PLAIN: &str = "name = \"a\"\nsteps = 10\n[grid]\nsize = [64, 16]\n[rule]\nname = \"d2q9\"\ntau = 1\n";
+
+#[test]
+fn each_error_names_its_place() {
+    let with = |from: &str, to: &str| PLAIN.replace(from, to);
+    let also = |text: &str| format!("{PLAIN}{text}");
+    let cases = [
+        (with("steps = 10", "steps = "), "line 2, column 9", "not TOML"),
+        (with("steps = 10", "step = 10"), "line 1, column 1", "`steps`"),
+        (with("steps = 10", "steps = -1"), "(steps)", "a whole number from 1"),
+        (with("steps = 10", "steps = 1.5"), "line 2, column 9 (steps)", "found the number 1.5"),
+        (with("steps = 10", "steps = 10\nstpes = 5"), "line 3, column 1 (stpes)", "expected one of boundary"),
+        (with("\"a\"", "\"\""), "(name)", "1 to 64 characters"),
+        (with("\"a\"", "\"\\u0007\""), "(name)", "printed"),
+        (with("[64, 16]", "[64]"), "line 4, column 8 (grid.size)", "found a list of 1"),
+        (with("[64, 16]", "[64, 0]"), "line 4, column 13 (grid.size[1])", "from 1 to 16777216"),
+        (with("[64, 16]", "[64, \"b\"]"), "(grid.size[1])", "found the text \"b\""),
+        (with("[64, 16]", "[16777216, 16777216, 16777216]"), "(grid.size)", "cells in all"),
+        (with("[64, 16]", "[64, 16, 8]"), "(rule)", "two dimensions"),
+        (with("d2q9", "d2q8"), "line 6, column 8 (rule.name)", "found the text \"d2q8\""),
+        (with("tau = 1", ""), "line 5, column 1 (rule)", "expected one of tau"),
+        (with("tau = 1", "tau = 0.5"), "(rule)", "above 0.5"),
+        (with("tau = 1", "tau = nan"), "(rule.tau)", "found NaN"),
+        (with("tau = 1", "viscosity = -0.1"), "(rule)", "above 0.5"),
+        (with("tau = 1", "tau = 1\nviscosity = 1"), "(rule)", "expected one of tau"),
+        (with("tau = 1", "tau = \"x\""), "line 7, column 7 (rule.tau)", "differs between cells"),
+        (with("tau = 1", "tau = \"1 + q\""), "(rule.tau)", "character 5 of the expression: nothing is named `q`"),
+        (with("tau = 1", "omega = \"3 * x / nx\""), "(rule.omega)", "between 0 and 2"),
+        (with("tau = 1", "tau = 1\ncollision = \"mrt\""), "line 8, column 13 (rule.collision)", "\"bgk\" or \"trt\""),
+        (with("tau = 1", "tau = 1\ncollision = \"bgk\"\nmagic = 1"), "(rule)", "belongs to"),
+        (with("tau = 1", "tau = 1\nmagic = -1"), "(rule)", "must be positive"),
+        (with("tau = 1", "tau = 1\nforce = [1]"), "(rule.force)", "a list of 2 numbers"),
+        (with("tau = 1", "tau = 1\nsolid = { image = \"gone.png\" }"), "(rule.solid.image)", "gone.png"),
+        (with("tau = 1", "tau = 1\nsolid = { image = \"m.png\" }"), "(rule.solid.image)", "expected a PNG"),
+        (
+            with("tau = 1", "tau = 1\nsolid = { image = \"s.png\" }"),
+            "(rule.solid.image)",
+            "3 × 2 pixels, the grid 64 × 16",
+        ),
+        (with("tau = 1", "tau = 1\nsolid = { imgae = \"s.png\" }"), "(rule.solid)", "expected `image`"),
+        (also("[boundary]\nx_low = \"wall\""), "(boundary)", "one face of x is periodic"),
+        (also("[boundary]\nx = \"Wall\""), "line 9, column 5 (boundary.x)", "found the text \"Wall\""),
+        (also("[boundary]\nw = \"wall\""), "(boundary.w)", "expected one of x, x_high, x_low, y"),
+        (also("[boundary]\nz = \"wall\""), "(boundary.z)", "there is no such key"),
+        (also("[boundary]\nx = { fixed = 1 }"), "(rule)", "knows no such face"),
+        (also("[boundary]\nx = { fixed = 1, outlet = 1 }"), "(boundary.x)", "exactly one kind"),
+        (also("[boundary]\nx = { moving = [1, 0, 0] }"), "(boundary.x.moving)", "a list of 2 numbers"),
+        (also("[boundary]\ny = { inlet = [0, 0.1], profile = \"round\" }"), "(boundary.y.profile)", "\"parabola\""),
+        (also("[initial]\ndensity = \"1 +\""), "(initial.density)", "character 4"),
+        (also("[initial]\ndensity = \"log(x - 32.5)\""), "(initial)", "no number"),
+        (also("[initial]\nvelocity = [0.1]"), "(initial.velocity)", "a list of 2"),
+        (also("[initial]\nu = 1"), "line 9, column 1 (initial.u)", "expected one of density, stress, velocity"),
+        (also("[[output]]\nkind = \"gif\""), "(output[0])", "expected `every`"),
+        (also("[[output]]\nkind = \"mp4\"\nevery = 1"), "line 9, column 8 (output[0].kind)", "\"png\" or \"gif\""),
+        (also("[[output]]\nkind = \"png\"\nevery = 0"), "(output[0].every)", "from 1"),
+        (
+            also("[[output]]\nkind = \"png\"\nevery = 1\nquantity = \"u\""),
+            "(output[0].quantity)",
+            "\"density\" or \"ux\"",
+        ),
+        (also("[[output]]\nkind = \"png\"\nevery = 1\nfolder = \"../x\""), "(output[0].folder)", "name of a folder"),
+        (also("[[output]]\nkind = \"png\"\nevery = 1\nrange = [1, 1]"), "(output[0].range)", "low, high"),
+        (also("[[output]]\nkind = \"png\"\nevery = 1\nlayer = 1"), "(output[0].layer)", "there is no such key"),
+        (also("[[output]]\nkind = \"png\"\nevery = 1\n[[output]]\nkind = \"png\"\nevery = 2"), "(output[1])", "folder"),
+        (
+            with("steps = 10", "steps = 9007199254740992") + "[[output]]\nkind = \"gif\"\nevery = 1",
+            "(output[0].every)",
+            "at most 2000",
+        ),
+        (with("steps = 10", "steps = 10\nstandby = \"cold\""), "(standby)", "\"warm\" or \"hot\""),
+        (with("steps = 10", "steps = 10\ndepth = 0"), "(depth)", "from 1 to 256"),
+        (with("steps = 10", "steps = 10\nconstants = { x = 1 }"), "(constants.x)", "taken"),
+        (
+            with("steps = 10", "steps = 10\nconstants = { a = \"b\", b = \"a\" }"),
+            "(constants.a)",
+            "nothing is named `b`",
+        ),
+        (with("steps = 10", "steps = 10\nconstants = { \"a b\" = 1 }"), "(constants.a b)", "letters"),
+        (with("steps = 10", "steps = 10\nconstants = { c = \"1/(1-1)\" }"), "(constants.c)", "finite"),
+    ];
+    let small = png(3, 2, &[0; 6]);
+    for (text, place, what) in cases {
+        let found = error(&text, &[("m.png", b"GIF89a"), ("s.png", &small)]);
+        assert!(found.contains(place) && found.contains(what), "{text}\n{found}\nexpected: {place} … {what}");
+        assert!(found.starts_with("job.toml, line "), "{found}");
+    }
+}
+
+#[test]
+fn life_and_fields_have_errors_of_their_own() {
+    let life =
+        |rest: &str| format!("name = \"a\"\nsteps = 10\n[grid]\nsize = [64, 16]\n[rule]\nname = \"life\"\n{rest}");
+    let heat = |rest: &str| life(rest).replace("\"life\"", "\"heat\"\nrate = 0.1");
+    let walls = "[boundary]\nx = \"wall\"\ny = \"wall\"\n";
+    for (text, place, what) in [
+        (life("notation = \"B9/S\""), "(rule.notation)", "a cell has 8"),
+        (life("rate = 1"), "(rule.rate)", "expected one of name, notation"),
+        (life("[boundary]\nx = { outlet = 1 }"), "(rule)", "periodic or wall"),
+        (life("[initial]\nnoise = 1.5"), "(initial.noise)", "from 0 to 1"),
+        (life("[initial]\npattern = { at = [1, 1] }"), "(initial.pattern)", "either `file`"),
+        (life("[initial]\npattern = { file = \"bad.rle\" }"), "(initial.pattern.file)", "bad.rle: pattern, line 2"),
+        (life("[initial]\npattern = { file = \"gone.rle\" }"), "(initial.pattern.file)", "gone.rle"),
+        (life("[initial]\npattern = { text = \"x = 1\" }"), "(initial.pattern.text)", "needs both x and y"),
+        (
+            life("[initial]\npattern = { file = \"glider.rle\", at = [64, 0] }"),
+            "(initial.pattern.at[0])",
+            "from 0 to 63",
+        ),
+        (
+            life(&format!("{walls}[initial]\npattern = [{{ file = \"glider.rle\", at = [62, 0] }}]")),
+            "(initial.pattern[0])",
+            "reaches x = 64, the grid has 64",
+        ),
+        (heat("[initial]\nheat = 1"), "(initial.heat)", "expected one of temperature"),
+        (heat("[boundary]\nx = { fixed = [1, 2, 3] }"), "(boundary.x.fixed)", "at most 2"),
+        (heat("").replace("rate = 0.1", "rate = -1"), "(rule)", "must not be negative"),
+        (heat("").replace("rate = 0.1", ""), "(rule)", "expected `rate`"),
+    ] {
+        let found = error(&text, &[("bad.rle", b"x = 3, y = 3\nbq!"), ("glider.rle", GLIDER)]);
+        assert!(found.contains(place) && found.contains(what), "{text}\n{found}\nexpected: {place} … {what}");
+    }
+}
+
+#[test]
+fn files_that_cannot_be_read() {
+    let error = |path: &Path| Simulation::read(path).map(|_| ()).unwrap_err().to_string();
+    let (folder, path) = written(PLAIN, &[]);
+    assert!(error(&folder.path().join("none.toml")).contains("none.toml"));
+    assert!(error(folder.path()).contains("found a folder"));
+    std::fs::write(&path, [0xff, 0xfe, 0]).unwrap();
+    assert!(error(&path).contains("no text"));
+    std::fs::write(&path, vec![b'#'; SIMULATION_MAX + 1]).unwrap();
+    assert!(error(&path).contains("at most 8388608"));
+    std::fs::write(&path, PLAIN.to_owned() + &"#".repeat(SIMULATION_MAX - PLAIN.len())).unwrap();
+    assert!(error(&path).contains("with its files"), "{}", error(&path));
+    let rest = "[initial]\npattern = { file = \"big.rle\" }\n".to_owned() + &"#".repeat(SIMULATION_MAX / 2);
+    let life = PLAIN.replace("d2q9", "life").replace("tau = 1", "") + &rest;
+    let (_folder, path) = written(&life, &[("big.rle", &vec![b'#'; SIMULATION_MAX / 2 + 1])]);
+    assert!(error(&path).contains("with big.rle the job is larger than"), "{}", error(&path));
+}
+
+#[test]
+fn no_toml_is_too_deep() {
+    for (open, close) in [("[", "]"), ("{a=", "}")] {
+        let deep = format!("a = {}{}", open.repeat(100_000), close.repeat(100_000));
+        let found = error(&deep, &[]);
+        assert!(found.starts_with("job.toml, line 1"), "{found}");
+    }
+    let found = error(&format!("{}=1", "a.".repeat(50_000) + "a"), &[]);
+    assert!(found.starts_with("job.toml, line 1"), "{found}");
+}
+
+#[test]
+fn bytes_that_are_no_job() {
+    let simulation = job(LIFE, &[("glider.rle", GLIDER)]);
+    let bytes = simulation.to_bytes();
+    for len in 0..bytes.len() {
+        assert!(Simulation::from_bytes(&bytes[..len]).is_err(), "cut after {len}");
+    }
+    assert!(Simulation::from_bytes(&[&bytes[..], b"\0"].concat()).is_err());
+    for at in 0..bytes.len() {
+        for flip in [0x01, 0x20, 0x80, 0xff] {
+            let mut other = bytes.clone();
+            other[at] ^= flip;
+            // A job that differs, or none: no panic either way.
+            let _ = Simulation::from_bytes(&other);
+        }
+    }
+    let mut newer = bytes.clone();
+    newer[7] += 1;
+    let found = Simulation::from_bytes(&newer).map(|_| ()).unwrap_err().to_string();
+    assert!(found.contains("another version"), "{found}");
+    let gone = LIFE.replace("glider.rle", "elsewhere.rle");
+    let text = String::from_utf8_lossy(&bytes).into_owned().replace(LIFE, &gone);
+    let mut other = text.into_bytes();
+    let len = u32::from_le_bytes(other[8 + 4 + 8..][..4].try_into().unwrap()) + 3;
+    other[8 + 4 + 8..][..4].copy_from_slice(&len.to_le_bytes());
+    let found = Simulation::from_bytes(&other).map(|_| ()).unwrap_err().to_string();
+    assert!(found.contains("elsewhere.rle did not come with the job"), "{found}");
+}
