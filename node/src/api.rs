@@ -15,6 +15,7 @@ use std::net::SocketAddr;
 pub mod engine;
 mod error;
 mod generation;
+mod grids;
 mod guard;
 mod idempotency;
 mod listener;
@@ -119,6 +120,10 @@ fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
         .route("/api/v1/deploy", post(management::deploy::<E>))
         .route("/api/v1/models/{*name}", delete(management::undeploy::<E>))
         .route("/api/v1/generate", post(management::generate::<E>))
+        .route("/api/v1/grids", post(grids::submit::<E>).get(grids::list::<E>))
+        .route("/api/v1/grids/plan", post(grids::plan::<E>))
+        .route("/api/v1/grids/{job}", get(grids::view::<E>).delete(grids::cancel::<E>))
+        .route("/api/v1/grids/{job}/events", get(grids::events::<E>))
         .route("/api/v1/invite", post(management::invite::<E>))
         .route("/api/v1/approve", post(management::approve::<E>))
         .route("/api/v1/ban", post(management::ban::<E>))

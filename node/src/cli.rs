@@ -23,6 +23,7 @@ mod plan;
 mod progress;
 mod run;
 mod serve;
+mod submit;
 mod table;
 mod up;
 
@@ -128,6 +129,10 @@ enum Command {
     Run(run::RunArgs),
     /// Serve a model under OpenAI's API
     Serve(serve::ServeArgs),
+    /// Run a simulation on the mesh
+    Submit(submit::SubmitArgs),
+    /// End a simulation
+    Cancel(submit::CancelArgs),
     /// Measure this machine
     Bench(bench::BenchArgs),
     /// Check every operation on a device against float64
@@ -162,6 +167,8 @@ impl Command {
             Command::Plan(args) => plan::plan(global, &args),
             Command::Run(args) => run::run(global, &args),
             Command::Serve(args) => serve::serve(global, &args),
+            Command::Submit(args) => submit::submit(global, &args),
+            Command::Cancel(args) => submit::cancel(global, &args),
             Command::Bench(args) => bench::bench(global, &args),
             Command::Selftest(args) => bench::selftest(global, &args),
             Command::Demo(args) => bench::demo(global, &args),
@@ -305,12 +312,12 @@ mod tests {
     fn every_command_of_the_plan_is_there() {
         let names: Vec<String> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull plan run serve bench selftest demo doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull plan run serve submit cancel bench selftest demo doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 19, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 21, "a command that the plan does not have: {names:?}");
     }
 
     #[test]
@@ -330,6 +337,8 @@ mod tests {
             "run m --prompt p --max-tokens 5 --greedy --activations f32 --boundary lossless --json",
             "run m --temperature 0.5 --top-p 0.9 --seed 7",
             "serve m --context 100",
+            "submit sim.toml --out DIR --resume --wait --json",
+            "cancel 0123456789abcdef",
             "bench decode --json",
             "selftest --device cpu",
             "completions bash",

@@ -82,12 +82,32 @@ impl Client {
         body: &Value,
     ) -> Result<impl Iterator<Item = Result<Value, ClientError>> + use<>, ClientError> {
         let response = self.check(self.send(path, body))?;
+        Ok(self.lines(response))
+    }
+
+    /// GET whose answer is JSON lines.
+    ///
+    /// # Errors
+    /// [`ClientError`]; a broken line or connection comes as an item.
+    pub fn get_stream(
+        &self,
+        path: &str,
+    ) -> Result<impl Iterator<Item = Result<Value, ClientError>> + use<>, ClientError> {
+        let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
+        let response = self.check(request.call())?;
+        Ok(self.lines(response))
+    }
+
+    fn lines(
+        &self,
+        response: ureq::http::Response<ureq::Body>,
+    ) -> impl Iterator<Item = Result<Value, ClientError>> + use<> {
         let reader = BufReader::new(response.into_body().into_with_config().limit(u64::MAX).reader());
         let base = self.base.clone();
-        Ok(reader.lines().map(move |line| {
+        reader.lines().map(move |line| {
             let line = line.map_err(|e| ClientError::Broken { base: base.clone(), what: e.to_string() })?;
             serde_json::from_str(&line).map_err(|e| ClientError::Broken { base: base.clone(), what: e.to_string() })
-        }))
+        })
     }
 
     fn send(&self, path: &str, body: &Value) -> Result<ureq::http::Response<ureq::Body>, ureq::Error> {

@@ -244,7 +244,7 @@ pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
             Tensor::Tokens(tokens)
         }
         // Different kinds never are frames of one stage: an empty payload is refused by the stage, by name.
-        (Tensor::Hidden(_), Tensor::Tokens(_)) | (Tensor::Tokens(_), Tensor::Hidden(_)) => Tensor::Tokens(Vec::new()),
+        (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Strip { .. }, _) => Tensor::Tokens(Vec::new()),
     })
 }
 
@@ -252,6 +252,7 @@ fn rows<'a>(item: &Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> 
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
+        Some(Tensor::Strip { .. }) => return Err("cells of a grid are no rows of a stage".into()),
         None => return Err("the rows of a frame are gone before they were used".into()),
     };
     Ok(Rows { sequence: item.request.0, position: item.position as usize, input, logits: item.sample.is_some() })

@@ -4,6 +4,7 @@ use crate::bans::Bans;
 use crate::boundary::Boundary;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
+use crate::submissions::Submissions;
 use crate::transfer::{Held, Library};
 use crate::views::plan_report;
 use kernels::stage::Activations;
@@ -27,6 +28,7 @@ use demand::Wanted;
 pub(crate) use serving::Serving;
 
 mod demand;
+mod grids;
 mod serving;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
@@ -54,6 +56,7 @@ pub(crate) struct Inner {
     pub(crate) serving: Serving,
     pub(crate) recalled: Arc<Recalled>,
     pub(crate) boundary: Arc<Boundary>,
+    pub(crate) submissions: Arc<Submissions>,
     /// Says goodbye soon: no new work.
     pub(crate) leaving: AtomicBool,
 }
@@ -404,7 +407,7 @@ impl NodeHandle {
         }
     }
 
-    async fn names(&self) -> BTreeMap<String, String> {
+    pub(crate) async fn names(&self) -> BTreeMap<String, String> {
         self.inner.driver.views().await.0.into_iter().map(|p| (p.node, p.name)).collect()
     }
 

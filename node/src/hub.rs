@@ -101,7 +101,10 @@ impl Default for Hub {
 
 fn call_of(event: &Event) -> Option<CallId> {
     match event {
-        Event::PlanReady { call, .. } | Event::Token { call, .. } | Event::Done { call, .. } => Some(*call),
+        Event::PlanReady { call, .. }
+        | Event::Token { call, .. }
+        | Event::Done { call, .. }
+        | Event::GridPlan { call, .. } => Some(*call),
         Event::JobReady { call, .. } | Event::JobDegraded { call, .. } => *call,
         Event::PeerUp { .. }
         | Event::PeerDown { .. }
@@ -112,6 +115,7 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::Promoted { .. }
         | Event::Reshaping { .. }
         | Event::Measured { .. }
+        | Event::Grid { .. }
         | Event::Refused { .. } => None,
     }
 }

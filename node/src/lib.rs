@@ -27,9 +27,11 @@ pub mod renewal;
 pub mod residency;
 pub mod shell;
 pub mod store;
+pub mod submissions;
 mod tags;
 pub mod telemetry;
 pub mod tensors;
+pub mod tiles;
 pub mod transfer;
 pub mod views;
 

@@ -11,9 +11,11 @@ use crate::links::Links;
 use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
-use crate::shell::Shell;
+use crate::shell::{Shell, grids::TileShell};
+use crate::submissions::Submissions;
 use crate::store::{Store, StoreError};
 use crate::tensors::{Tensor, Tensors};
+use crate::tiles::states::{States, Wanted};
 use crate::transfer::{Cache, Library, TransferError};
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, RequestId};
@@ -88,12 +90,16 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let admission: Arc<OnceLock<Arc<Admission>>> = Arc::default();
     let port = choose_port(&options)?;
     let told_bans: Arc<OnceLock<Arc<Bans>>> = Arc::default();
-    let ways_in = WaysIn { admission: admission.clone(), bans: told_bans.clone() };
+    let me = NodeId(identity.node_id());
+    let states = Arc::new(States::default());
+    let submissions = Arc::new(Submissions::new(me, generation.0, driver.clone(), states.clone()));
+    let ways_in =
+        WaysIn { admission: admission.clone(), bans: told_bans.clone(), submissions: submissions.clone() };
     let endpoint = bind(&options, port, &identity, &driver, &tensors, &ways_in, &library)?;
     let (credentials, inviter) = membership(&options, &identity, &endpoint).await?;
     endpoint.set_credentials(credentials.clone());
 
-    let me = NodeId(identity.node_id());
+    submissions.connect(endpoint.clone());
     let gossip = {
         let driver = driver.clone();
         let addr = SocketAddr::new(options.listen, port);
@@ -121,6 +127,14 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
+    let hands = crate::tiles::Hands {
+        tensors: tensors.clone(),
+        states: states.clone(),
+        residency: residency.clone(),
+        driver: driver.clone(),
+        threads: device.threads,
+    };
+    let tiles = crate::tiles::spawn(hands).map_err(|e| NodeError::Failed(e.to_string()))?;
     let recalled = Arc::new(Recalled::default());
     let boundary = Arc::new(Boundary::default());
     let shell = Shell {
@@ -138,6 +152,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         residency,
         recalled: recalled.clone(),
         boundary: boundary.clone(),
+        tiles: TileShell::new(tiles, states),
+        submissions: submissions.clone(),
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
     let recorder = match &options.record {
@@ -168,6 +184,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             serving,
             recalled,
             boundary,
+            submissions,
             leaving: AtomicBool::new(false),
         }),
     };
@@ -321,6 +338,7 @@ fn run(
 struct WaysIn {
     admission: Arc<OnceLock<Arc<Admission>>>,
     bans: Arc<OnceLock<Arc<Bans>>>,
+    submissions: Arc<Submissions>,
 }
 
 fn bind(
@@ -337,8 +355,20 @@ fn bind(
     let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
         let (library, guests, bans) = (library.clone(), served.admission.get().cloned(), served.bans.get().cloned());
+        let submissions = served.submissions.clone();
         // Reading a chunk may wait for the disk.
         tokio::task::spawn_blocking(move || {
+            if let Some(wanted) = Wanted::decode(&request) {
+                match submissions.answer(&wanted) {
+                    Ok(state) => {
+                        if reply.blocking_send(state) {
+                            reply.finish();
+                        }
+                    }
+                    Err(why) => reply.fail(why),
+                }
+                return;
+            }
             let answer = match (guests, bans) {
                 (Some(guests), _) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
                 (_, Some(bans)) if bans::is_request(&request) => bans.answer(&request),
@@ -382,6 +412,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
+                dtype @ (Dtype::Cells | Dtype::Bits) => Tensor::Strip { bytes: payload, dtype },
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }

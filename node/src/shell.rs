@@ -4,6 +4,7 @@ use crate::driver::DriverHandle;
 use crate::executor::{self, Command};
 use crate::hub::Hub;
 use crate::residency::Residency;
+use crate::submissions::Submissions;
 use crate::store::Store;
 use crate::tensors::{Tensor, Tensors};
 use crate::transfer::{Ask, Library};
@@ -18,6 +19,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
+
+pub(crate) mod grids;
 
 /// Everything outputs need.
 pub struct Shell {
@@ -35,6 +38,8 @@ pub struct Shell {
     pub(crate) residency: Arc<Residency>,
     pub(crate) recalled: Arc<crate::handle::Recalled>,
     pub(crate) boundary: Arc<Boundary>,
+    pub(crate) tiles: grids::TileShell,
+    pub(crate) submissions: Arc<Submissions>,
 }
 
 impl Shell {
@@ -78,7 +83,9 @@ impl Shell {
             Output::Unload { job } => {
                 self.endpoint.forget(job.0);
                 self.residency.end(job, || self.execute(Command::Unload { job }));
+                self.unload_tiles(job);
             }
+            Output::Grid(command) => self.carry_out_grid(command),
             Output::Compute { work, job, epoch, items } => self.execute(Command::Compute { work, job, epoch, items }),
             Output::Release { job, request } => self.execute(Command::Release { job, request }),
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
@@ -99,6 +106,7 @@ impl Shell {
 
     fn notify(&self, event: Event) {
         log(&event);
+        self.submissions.tell(&event);
         self.hub.tell(event);
     }
 
@@ -115,6 +123,7 @@ impl Shell {
         let (dtype, width, bytes) = match &tensor {
             Tensor::Tokens(tokens) => (Dtype::U32, 1, frame::from_u32(tokens)),
             Tensor::Hidden(rows) => (Dtype::F32, rows.len() as u32 / header.count.max(1), frame::from_f32(rows)),
+            Tensor::Strip { bytes, dtype } => (*dtype, 1, bytes.clone()),
         };
         let head = FrameHead {
             route: route(header.job, header.epoch, header.edge),
@@ -127,6 +136,7 @@ impl Shell {
         };
         let priority = match header.count {
             _ if copy => Priority::Copy,
+            _ if matches!(tensor, Tensor::Strip { .. }) => Priority::Decode,
             1 => Priority::Decode,
             _ => Priority::Prefill,
         };
@@ -264,7 +274,8 @@ fn log(event: &Event) {
             Some(node) => tracing::debug!("refused {node}: {what}"),
             None => tracing::debug!("refused: {what}"),
         },
-        Event::PlanReady { .. } | Event::Token { .. } | Event::Done { .. } => {}
+        Event::Grid { job, event } => grids::log(*job, event),
+        Event::PlanReady { .. } | Event::Token { .. } | Event::Done { .. } | Event::GridPlan { .. } => {}
     }
 }
 
@@ -318,6 +329,6 @@ impl Ask for EndpointAsk {
     }
 }
 
-fn route(job: JobId, epoch: Epoch, edge: u16) -> Route {
+pub(crate) fn route(job: JobId, epoch: Epoch, edge: u16) -> Route {
     Route { job: job.0, epoch: transport::frame::Epoch { counter: epoch.counter, minter: epoch.minter.0 }, edge }
 }

@@ -3,7 +3,9 @@ use crate::handle::{
     GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView, TokenEvent,
     TokenStream,
 };
+use crate::submissions::Submissions;
 use kernels::chat_template::ChatMessage;
+use kernels::grid::simulation::Simulation;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,6 +45,18 @@ pub trait Engine: Clone + Send + Sync + 'static {
     fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
     /// Bans a member: its PeerId, and those of members that are out with it.
     fn ban(&self, peer: String) -> impl Future<Output = Result<(String, Vec<String>), NodeError>> + Send;
+    /// The simulations submitted here; none where there is no such thing.
+    fn submissions(&self) -> Option<Arc<Submissions>> {
+        None
+    }
+    /// How the mesh would share a simulation.
+    fn plan_grid(
+        &self,
+        simulation: Simulation,
+    ) -> impl Future<Output = Result<serde_json::Value, NodeError>> + Send {
+        let _ = simulation;
+        std::future::ready(Err(NodeError::NotFound("no simulations here".into())))
+    }
     /// Takes no new work, or takes it again.
     fn drain(&self, draining: bool);
     /// Says goodbye and ends the node.
@@ -169,6 +183,14 @@ impl Engine for NodeHandle {
 
     async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
         NodeHandle::ban(self, peer).await
+    }
+
+    fn submissions(&self) -> Option<Arc<Submissions>> {
+        Some(NodeHandle::submissions(self))
+    }
+
+    async fn plan_grid(&self, simulation: Simulation) -> Result<serde_json::Value, NodeError> {
+        NodeHandle::plan_grid(self, simulation).await
     }
 
     fn drain(&self, draining: bool) {

@@ -170,7 +170,7 @@ impl Service {
     ) -> Result<(Self, Value), Failure> {
         let (global, args) = (global.clone(), args.clone());
         interrupts.during(move || {
-            let service = Self::find(&global, &args, own_address)?;
+            let service = Self::find(&global, &args.compute, own_address, Some(&args.model))?;
             let answer = args.post(&global, &service.client, path)?;
             Ok((service, answer))
         })
@@ -178,7 +178,12 @@ impl Service {
 
     /// The node that listens on `--api`, or, where none does on this machine, a solo node in this process whose API is
     /// at `own_address` (port 0: any).
-    fn find(global: &Global, args: &ModelArgs, own_address: Option<SocketAddr>) -> Result<Self, Failure> {
+    pub(super) fn find(
+        global: &Global,
+        compute: &ComputeArgs,
+        own_address: Option<SocketAddr>,
+        model: Option<&str>,
+    ) -> Result<Self, Failure> {
         let client = global.client();
         if client.listens() {
             return Ok(Self { address: client.base().to_owned(), client, own: None });
@@ -187,7 +192,10 @@ impl Service {
         if elsewhere {
             return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
         }
-        Self::start(global, args, own_address)
+        if let Some(model) = model {
+            fetch(global, model)?; // a mistyped name should not start a node first
+        }
+        Self::start(global, compute, own_address)
     }
 
     /// Started here (and not merely found).
@@ -208,8 +216,7 @@ impl Service {
         Ok(())
     }
 
-    fn start(global: &Global, args: &ModelArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
-        fetch(global, &args.model)?; // a mistyped name should not start a node first
+    fn start(global: &Global, compute: &ComputeArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
         remark(format!("no node listens on {}: starting one in this process, alone", global.client().base()));
         let file = global.config()?;
         let data_dir = tempfile::Builder::new()
@@ -219,9 +226,9 @@ impl Service {
         remove_at_end(data_dir.path());
         let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir(&file));
         options.cache_bytes = global.cache_bytes(&file);
-        options.device = args.compute.device.clone().or(file.device).unwrap_or(options.device);
-        options.memory = args.compute.memory.or(file.memory).map(|s| s.0);
-        options.threads = args.compute.threads.or(file.threads);
+        options.device = compute.device.clone().or(file.device).unwrap_or(options.device);
+        options.memory = compute.memory.or(file.memory).map(|s| s.0);
+        options.threads = compute.threads.or(file.threads);
         let runtime = super::up::runtime()?;
         let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
         // Callers of a private API on a free port need no key; where one is set it protects the public one.

@@ -1,0 +1,119 @@
+//! Simulations as the API and the commands see them.
+use super::{NodeError, NodeHandle, PLAN_MAX, hex};
+use crate::hub::CallEvent;
+use crate::submissions::{Submissions, work};
+use kernels::grid::simulation::{Simulation, Tier};
+use node_core::id::NodeId;
+use node_core::input::{GridInput, Input};
+use node_core::limits::{LEASE, SNAPSHOT_EVERY};
+use node_core::output::Event;
+use partitioner::tiles::{GridPlan, GridWork, tile_bytes};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+impl NodeHandle {
+    /// The simulations submitted here.
+    pub fn submissions(&self) -> Arc<Submissions> {
+        self.inner.submissions.clone()
+    }
+
+    /// How the mesh would share a simulation, without doing it.
+    ///
+    /// # Errors
+    /// It fits nowhere, and what is missing.
+    pub async fn plan_grid(&self, simulation: Simulation) -> Result<Value, NodeError> {
+        let (call, mut events) = self.inner.hub.open(8);
+        let (work, tier) = (work(&simulation), simulation.standby());
+        let plan = GridInput::Plan {
+            call,
+            work: Box::new(work.clone()),
+            depth: simulation.depth().map(|depth| depth as u32),
+            guarded: tier != Tier::None,
+        };
+        self.inner.driver.input(Input::Grid(plan));
+        let answer = tokio::time::timeout(PLAN_MAX, async {
+            loop {
+                match events.recv().await {
+                    None => return Err(NodeError::Failed("the node stopped".into())),
+                    Some(CallEvent::Node(Event::GridPlan { result, standbys, .. })) => {
+                        return match result {
+                            Ok(plan) => Ok((plan, standbys)),
+                            Err(error) => Err(NodeError::Failed(error.to_string())),
+                        };
+                    }
+                    Some(CallEvent::Node(_)) => {}
+                }
+            }
+        })
+        .await
+        .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
+        self.inner.hub.forget(call);
+        let names = self.names().await;
+        let (plan, standbys) = answer?;
+        let mut report = report(&simulation, &work, &plan, &names);
+        let standbys: Vec<Value> = standbys
+            .iter()
+            .map(|(tile, device)| {
+                let node = hex(&NodeId(device.0));
+                json!({
+                    "tile": tile, "node": node, "name": names.get(&node), "tier": tier_name(tier),
+                    "stall_ms": stall_ms(tier, &work, &plan, usize::from(*tile)),
+                })
+            })
+            .collect();
+        report["standbys"] = json!(standbys);
+        Ok(report)
+    }
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::None => "none",
+        Tier::Warm => "warm",
+        Tier::Hot => "hot",
+    }
+}
+
+/// Predicted milliseconds without a step if a tile's node is lost: to notice it, to agree on the next placement, and for a
+/// warm standby to make the steps since its snapshot again, which is half of what lies between two of them on average.
+fn stall_ms(tier: Tier, work: &GridWork, plan: &GridPlan, tile: usize) -> f64 {
+    let agreed = LEASE.as_secs_f64() * 1e3 + AGREE_MS;
+    let again = |tile: &partitioner::tiles::GridTile| {
+        let steps = SNAPSHOT_EVERY.as_secs_f64() * 1e9 / plan.step_ns().max(1) as f64 / 2.0;
+        // What is made again waits for nobody; the snapshot is copied into place once.
+        let copy = tile_bytes(work, &tile.block, plan.depth()) as f64 / COPY_BYTES_PER_S * 1e3;
+        steps * tile.compute_ns as f64 / 1e6 + copy
+    };
+    match (tier, plan.tiles().get(tile)) {
+        (Tier::Warm, Some(tile)) => agreed + again(tile),
+        (Tier::Warm | Tier::Hot | Tier::None, _) => agreed,
+    }
+}
+
+/// Milliseconds for an epoch to be written down and agreed on, on a local network.
+const AGREE_MS: f64 = 60.0;
+/// A pessimistic copy within a machine's memory.
+const COPY_BYTES_PER_S: f64 = 2e9;
+
+fn report(simulation: &Simulation, work: &GridWork, plan: &GridPlan, names: &BTreeMap<String, String>) -> Value {
+    let cells = simulation.grid().region().cells() as f64;
+    let step_ns = plan.step_ns().max(1) as f64;
+    let tiles: Vec<Value> = plan
+        .tiles()
+        .iter()
+        .map(|tile| {
+            let node = hex(&NodeId(tile.device.0));
+            json!({
+                "node": node, "name": names.get(&node), "from": tile.block.from, "to": tile.block.to,
+                "bytes": tile.bytes, "compute_ms": tile.compute_ns as f64 / 1e6, "halo_ms": tile.halo_ns as f64 / 1e6,
+            })
+        })
+        .collect();
+    json!({
+        "simulation": simulation.name(), "rule": simulation.rule().name(), "size": work.size, "steps": simulation.steps(),
+        "step_ms": step_ns / 1e6, "mlups": cells * 1e3 / step_ns, "depth": plan.depth(),
+        "busy_percent": plan.busy_percent(), "duration_s": step_ns * simulation.steps() as f64 / 1e9, "tiles": tiles,
+        "warnings": simulation.warnings(),
+    })
+}

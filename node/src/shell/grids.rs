@@ -1,0 +1,166 @@
+//! Carries out what the core decides about simulations.
+use super::{Shell, route};
+use crate::tiles::states::{StateName, States};
+use crate::tiles::{Command, region};
+use node_core::id::{Epoch, JobId, LoadId, NodeId};
+use node_core::input::{GridInput, Input};
+use node_core::output::GridCommand;
+use node_core::tiles::GridEvent;
+use node_core::tiles::order::{TileOrder, TileStart};
+use partitioner::tiles::Block;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc;
+use transport::frame::{Dtype, Expectation, PAYLOAD_BYTES_MAX};
+
+/// The shell's own bookkeeping of tiles.
+pub(crate) struct TileShell {
+    commands: mpsc::Sender<Command>,
+    states: Arc<States>,
+    /// What is held here: bytes, and the strips that come for it.
+    held: BTreeMap<(JobId, u16), (u64, Expectation)>,
+}
+
+impl TileShell {
+    pub(crate) fn new(commands: mpsc::Sender<Command>, states: Arc<States>) -> Self {
+        Self { commands, states, held: BTreeMap::new() }
+    }
+
+    fn send(&self, command: Command) {
+        let _ = self.commands.send(command);
+    }
+
+    /// Bytes of all tiles of a job.
+    fn bytes_of(&self, job: JobId) -> u64 {
+        self.held.iter().filter(|((of, _), _)| *of == job).map(|(_, (bytes, _))| bytes).sum()
+    }
+}
+
+impl Shell {
+    pub(super) fn carry_out_grid(&mut self, command: GridCommand) {
+        match command {
+            GridCommand::Plan { token, work, fleet, headroom_percent, depth } => self.off_thread(move || {
+                let result = partitioner::tiles::cut(&work, &fleet, headroom_percent, &[], depth);
+                Input::Grid(GridInput::Planned { token, result: result.map(Box::new) })
+            }),
+            GridCommand::Load { job, epoch, load, order } => self.load_tile(job, epoch, load, order),
+            GridCommand::Restore { job, load, tile, step } => {
+                self.tiles.send(Command::Restore { job, load, tile, step });
+            }
+            GridCommand::Keep { job, epoch, tile } => {
+                if let Some((_, expected)) = self.tiles.held.get(&(job, tile)) {
+                    self.endpoint.expect(route(job, epoch, tile), expected.clone());
+                }
+            }
+            GridCommand::Run(work) => self.tiles.send(Command::Run(work)),
+            GridCommand::Share { tensor, also } => {
+                if let Some(strip) = self.tensors.get(tensor) {
+                    self.tensors.put(also, strip);
+                }
+            }
+            GridCommand::Collect { job, from, tile, step, kind, bytes } => {
+                let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
+                self.off_thread(move || {
+                    let name = StateName { job, tile, step, kind };
+                    let result = submissions.collect(&runtime, from, name, bytes);
+                    if let Err(reason) = &result {
+                        tracing::debug!("job {:016x}, tile {tile}, step {step}: {reason}", job.0);
+                    }
+                    Input::Grid(GridInput::Collected { job, tile, step, kind, result })
+                });
+            }
+            GridCommand::Forget { job, tile, step, kind } => {
+                drop(self.tiles.states.take(&StateName { job, tile, step, kind }));
+            }
+            GridCommand::Drop { job, tile } => {
+                self.tiles.held.remove(&(job, tile));
+                self.tiles.send(Command::Drop { job, tile });
+            }
+            GridCommand::KeepCheckpoint { job, step } => {
+                let submissions = self.submissions.clone();
+                self.off_thread(move || {
+                    let result = submissions.keep_checkpoint(job, step);
+                    Input::Grid(GridInput::Kept { job, step, result })
+                });
+            }
+        }
+    }
+
+    pub(super) fn unload_tiles(&mut self, job: JobId) {
+        self.tiles.held.retain(|(of, _), _| *of != job);
+        self.tiles.send(Command::Unload { job });
+    }
+
+    fn load_tile(&mut self, job: JobId, epoch: Epoch, load: LoadId, order: Box<TileOrder>) {
+        let (tile, bytes) = (order.tile, order.bytes_max);
+        let expected = strips(&order);
+        self.endpoint.expect(route(job, epoch, tile), expected.clone());
+        self.tiles.held.insert((job, tile), (bytes, expected));
+        if let Err(reason) = self.residency.begin(job, load, self.tiles.bytes_of(job)) {
+            self.tiles.held.remove(&(job, tile));
+            self.tiles.send(Command::Drop { job, tile });
+            return self.driver.input(Input::Grid(GridInput::Loaded { job, tile, load, result: Err(reason) }));
+        }
+        let TileStart::Checkpoint { step } = order.start else {
+            return self.tiles.send(Command::Load { job, load, order, cells: None });
+        };
+        let (submissions, runtime, driver) = (self.submissions.clone(), self.runtime.clone(), self.driver.clone());
+        let commands = self.tiles.commands.clone();
+        self.runtime.spawn_blocking(move || {
+            let of = (region(order.block()), order.bytes_max);
+            match submissions.checkpoint(&runtime, epoch.minter, job, step, of) {
+                Ok(cells) => {
+                    let _ = commands.send(Command::Load { job, load, order, cells: Some(cells) });
+                }
+                Err(reason) => driver.input(Input::Grid(GridInput::Loaded { job, tile, load, result: Err(reason) })),
+            }
+        });
+    }
+}
+
+/// The largest strip that can come: all of the halo, or what a frame holds.
+fn strips(order: &TileOrder) -> Expectation {
+    let reach = u64::from(order.depth) * u64::from(order.work.radius);
+    let block: &Block = order.block();
+    let grown = (0..3).fold(1u128, |cells, axis| {
+        let extent = block.extent(axis);
+        let ring = if extent < order.work.size[axis] { 2 * reach } else { 0 };
+        cells * u128::from(extent + ring)
+    });
+    let halo = grown - u128::from(block.cells());
+    // Rows of bits begin with a whole byte.
+    let bits = order.work.cell_bits.max(8);
+    let bytes = (halo * u128::from(bits) / 8).clamp(64, PAYLOAD_BYTES_MAX as u128) as u32;
+    let dtype = if order.work.cell_bits < 32 { Dtype::Bits } else { Dtype::Cells };
+    Expectation::strips(dtype, bytes / dtype.bytes() as u32)
+}
+
+/// What a person would want to know.
+pub(super) fn log(job: JobId, event: &GridEvent) {
+    let job = job.0;
+    match event {
+        GridEvent::Placed { epoch, depth, tiles, step, .. } => {
+            let tiles: Vec<String> = tiles
+                .iter()
+                .map(|(node, block)| format!("{} {}", NodeId(node.0), extent(block)))
+                .collect();
+            let counter = epoch.counter;
+            let tiles = tiles.join(", ");
+            tracing::info!("job {job:016x} epoch {counter} from step {step}: {tiles}; halos serve {depth} steps");
+        }
+        GridEvent::Running { epoch, step } => {
+            tracing::info!("job {job:016x} epoch {} runs from step {step}", epoch.counter);
+        }
+        GridEvent::Checkpoint { step } => tracing::info!("job {job:016x}: checkpoint of step {step}"),
+        GridEvent::Waiting { reason } => tracing::warn!("job {job:016x} waits: {reason}"),
+        GridEvent::Ended { result: Ok(()), .. } => tracing::info!("job {job:016x} is done"),
+        GridEvent::Ended { result: Err(reason), .. } => tracing::warn!("job {job:016x} ended: {reason}"),
+        GridEvent::Progress { .. } | GridEvent::Report { .. } => {}
+    }
+}
+
+/// A block as people read it.
+pub(crate) fn extent(block: &Block) -> String {
+    let axes = (0..3).filter(|&axis| axis < 2 || block.to[axis] > 1);
+    axes.map(|axis| format!("{}..{}", block.from[axis], block.to[axis])).collect::<Vec<_>>().join(" x ")
+}
