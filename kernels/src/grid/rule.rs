@@ -29,6 +29,21 @@ pub enum Rule {
     Text(TextRule),
 }
 
+/// What a cell costs, as planners of grids count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// Bits in memory, all copies.
+    pub state_bits: u64,
+    /// Bits read and written in a step.
+    pub traffic_bits: u64,
+    /// Bits sent of a cell in the outermost layers of a halo: only what moves inwards, if the rule knows.
+    pub face_bits: u64,
+    /// Bits sent of a cell in the other layers.
+    pub cell_bits: u64,
+    /// Arithmetic operations in a step, about: of use where a rule computes more than it reads.
+    pub operations: u64,
+}
+
 /// A property of cells by global coordinates.
 pub type CellMap<T> = Arc<dyn Fn([usize; 3]) -> T + Send + Sync>;
 
@@ -75,6 +90,35 @@ impl Rule {
         match self {
             Self::Life(_) | Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => 1,
             Self::Text(text) => text.program().radius() as usize,
+        }
+    }
+
+    /// What a cell costs.
+    pub fn costs(&self) -> Costs {
+        let fields = self.fields() as u64;
+        // Numbers of a cell: kept beside the fields, sent of the outermost layers, and operations.
+        let (beside, crossing, operations) = match self {
+            Self::Life(_) => {
+                return Costs { state_bits: 2, traffic_bits: 2, face_bits: 1, cell_bits: 1, operations: 1 };
+            }
+            Self::D2q9(fluid) => (if fluid.omega.is_some() { 2 } else { 0 }, 3, 75),
+            Self::Heat(_) => (0, 1, 6),
+            Self::Wave(_) => (0, 1, 8),
+            Self::GrayScott(_) => (0, 2, 18),
+            Self::Text(text) => {
+                let program = text.program();
+                let alone = (0..program.fields().len()).filter(|&field| program.is_alone(field)).count() as u64;
+                // A rule all of whose fields are alone sends them, too.
+                let crossing = if alone == fields { fields } else { fields - alone };
+                (0, crossing, program.operations().len() as u64)
+            }
+        };
+        Costs {
+            state_bits: 32 * (2 * fields + beside),
+            traffic_bits: 32 * (2 * fields + beside),
+            face_bits: 32 * crossing,
+            cell_bits: 32 * fields,
+            operations,
         }
     }
 

@@ -290,6 +290,34 @@ fn both_ends_of_a_link_count_the_same() {
 }
 
 #[test]
+fn costs_are_what_is_sent() {
+    use super::lbm::Fluid;
+    use super::rule_file::TextRule;
+    use super::scalar::{GrayScott, Heat, Wave};
+    let grid = Grid::periodic(&[64, 60]).unwrap();
+    let regions = planes(&grid, [&[], &[30], &[]]);
+    let text = TextRule::parse("fields u v w\nu' = u[0, 2] + v[1, 0]\nv' = w\nw' = u\n").unwrap();
+    for (rule, costs) in [
+        (Rule::Life(super::life::Life::CONWAY), [2, 2, 1, 1]),
+        (Rule::D2q9(Fluid::new(0.8)), [576, 576, 96, 288]),
+        (Rule::Heat(Heat { rate: 0.1 }), [64, 64, 32, 32]),
+        (Rule::Wave(Wave { speed: 0.1 }), [128, 128, 32, 64]),
+        (Rule::GrayScott(GrayScott { diffusion: [0.1; 2], feed: 0.1, kill: 0.1 }), [128, 128, 64, 64]),
+        (Rule::Text(text), [192, 192, 64, 96]),
+    ] {
+        let found = rule.costs();
+        assert_eq!([found.state_bits, found.traffic_bits, found.face_bits, found.cell_bits], costs, "{rule:?}");
+        for depth in 1..4 {
+            let mesh = Mesh::new(&grid, &rule, &regions, (depth, 1, Isa::detect()));
+            // Two links, to above and to below.
+            let sent = (0..2).map(|link| mesh.tiles[0].bytes_out(link).unwrap()).sum::<usize>();
+            let layers = found.face_bits + (depth as u64 - 1) * found.cell_bits;
+            assert_eq!(sent as u64 * 8, 2 * 64 * rule.radius() as u64 * layers, "{rule:?} {depth}");
+        }
+    }
+}
+
+#[test]
 fn what_is_likely_to_end_badly_is_warned_of() {
     use super::lbm::Fluid;
     use super::scalar::{GrayScott, Heat, Wave};
