@@ -10,7 +10,7 @@ use node_core::id::{JobId, NodeId};
 use node_core::input::{GridInput, Input};
 use node_core::output::Event;
 use node_core::tiles::GridEvent;
-use node_core::tiles::order::{GridSpec, SaveKind, Schedule, TileFigures, Tier};
+use node_core::tiles::order::{GridSpec, SaveKind, Schedule, Tier, TileFigures};
 use partitioner::tiles::GridWork;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -449,10 +449,10 @@ pub fn view(simulation: &Simulation) -> (Region, usize) {
 /// What the planner needs to know of a simulation.
 pub fn work(simulation: &Simulation) -> GridWork {
     let (grid, costs) = (simulation.grid(), simulation.rule().costs());
-    let periodic = std::array::from_fn(|axis| {
-        axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic
-    });
-    let keeps = simulation.standby() != kernels::grid::simulation::Tier::None || simulation.checkpoint_every().is_some();
+    let periodic =
+        std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic);
+    let keeps =
+        simulation.standby() != kernels::grid::simulation::Tier::None || simulation.checkpoint_every().is_some();
     GridWork {
         size: grid.size().map(|cells| cells as u64),
         periodic,
@@ -510,7 +510,6 @@ pub type Parts = HashMap<String, [u8; 32]>;
 /// # Errors
 /// It is neither.
 pub fn folder(out: &Path) -> Result<(), String> {
-    std::fs::create_dir_all(out).map_err(|e| {
-        format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display())
-    })
+    std::fs::create_dir_all(out)
+        .map_err(|e| format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display()))
 }

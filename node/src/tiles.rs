@@ -12,7 +12,7 @@ use node_core::input::{GridInput, Input};
 use node_core::tiles::order::{Report, SaveKind, Stop, StopKind, TileOrder, TileStart};
 use node_core::tiles::{TileLoaded, TileMade, TileWork};
 use partitioner::tiles::Block;
-use states::{States, StateName};
+use states::{StateName, States};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
@@ -228,8 +228,8 @@ impl Held {
     fn make(&self) -> Result<Tile, String> {
         let (simulation, order) = (&self.simulation, &self.order);
         let depth = order.depth as usize;
-        let mut tile = Tile::new(simulation.grid(), simulation.rule(), region(order.block()), depth)
-            .map_err(|e| e.to_string())?;
+        let mut tile =
+            Tile::new(simulation.grid(), simulation.rule(), region(order.block()), depth).map_err(|e| e.to_string())?;
         let links: Vec<Link> = order
             .links(order.tile)
             .iter()

@@ -85,7 +85,9 @@ impl Dtype {
     }
 
     fn from_wire(byte: u8) -> Option<Self> {
-        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits].into_iter().find(|d| *d as u8 == byte)
+        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits]
+            .into_iter()
+            .find(|d| *d as u8 == byte)
     }
 }
 

@@ -50,10 +50,7 @@ pub trait Engine: Clone + Send + Sync + 'static {
         None
     }
     /// How the mesh would share a simulation.
-    fn plan_grid(
-        &self,
-        simulation: Simulation,
-    ) -> impl Future<Output = Result<serde_json::Value, NodeError>> + Send {
+    fn plan_grid(&self, simulation: Simulation) -> impl Future<Output = Result<serde_json::Value, NodeError>> + Send {
         let _ = simulation;
         std::future::ready(Err(NodeError::NotFound("no simulations here".into())))
     }

@@ -59,7 +59,10 @@ fn find<E: Engine>(app: &App<E>, job: &str) -> Result<(Arc<Submissions>, Arc<Sub
         if found.len() == 1 { found.pop() } else { None }
     });
     let found = found.ok_or_else(|| {
-        ApiError::not_found("unknown_job", format!("no simulation `{job}` was submitted to this node: see `meshnode jobs`"))
+        ApiError::not_found(
+            "unknown_job",
+            format!("no simulation `{job}` was submitted to this node: see `meshnode jobs`"),
+        )
     })?;
     Ok((all, found))
 }
@@ -157,7 +160,8 @@ pub(crate) fn report(submission: &Submission, names: &BTreeMap<String, String>) 
         (None, None) => "starting",
     };
     let number = |totals: &[i128], fields: &[usize]| {
-        let sum = fields.iter().filter_map(|field| totals.get(*field)).fold(0i128, |sum, total| sum.wrapping_add(*total));
+        let sum =
+            fields.iter().filter_map(|field| totals.get(*field)).fold(0i128, |sum, total| sum.wrapping_add(*total));
         Tile::total_value(sum)
     };
     let totals: Vec<Value> = simulation

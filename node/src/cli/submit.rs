@@ -99,7 +99,8 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
         }
     });
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style =
+        ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").unwrap_or_else(|_| ProgressStyle::default_bar());
     bar.set_style(style);
     let mut waiting = None;
     loop {
@@ -114,7 +115,9 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
                 continue;
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::failed("the node ended before the simulation did; its checkpoints stay: --resume"));
+                return Err(Failure::failed(
+                    "the node ended before the simulation did; its checkpoints stay: --resume",
+                ));
             }
         };
         if report["waiting"] != waiting.clone().unwrap_or_default() {

@@ -140,10 +140,8 @@ pub(super) fn log(job: JobId, event: &GridEvent) {
     let job = job.0;
     match event {
         GridEvent::Placed { epoch, depth, tiles, step, .. } => {
-            let tiles: Vec<String> = tiles
-                .iter()
-                .map(|(node, block)| format!("{} {}", NodeId(node.0), extent(block)))
-                .collect();
+            let tiles: Vec<String> =
+                tiles.iter().map(|(node, block)| format!("{} {}", NodeId(node.0), extent(block))).collect();
             let counter = epoch.counter;
             let tiles = tiles.join(", ");
             tracing::info!("job {job:016x} epoch {counter} from step {step}: {tiles}; halos serve {depth} steps");

@@ -84,7 +84,8 @@ impl Checkpoints {
             Ok(Part { start: region.start, end: region.end, blake3: hex(hash), file })
         };
         let parts = regions.iter().map(part).collect::<Result<_, String>>()?;
-        let manifest = Manifest { format: FORMAT.into(), step, identity: self.identity.clone(), size: self.size, parts };
+        let manifest =
+            Manifest { format: FORMAT.into(), step, identity: self.identity.clone(), size: self.size, parts };
         let text = serde_json::to_vec_pretty(&manifest).map_err(|e| e.to_string())?;
         whole_file(&self.step_folder(step).join("manifest.json"), &text)?;
         self.parts.retain(|of, _| *of > step);
@@ -104,7 +105,9 @@ impl Checkpoints {
         let mut wrong = None;
         for step in steps(&self.folder).into_iter().rev() {
             let out = self.folder.parent().unwrap_or(Path::new("."));
-            match Checkpoint::open(out, step, simulation).and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint)) {
+            match Checkpoint::open(out, step, simulation)
+                .and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint))
+            {
                 Ok(checkpoint) => return Ok(checkpoint),
                 Err(what) => {
                     tracing::warn!("{what}");
@@ -172,11 +175,8 @@ impl Checkpoint {
                 path.display()
             ));
         }
-        let parts: Vec<(Region, Part)> = manifest
-            .parts
-            .into_iter()
-            .map(|part| (Region { start: part.start, end: part.end }, part))
-            .collect();
+        let parts: Vec<(Region, Part)> =
+            manifest.parts.into_iter().map(|part| (Region { start: part.start, end: part.end }, part)).collect();
         let blocks: Vec<partitioner::tiles::Block> = parts
             .iter()
             .map(|(region, _)| partitioner::tiles::Block {
@@ -205,8 +205,14 @@ impl Checkpoint {
                 return Err(format!("{} has {found} bytes, expected {expected}: it is cut short", path.display()));
             }
             let mut hasher = blake3::Hasher::new();
-            let mut reader = std::io::BufReader::with_capacity(1 << 20, file);
-            std::io::copy(&mut reader, &mut hasher).map_err(|e| told(&path, &e))?;
+            let mut reader = file;
+            let mut buffer = vec![0; 1 << 20];
+            loop {
+                match reader.read(&mut buffer).map_err(|e| told(&path, &e))? {
+                    0 => break,
+                    count => hasher.update(&buffer[..count]),
+                };
+            }
             if hex(hasher.finalize().as_bytes()) != part.blake3 {
                 return Err(format!("{} has changed since it was written", path.display()));
             }

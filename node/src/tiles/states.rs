@@ -108,8 +108,7 @@ impl Wanted {
             let rest: &[u8; 18] = rest.try_into().ok()?;
             let (job, rest) = rest.split_first_chunk::<8>()?;
             let (step, rest) = rest.split_first_chunk::<4>()?;
-            let [tile, kind, number] =
-                std::array::from_fn(|at| u16::from_le_bytes([rest[2 * at], rest[2 * at + 1]]));
+            let [tile, kind, number] = std::array::from_fn(|at| u16::from_le_bytes([rest[2 * at], rest[2 * at + 1]]));
             let kind = match kind {
                 0 => SaveKind::Checkpoint,
                 1 => SaveKind::Snapshot,

@@ -8,6 +8,7 @@ use super::{SimulationError, spots};
 use crate::grid::lbm::{Collision, Fluid};
 use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
+use crate::grid::rule_file::FIELDS_MAX;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
 use crate::grid::{AXES, Face, Grid};
 
@@ -86,16 +87,23 @@ fn face(item: &Item<'_>, dimensions: usize) -> Result<Face, SimulationError> {
     }
 }
 
-fn fixed_values(item: &Item<'_>) -> Result<[f32; 2], SimulationError> {
-    let expected = "a value, or a list with one for each of at most 2 fields";
-    let Ok(list) = item.list(expected) else {
-        return Ok([item.number(expected)? as f32; 2]);
+fn fixed_values(item: &Item<'_>) -> Result<[f32; FIELDS_MAX], SimulationError> {
+    let expected = format!("a value, or a list with one for each of at most {FIELDS_MAX} fields");
+    let Ok(list) = item.list(&expected) else {
+        return Ok([item.number(&expected)? as f32; FIELDS_MAX]);
     };
+    let mut values = [0.0; FIELDS_MAX];
     match &list[..] {
-        [one] => Ok([one.number(expected)? as f32; 2]),
-        [first, second] => Ok([first.number(expected)? as f32, second.number(expected)? as f32]),
-        _ => Err(item.expected(expected)),
+        [] => return Err(item.expected(&expected)),
+        [one] => values = [one.number(&expected)? as f32; FIELDS_MAX],
+        several if several.len() <= FIELDS_MAX => {
+            for (value, item) in values.iter_mut().zip(several) {
+                *value = item.number(&expected)? as f32;
+            }
+        }
+        _ => return Err(item.expected(&expected)),
     }
+    Ok(values)
 }
 
 /// As many numbers as there are dimensions.
