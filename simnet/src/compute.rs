@@ -5,10 +5,11 @@
 //! once, in order, under any cut; `solo` computes the same on one stage.
 use crate::host::HostSpec;
 use node_core::id::{ContentId, Epoch, JobId, LoadId, RequestId, TensorId, WorkId};
-use node_core::input::{Input, ItemResult, LoadedStage};
+use node_core::input::{GridInput, Input, ItemResult, LoadedStage};
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::message::Sampling;
 use node_core::output::{Item, Payload, SampleSpec, StageSpec};
+use node_core::tiles::TileWork;
 use node_core::time::{Duration, Instant};
 use std::collections::BTreeMap;
 
@@ -41,6 +42,8 @@ pub struct Executor {
     pub memory: u64,
     stages: BTreeMap<JobId, Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
+    /// Its tiles of simulations.
+    pub(crate) grids: crate::grids::GridDevice,
     /// The next arrival's name, top bit set.
     arrivals: u64,
     /// Work runs in order.
@@ -74,6 +77,7 @@ impl Executor {
             memory: spec.capacity.memory_free,
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
+            grids: crate::grids::GridDevice::default(),
             arrivals: 1 << 63,
             busy_until: Instant(0),
             stalled: None,
@@ -143,12 +147,14 @@ impl Executor {
     /// Bytes that stages do not take.
     pub fn memory_free(&self) -> u64 {
         let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.spec.bytes_max));
+        let taken = taken.saturating_add(self.grids.taken());
         self.memory.saturating_sub(taken)
     }
 
     /// `Output::Unload`.
     pub fn unload(&mut self, job: JobId) {
         self.stages.remove(&job);
+        self.grids.unload(job);
     }
 
     /// `Output::Compute`: when it will be done, and with what.
@@ -204,6 +210,37 @@ impl Executor {
     pub fn release(&mut self, job: JobId, request: RequestId) {
         if let Some(stage) = self.stages.get_mut(&job) {
             stage.caches.remove(&request);
+        }
+    }
+
+    /// `GridCommand::Run`: when its strips are made, when it is done, and with what.
+    pub fn run_tile(&mut self, now: Instant, run: &TileWork) -> Option<(Instant, Instant, Vec<(u32, u64)>, Input)> {
+        let strips = run.strips_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
+        let cells = self.grids.cells_of(run).saturating_mul(u64::from(run.to - run.from));
+        let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
+        let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(CELL_NS) * percent / 100);
+        let begins = self.busy_until.max(now);
+        self.busy_until = begins + took;
+        let fails = self.failures > 0;
+        self.failures = self.failures.saturating_sub(1);
+        let made = if fails { Err("the device was lost".into()) } else { self.grids.run(run, strips) };
+        let mut sizes = Vec::new();
+        let result = made.map(|(made, strips)| {
+            for (tensor, cargo) in strips {
+                sizes.push((1, cargo.wire_bytes()));
+                self.tensors.insert(tensor, cargo);
+            }
+            made
+        });
+        let (job, tile, work) = (run.job, run.tile, run.work);
+        let done = Input::Grid(GridInput::Made { job, tile, work, result });
+        (!self.hung).then_some((begins + took / 2, self.busy_until, sizes, done))
+    }
+
+    /// `GridCommand::Share`.
+    pub fn share(&mut self, tensor: TensorId, also: TensorId) {
+        if let Some(cargo) = self.tensors.get(&tensor).cloned() {
+            self.tensors.insert(also, cargo);
         }
     }
 
@@ -360,7 +397,7 @@ fn choose(row: u64, sample: &SampleSpec) -> u32 {
 }
 
 /// A hash of two words: splitmix64's finaliser over their combination.
-fn mix(a: u64, b: u64) -> u64 {
+pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let mut x = a.rotate_left(25) ^ b.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(0xD1B5_4A32_D192_ED03);
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -369,6 +406,8 @@ fn mix(a: u64, b: u64) -> u64 {
 
 /// Tokens a symbolic model knows.
 pub const VOCABULARY: u32 = 50_000;
+/// Nanoseconds of a pretended cell: a tile of a few hundred takes as long a step as a real one of a million.
+const CELL_NS: u64 = 10_000;
 /// Weights of one symbolic layer.
 pub(crate) const LAYER_BYTES: u64 = 20 << 20;
 /// How fast weights come from disk.

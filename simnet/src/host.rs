@@ -1,12 +1,13 @@
 //! A machine of the virtual world: a node, its disk, its executor, and whether any of it runs.
 use crate::compute::Executor;
 use crate::disk::Disk;
+use crate::grids::Saved;
 use node_core::config::{Capacity, Config};
-use node_core::id::{Generation, NodeId};
+use node_core::id::{Generation, JobId, NodeId};
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::time::Instant;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{Ipv4Addr, SocketAddr};
 
 /// A host of one world, counted from 0.
@@ -83,6 +84,10 @@ pub struct Host {
     pub disk: Disk,
     /// What happens to its node in this life, if that is recorded.
     pub recording: Option<Vec<u8>>,
+    /// Checkpoints of simulations on its disk, by step; and what has come of those that are not whole.
+    pub checkpoints: BTreeMap<(JobId, u32), Saved>,
+    /// See there.
+    pub(crate) parts: BTreeMap<(JobId, u32), Saved>,
     /// Its device.
     pub executor: Executor,
 }
@@ -99,6 +104,8 @@ impl Host {
             peer_id,
             gossip_addr: SocketAddr::from((ip, 9440)),
             data_addr: SocketAddr::from((ip, 9441)),
+            checkpoints: BTreeMap::new(),
+            parts: BTreeMap::new(),
             executor: Executor::new(&spec),
             spec,
             node: None,

@@ -11,6 +11,7 @@ pub mod queue;
 
 pub mod compute;
 pub mod disk;
+pub mod grids;
 pub mod network;
 
 pub mod faults;

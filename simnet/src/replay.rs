@@ -103,6 +103,7 @@ fn worth_input(input: &Input) -> Option<String> {
         | Input::PeerFound { .. }
         | Input::Planned { .. }
         | Input::Challenged { .. }
+        | Input::Grid(_)
         | Input::Persisted { .. } => None,
         Input::Deploy { call, model, .. } => Some(format!("> deploy {} (call {})", model.name, call.0)),
         Input::Submit { call, request, .. } => Some(format!("> request {} of {} tokens", call.0, request.prompt.len())),
@@ -129,6 +130,7 @@ fn worth_output(output: &Output) -> Option<String> {
         | Output::Plan { .. }
         | Output::Compute { .. }
         | Output::Challenge { .. }
+        | Output::Grid(_)
         | Output::Release { .. }
         | Output::Discard { .. }
         | Output::Persist { .. } => None,

@@ -7,6 +7,8 @@ use node_core::codec;
 use node_core::id::{CallId, NodeId};
 use node_core::message::{FrameHeader, Message};
 use node_core::output::{DoneReason, DownReason, Event, Output};
+use node_core::tiles::GridEvent;
+use node_core::tiles::message::TileMessage;
 use node_core::time::{Duration, Instant};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -113,7 +115,9 @@ impl Observer for Timeline {
             Event::PeerUp { node } => seen.down.remove(node) || seen.messages,
             Event::PeerDown { node, .. } => seen.down.insert(*node) || seen.messages,
             Event::Token { .. } => false,
+            Event::Grid { event, .. } => !matches!(**event, GridEvent::Progress { .. } | GridEvent::Report { .. }),
             Event::PlanReady { .. }
+            | Event::GridPlan { .. }
             | Event::JobPlaced { .. }
             | Event::JobReady { .. }
             | Event::JobDegraded { .. }
@@ -152,6 +156,11 @@ fn message(output: &Output) -> Option<(NodeId, String)> {
     let Output::SendMessage { to, bytes } = output else { return None };
     match codec::decode_message(bytes).ok()? {
         Message::PushPull { .. } | Message::Held { .. } => None,
+        Message::Tile { say, .. }
+            if matches!(*say, TileMessage::Held { again: false, .. } | TileMessage::Progress { .. }) =>
+        {
+            None
+        }
         Message::Prepare { epoch, prepare, .. } => {
             Some((*to, format!("Prepare e{} stage {}", epoch.counter, prepare.stage)))
         }
@@ -209,7 +218,14 @@ fn told(world: &World, event: &Event) -> Option<String> {
             Some(from) => format!("refused from {}: {what}", host(*from)),
             None => format!("refused: {what}"),
         },
-        Event::PlanReady { .. } | Event::Token { .. } => return None,
+        Event::Grid { event, .. } => match &**event {
+            GridEvent::Placed { epoch, depth, tiles, step, .. } => {
+                let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
+                format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
+            }
+            other => format!("{other:?}"),
+        },
+        Event::PlanReady { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })
 }
 

@@ -51,6 +51,9 @@ impl Trace {
                 self.hasher.update(&node.0);
                 self.numbers(&[*rtt_ns, *bytes_per_second]);
             }
+            Input::Grid(input) => {
+                self.hasher.update(format!("{input:?}").as_bytes());
+            }
             Input::Banned(nodes) => {
                 for node in nodes {
                     self.hasher.update(&node.0);
@@ -121,5 +124,6 @@ fn kind(input: &Input) -> u8 {
         Input::Banned(_) => 23,
         Input::Fetched { .. } => 24,
         Input::Challenged { .. } => 25,
+        Input::Grid(_) => 26,
     }
 }

@@ -200,6 +200,8 @@ impl Workload {
                 | Event::Promoted { .. }
                 | Event::Reshaping { .. }
                 | Event::Measured { .. }
+                | Event::Grid { .. }
+                | Event::GridPlan { .. }
                 | Event::Refused { .. } => self.notes.push(told),
             }
         }

@@ -4,6 +4,7 @@
 //! Next: `network.rs`.
 mod connections;
 mod faults;
+mod grids;
 
 use crate::faults::{Fault, Schedule};
 use crate::host::{Host, HostId, HostSpec};
@@ -505,6 +506,7 @@ impl World {
                 host.disk.write(seq, record);
                 self.queue.push(now + self.options.sync, Happening::Synced { host: id, life: host.life, seq });
             }
+            Output::Grid(command) => self.carry_out_grid(id, command),
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
         }
     }

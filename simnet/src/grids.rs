@@ -1,0 +1,270 @@
+//! Tiles that pretend: small grids of 64-bit cells under a rule that mixes each cell with all its neighbours, so that one
+//! strip that is missing, old or twice changes the hash of the whole.
+//!
+//! A tile knows cells of its own and of its halo by where they are; what is not known cannot be computed, and says so.
+//! `solo` computes the same in one piece.
+use crate::compute::{Cargo, mix};
+use node_core::id::{JobId, TensorId};
+use node_core::tiles::order::{Report, SaveKind, StopKind, TileOrder, TileStart};
+use node_core::tiles::{TileLoaded, TileMade, TileWork};
+use partitioner::tiles::{Block, TileLink};
+use std::collections::BTreeMap;
+
+/// A cell's place, beyond the ends of periodic axes too.
+type Place = [i64; 3];
+/// A saved state: cells by place.
+pub type Saved = BTreeMap<Place, u64>;
+
+/// The tiles of one host.
+#[derive(Debug, Default)]
+pub struct GridDevice {
+    tiles: BTreeMap<(JobId, u16), Tile>,
+    states: BTreeMap<(JobId, u16, u32, SaveKind), Saved>,
+}
+
+#[derive(Debug)]
+struct Tile {
+    order: TileOrder,
+    links: Vec<TileLink>,
+    step: u32,
+    /// None at a standby that waits.
+    cells: Option<Saved>,
+}
+
+/// The first state of a cell.
+fn initial(seed: u64, at: Place) -> u64 {
+    at.iter().fold(seed, |mixed, &place| mix(mixed, place as u64))
+}
+
+/// A simulation of this world: its seed, as bytes.
+pub fn simulation(seed: u64) -> Vec<u8> {
+    seed.to_le_bytes().to_vec()
+}
+
+fn seed(simulation: &[u8]) -> u64 {
+    u64::from_le_bytes(simulation.try_into().unwrap_or_default())
+}
+
+/// What all tiles' hashes add up to after so many steps.
+pub fn solo(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> u128 {
+    let whole = Block { from: [0; 3], to: size };
+    let mut cells: Saved = places(&whole).map(|at| (at, initial(seed, at))).collect();
+    for _ in 0..steps {
+        cells = places(&whole).filter_map(|at| Some((at, next(&cells, size, periodic, [true; 3], at)?))).collect();
+    }
+    hash(&cells)
+}
+
+fn hash(cells: &Saved) -> u128 {
+    let term = |(at, value): (&Place, &u64)| {
+        let low = at.iter().fold(*value, |mixed, &place| mix(mixed, place as u64));
+        u128::from(low) << 64 | u128::from(mix(low, *value))
+    };
+    cells.iter().map(term).fold(0, u128::wrapping_add)
+}
+
+fn places(block: &Block) -> impl Iterator<Item = Place> + use<> {
+    let (from, to) = (block.from.map(|at| at as i64), block.to.map(|at| at as i64));
+    boxed(from, to)
+}
+
+fn boxed(from: Place, to: Place) -> impl Iterator<Item = Place> + use<> {
+    (from[2]..to[2]).flat_map(move |z| (from[1]..to[1]).flat_map(move |y| (from[0]..to[0]).map(move |x| [x, y, z])))
+}
+
+/// What a cell becomes; none if a neighbour is not known. `wraps`: periodic axes that are wrapped here.
+fn next(cells: &Saved, size: [u64; 3], periodic: [bool; 3], wraps: [bool; 3], at: Place) -> Option<u64> {
+    let mut mixed = 7;
+    for z in -1..=1 {
+        for y in -1..=1 {
+            for x in -1..=1 {
+                let mut place = [at[0] + x, at[1] + y, at[2] + z];
+                let mut beyond = false;
+                for axis in 0..3 {
+                    let cells = size[axis] as i64;
+                    if periodic[axis] && wraps[axis] {
+                        place[axis] = place[axis].rem_euclid(cells);
+                    }
+                    beyond |= !periodic[axis] && !(0..cells).contains(&place[axis]);
+                }
+                mixed = mix(mixed, if beyond { 11 } else { *cells.get(&place)? });
+            }
+        }
+    }
+    Some(mixed)
+}
+
+impl Tile {
+    fn cut(&self, block: &Block, axis: usize) -> bool {
+        block.extent(axis) < self.order.work.size[axis]
+    }
+
+    /// A block and its halo, displaced by so many grids.
+    fn grown(&self, block: &Block, shift: [i8; 3], halo: i64) -> (Place, Place) {
+        let size = self.order.work.size;
+        let ring = |axis: usize| if self.cut(block, axis) { halo } else { 0 };
+        let moved = |axis: usize| i64::from(shift[axis]) * size[axis] as i64;
+        (
+            std::array::from_fn(|axis| block.from[axis] as i64 + moved(axis) - ring(axis)),
+            std::array::from_fn(|axis| block.to[axis] as i64 + moved(axis) + ring(axis)),
+        )
+    }
+
+    /// The places of a strip, out or in.
+    fn strip(&self, link: &TileLink, out: bool) -> Vec<Place> {
+        let reach = i64::from(self.order.depth) * i64::from(self.order.work.radius);
+        let (own, peer) = (self.order.block(), &self.order.tiles[usize::from(link.peer)].1);
+        let (mine, theirs) = match out {
+            true => (self.grown(own, [0; 3], 0), self.grown(peer, link.shift, reach)),
+            false => (self.grown(own, [0; 3], reach), self.grown(peer, link.shift, 0)),
+        };
+        let from = std::array::from_fn(|axis| mine.0[axis].max(theirs.0[axis]));
+        let to = std::array::from_fn(|axis| mine.1[axis].min(theirs.1[axis]));
+        boxed(from, to).collect()
+    }
+
+    fn owned(&self) -> Saved {
+        let cells = self.cells.as_ref();
+        places(self.order.block()).filter_map(|at| Some((at, *cells?.get(&at)?))).collect()
+    }
+
+    /// One step of all that can be computed.
+    fn advance(&mut self, left: u32) -> Result<(), String> {
+        let work = &self.order.work;
+        let wraps = std::array::from_fn(|axis| !self.cut(self.order.block(), axis));
+        let halo = i64::from(left.saturating_sub(1)) * i64::from(work.radius);
+        let (from, to) = self.grown(self.order.block(), [0; 3], halo);
+        let cells = self.cells.as_ref().ok_or("no cells")?;
+        let inside =
+            |at: &Place| (0..3).all(|axis| work.periodic[axis] || (0..work.size[axis] as i64).contains(&at[axis]));
+        let mut made = Saved::new();
+        for at in boxed(from, to).filter(inside) {
+            let value = next(cells, work.size, work.periodic, wraps, at)
+                .ok_or_else(|| format!("a neighbour of {at:?} is not known after step {}", self.step))?;
+            made.insert(at, value);
+        }
+        self.cells = Some(made);
+        self.step += 1;
+        Ok(())
+    }
+}
+
+impl GridDevice {
+    /// Bytes that tiles take.
+    pub fn taken(&self) -> u64 {
+        self.tiles.values().map(|tile| tile.order.bytes_max).sum()
+    }
+
+    /// `GridCommand::Load`; `cells` of a checkpoint, if it starts from one.
+    pub fn load(&mut self, job: JobId, order: TileOrder, cells: Option<Saved>) -> Result<TileLoaded, String> {
+        let (tile, bytes) = (order.tile, order.bytes_max);
+        let (cells, step) = match order.start {
+            TileStart::Initial => {
+                let seed = seed(&order.simulation);
+                (Some(places(order.block()).map(|at| (at, initial(seed, at))).collect()), Some(0))
+            }
+            TileStart::Checkpoint { step } => (Some(cells.ok_or("the checkpoint is gone")?), Some(step)),
+            TileStart::Continue | TileStart::Snapshot => (None, None),
+        };
+        let links = order.links(tile);
+        self.tiles.insert((job, tile), Tile { order, links, step: step.unwrap_or(0), cells });
+        Ok(TileLoaded { bytes, step })
+    }
+
+    /// `GridCommand::Restore`.
+    pub fn restore(&mut self, job: JobId, tile: u16, step: u32) -> Result<TileLoaded, String> {
+        let cells = self.states.remove(&(job, tile, step, SaveKind::Snapshot)).ok_or("the snapshot is gone")?;
+        let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is gone")?;
+        (held.cells, held.step) = (Some(cells), step);
+        Ok(TileLoaded { bytes: held.order.bytes_max, step: Some(step) })
+    }
+
+    /// `GridCommand::Run`: what is made, and strips to keep under their names.
+    pub fn run(
+        &mut self,
+        work: &TileWork,
+        strips: Vec<(u16, Option<Cargo>)>,
+    ) -> Result<(TileMade, Vec<(TensorId, Cargo)>), String> {
+        let tile = self.tiles.get_mut(&(work.job, work.tile)).ok_or("the tile is gone")?;
+        if tile.step != work.from {
+            return Err(format!("the tile has made {} steps, not {}", tile.step, work.from));
+        }
+        for (link, cargo) in strips {
+            let Some(Cargo::Rows(values, _)) = cargo else { return Err("a strip is gone".into()) };
+            let places = tile.strip(&tile.links[usize::from(link)], false);
+            if places.len() != values.len() {
+                return Err(format!("a strip of {} cells, expected {}", values.len(), places.len()));
+            }
+            tile.cells.as_mut().ok_or("no cells")?.extend(places.into_iter().zip(values));
+        }
+        let mut made = TileMade { compute_ns: 1, ..TileMade::default() };
+        let mut stops = work.stops.iter().peekable();
+        let mut left = tile.order.depth;
+        loop {
+            while let Some(stop) = stops.next_if(|stop| stop.step <= tile.step) {
+                match stop.what {
+                    StopKind::Report { hash: wanted } => {
+                        let hash = wanted.then(|| hash(&tile.owned()));
+                        made.reports.push((stop.step, Report { totals: vec![1], hash, not_finite: None }));
+                    }
+                    StopKind::Save(kind) => {
+                        let owned = tile.owned();
+                        made.saves.push((stop.step, kind, 8 * owned.len() as u64));
+                        self.states.insert((work.job, work.tile, stop.step, kind), owned);
+                    }
+                }
+            }
+            if tile.step >= work.to {
+                break;
+            }
+            tile.advance(left)?;
+            left = left.saturating_sub(1);
+        }
+        let cells = tile.cells.as_ref().ok_or("no cells")?;
+        let mut out = Vec::new();
+        for &(link, tensor) in &work.strips_out {
+            let places = tile.strip(&tile.links[usize::from(link)], true);
+            let values: Option<Vec<u64>> = places
+                .iter()
+                .map(|at| {
+                    // As the neighbour sees it, displaced; here it is where it is.
+                    cells.get(at).copied()
+                })
+                .collect();
+            out.push((tensor, Cargo::Rows(values.ok_or("a strip of cells that are not known")?, 8)));
+        }
+        Ok((made, out))
+    }
+
+    /// A state that was put aside.
+    pub fn state(&self, job: JobId, tile: u16, step: u32, kind: SaveKind) -> Option<&Saved> {
+        self.states.get(&(job, tile, step, kind))
+    }
+
+    /// Keeps a snapshot that was fetched.
+    pub fn keep(&mut self, job: JobId, tile: u16, step: u32, cells: Saved) {
+        self.states.insert((job, tile, step, SaveKind::Snapshot), cells);
+    }
+
+    /// `GridCommand::Forget`.
+    pub fn forget(&mut self, job: JobId, tile: u16, step: u32, kind: SaveKind) {
+        self.states.remove(&(job, tile, step, kind));
+    }
+
+    /// `GridCommand::Drop`.
+    pub fn drop_tile(&mut self, job: JobId, tile: u16) {
+        self.tiles.remove(&(job, tile));
+        self.states.retain(|(of, number, _, _), _| (*of, *number) != (job, tile));
+    }
+
+    /// `Output::Unload`.
+    pub fn unload(&mut self, job: JobId) {
+        self.tiles.retain(|(of, _), _| *of != job);
+        self.states.retain(|(of, _, _, _), _| *of != job);
+    }
+
+    /// Steps of a run cost so much of a host.
+    pub fn cells_of(&self, work: &TileWork) -> u64 {
+        self.tiles.get(&(work.job, work.tile)).map_or(1, |tile| tile.order.block().cells())
+    }
+}

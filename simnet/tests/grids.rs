@@ -1,0 +1,242 @@
+//! Simulations in the virtual world: whatever happens to the nodes, the state hash is that of a run in one piece.
+use node_core::id::JobId;
+use node_core::input::{GridInput, Input};
+use node_core::output::Event;
+use node_core::tiles::GridEvent;
+use node_core::tiles::order::{GridSpec, Schedule, Tier};
+use node_core::time::{Duration, Instant};
+use partitioner::tiles::GridWork;
+use simnet::checker::membership;
+use simnet::grids::{simulation, solo};
+use simnet::{Fault, HostId, HostSpec, Options, World};
+
+const SUBMITTER: HostId = HostId(0);
+const JOB: JobId = JobId(0x6172);
+const STEPS: u32 = 300;
+const SIZE: [u64; 3] = [24, 40, 1];
+const PERIODIC: [bool; 3] = [true, false, false];
+
+struct Room {
+    world: World,
+    seed: u64,
+    report: Option<u128>,
+    ended: Option<Result<(), String>>,
+    /// When steps were told, and how many.
+    progress: Vec<(Instant, u32)>,
+    owners: Vec<HostId>,
+    checkpoints: Vec<u32>,
+    standbys: usize,
+    notes: Vec<String>,
+}
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+fn spec(tier: Tier, depth: Option<u32>, checkpoint: Option<u32>, seed: u64) -> GridSpec {
+    GridSpec {
+        job: JOB,
+        name: "mixing".into(),
+        simulation: simulation(seed),
+        work: GridWork {
+            size: SIZE,
+            periodic: PERIODIC,
+            radius: 1,
+            state_bits: 1 << 16,
+            traffic_bits: 1 << 16,
+            face_bits: 64,
+            cell_bits: 64,
+            align_x: 1,
+            scratch_bytes: 1 << 20,
+        },
+        depth,
+        schedule: Schedule { steps: STEPS, report_every: 50, checkpoint_every: checkpoint, outputs: vec![25] },
+        tier,
+        resume: None,
+    }
+}
+
+impl Room {
+    /// Hosts slow enough that a small grid is worth sharing.
+    fn of(hosts: usize, options: Options, seed: u64) -> Room {
+        let mut world = World::new(options);
+        let mut spec = HostSpec::default();
+        spec.capacity.bytes_per_second = 100_000_000;
+        for _ in 0..hosts {
+            let id = world.add_hosts(1, &spec)[0];
+            world.start(id);
+            if id != SUBMITTER {
+                world.introduce(id, SUBMITTER);
+            }
+        }
+        let settled = world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
+        assert!(settled, "the hosts find each other");
+        world.run_for(ms(500));
+        Room {
+            world,
+            seed,
+            report: None,
+            ended: None,
+            progress: Vec::new(),
+            owners: Vec::new(),
+            checkpoints: Vec::new(),
+            standbys: 0,
+            notes: Vec::new(),
+        }
+    }
+
+    fn submit(&mut self, spec: GridSpec) {
+        self.world.inject(SUBMITTER, Input::Grid(GridInput::Submit(Box::new(spec))));
+    }
+
+    fn hear(&mut self) {
+        for told in self.world.take_told() {
+            if told.host != SUBMITTER {
+                continue;
+            }
+            if let Event::Standby { current: true, .. } = told.event {
+                self.standbys += 1;
+            }
+            let Event::Grid { event, .. } = told.event else {
+                self.notes.push(format!("{:?} {:?}", told.at, told.event));
+                continue;
+            };
+            match *event {
+                GridEvent::Placed { tiles, .. } => {
+                    self.notes.push(format!("{:?} placed {tiles:?}", told.at));
+                    self.owners = tiles.iter().filter_map(|(node, _)| self.world.host_of(*node)).collect();
+                }
+                GridEvent::Progress { step } => self.progress.push((told.at, step)),
+                GridEvent::Report { report, .. } => self.report = report.hash.or(self.report),
+                GridEvent::Checkpoint { step } => self.checkpoints.push(step),
+                GridEvent::Ended { result, .. } => self.ended = Some(result),
+                GridEvent::Running { step, epoch } => {
+                    self.notes.push(format!("{:?} runs epoch {} from {step}", told.at, epoch.counter));
+                }
+                GridEvent::Waiting { reason } => self.notes.push(reason),
+            }
+        }
+    }
+
+    fn run(&mut self, limit: Duration, mut done: impl FnMut(&Room) -> bool) -> bool {
+        let end = self.world.now() + limit;
+        while self.world.now() < end {
+            self.world.run_for(ms(5));
+            self.hear();
+            if done(self) {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn step(&self) -> u32 {
+        self.progress.last().map_or(0, |(_, step)| *step)
+    }
+
+    /// It ends, with the hash of a run in one piece.
+    fn finishes(&mut self, limit: Duration) {
+        let ended = self.run(limit, |room| room.ended.is_some());
+        let told = || self.notes[self.notes.len().saturating_sub(25)..].join("\n");
+        assert!(ended, "it ends: at step {}, owners {:?}\n{}", self.step(), self.owners, told());
+        assert_eq!(self.ended, Some(Ok(())), "{}", told());
+        assert_eq!(self.report, Some(solo(self.seed, SIZE, PERIODIC, STEPS)), "{}", told());
+    }
+
+    /// The longest time in which no step was told, after `from`.
+    fn longest_pause(&self, from: Instant) -> Duration {
+        let later = self.progress.windows(2).filter(|pair| pair[1].0 >= from);
+        later.map(|pair| pair[1].0.since(pair[0].0)).max().unwrap_or_default()
+    }
+}
+
+#[test]
+fn any_number_of_nodes_and_any_depth_make_the_same() {
+    for (hosts, depth) in [(1, None), (2, Some(1)), (3, Some(4)), (5, Some(3)), (5, None)] {
+        let mut room = Room::of(hosts, Options::lan(3), 7);
+        room.submit(spec(Tier::None, depth, Some(100), 7));
+        room.finishes(ms(120_000));
+        assert_eq!(room.owners.len(), hosts, "all of them take part");
+        assert_eq!(room.checkpoints, [100, 200, 300]);
+    }
+}
+
+#[test]
+fn a_hot_standby_takes_over_within_a_second_and_a_half() {
+    for at in [20, 77, 150, 290] {
+        let mut room = Room::of(4, Options::lan(at.into()), 1);
+        room.submit(spec(Tier::Hot, Some(2), None, 1));
+        assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= at || room.ended.is_some()));
+        assert!(room.ended.is_none(), "it was too fast for this test");
+        let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+        let struck = room.world.now();
+        room.world.strike(Fault::Crash(victim));
+        room.finishes(ms(60_000));
+        assert!(room.longest_pause(struck) < ms(1500), "{:?}", room.longest_pause(struck));
+        assert!(room.notes.iter().any(|note| note.contains("Promoted")), "{:?}", room.notes);
+    }
+}
+
+#[test]
+fn a_warm_standby_computes_again_what_followed_its_snapshot() {
+    let mut room = Room::of(4, Options::lan(2), 5);
+    room.submit(spec(Tier::Warm, Some(2), None, 5));
+    assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= 120));
+    let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+    room.world.strike(Fault::Crash(victim));
+    room.finishes(ms(60_000));
+    assert!(room.notes.iter().any(|note| note.contains("Promoted")), "{:?}", room.notes);
+}
+
+#[test]
+fn without_standbys_all_go_back_to_the_last_checkpoint_or_to_the_beginning() {
+    for checkpoint in [Some(60), None] {
+        let mut room = Room::of(3, Options::lan(9), 2);
+        room.submit(spec(Tier::None, Some(3), checkpoint, 2));
+        assert!(room.run(ms(60_000), |room| room.step() >= 150));
+        let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+        room.world.strike(Fault::Crash(victim));
+        room.finishes(ms(120_000));
+        let from = if checkpoint.is_some() { "from 120" } else { "from 0" };
+        assert!(room.notes.iter().filter(|note| note.contains(from)).count() >= 1, "{:?}", room.notes);
+    }
+}
+
+#[test]
+fn whatever_strikes_the_hash_is_the_same() {
+    let seeds: u64 = std::env::var("GRID_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(24);
+    let first: u64 = std::env::var("GRID_FIRST").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    for seed in first..first + seeds {
+        let mut chance = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut draw = |below: u64| {
+            chance ^= chance << 13;
+            chance ^= chance >> 7;
+            chance ^= chance << 17;
+            chance % below
+        };
+        let hosts = 2 + draw(4) as usize;
+        let tier = [Tier::None, Tier::Warm, Tier::Hot, Tier::Hot][draw(4) as usize];
+        let depth = [None, Some(1), Some(2), Some(5)][draw(4) as usize];
+        let checkpoint = [None, Some(40), Some(100)][draw(3) as usize];
+        let mut room = Room::of(hosts, Options::lan(seed), seed);
+        room.submit(spec(tier, depth, checkpoint, seed));
+        for _ in 0..1 + draw(4) {
+            let (pause, victim) = (draw(4000), HostId(1 + draw(hosts as u64 - 1) as u32));
+            if room.run(ms(pause), |room| room.ended.is_some()) {
+                break;
+            }
+            let lasts = ms(50 + draw(3000));
+            let fault = match draw(6) {
+                0 | 1 => Fault::Outage { hosts: vec![victim], lasts, keep_disk: true },
+                2 => Fault::Pause { host: victim, lasts },
+                3 => Fault::Stall { host: victim, lasts },
+                4 => Fault::Device { host: victim, failures: 1 },
+                _ => Fault::Slow { host: victim, percent: 400, lasts },
+            };
+            room.notes.push(format!("{:?} {fault:?}", room.world.now()));
+            room.world.strike(fault);
+        }
+        println!("seed {seed}: {hosts} hosts, {tier:?}, depth {depth:?}, checkpoints {checkpoint:?}");
+        room.finishes(ms(240_000));
+    }
+}
