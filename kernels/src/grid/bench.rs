@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::lbm::{C, Fluid};
+use super::lbm::Fluid;
 use super::life::Life;
 use super::planes::Planes;
 use super::rule::Rule;
@@ -16,7 +16,8 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
 /// Read and written for each cell of a D2Q9 fluid in a step.
-pub const FLUID_BYTES: usize = 2 * C.len() * 4;
+pub const FLUID_BYTES: usize = 2 * POPULATIONS * 4;
+const POPULATIONS: usize = 9;
 /// Each measurement of a round takes about so long: others who need the machine disturb both alike.
 const SECONDS: f64 = 0.05;
 
@@ -69,7 +70,7 @@ pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> 
         cell.copy_from_slice(&fluid.cell(1.0, [0.02 * y, 0.02 * x], [[0.0; 2]; 2]));
     });
     let mut threads = Threads::new(threads).expect("threads");
-    let bytes = 4 * C.len() * grid.region().cells();
+    let bytes = 4 * POPULATIONS * grid.region().cells();
     let (from, mut to) = (Planes::new(1, bytes)?, Planes::new(1, bytes)?);
     let cells = grid.region().cells() as f64;
     let (mut steps, mut copies) = (1, 1);

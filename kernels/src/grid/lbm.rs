@@ -3,27 +3,69 @@
 //! A cell holds what its last collision left, each population less its weight, so that small differences keep their
 //! digits. A step pulls from the neighbours and collides. Walls, masks and open faces write what a cell is to pull into
 //! the places beyond it before the step (`lbm/edges.rs`), so the pass itself knows nothing of them, and every cell's
-//! arithmetic is the same. Next: `lbm/edges.rs`, `lbm/d2q9.rs`.
+//! arithmetic is the same. Next: `lbm/flow.rs`, `lbm/edges.rs`, `lbm/d2q9.rs`.
 use super::rule::CellMap;
 use super::{AXES, Face, Grid, GridError};
 
+mod collision;
 mod d2q9;
+mod d3q19;
 mod edges;
+mod flow;
 
-pub(crate) use d2q9::D2q9;
+pub(crate) use flow::{Flow, Lattice};
 
-/// The nine directions in which populations move, rest first; `OPPOSITE` turns them round.
-pub(crate) const C: [[i8; 3]; 9] =
-    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [-1, 0, 0], [0, -1, 0], [1, 1, 0], [-1, 1, 0], [-1, -1, 0], [1, -1, 0]];
-pub(crate) const OPPOSITE: [usize; 9] = [0, 3, 4, 1, 2, 7, 8, 5, 6];
-pub(crate) const W: [f64; 9] = {
-    let (a, b, c) = (4.0 / 9.0, 1.0 / 9.0, 1.0 / 36.0);
-    [a, b, b, b, b, c, c, c, c]
+/// The directions in which populations move, rest first.
+pub(crate) struct Directions {
+    pub(crate) c: &'static [[i8; 3]],
+    /// Which one is turned round.
+    pub(crate) opposite: &'static [usize],
+    pub(crate) w: &'static [f64],
+}
+
+/// Of a fluid in two dimensions.
+pub(crate) const D2Q9: Directions = Directions {
+    c: &[[0, 0, 0], [1, 0, 0], [0, 1, 0], [-1, 0, 0], [0, -1, 0], [1, 1, 0], [-1, 1, 0], [-1, -1, 0], [1, -1, 0]],
+    opposite: &[0, 3, 4, 1, 2, 7, 8, 5, 6],
+    w: &{
+        let (a, b, c) = (4.0 / 9.0, 1.0 / 9.0, 1.0 / 36.0);
+        [a, b, b, b, b, c, c, c, c]
+    },
 };
 
-/// A fluid in two dimensions (D2Q9).
+/// Of a fluid in three dimensions: opposites follow each other.
+pub(crate) const D3Q19: Directions = Directions {
+    c: &[
+        [0, 0, 0],
+        [1, 0, 0],
+        [-1, 0, 0],
+        [0, 1, 0],
+        [0, -1, 0],
+        [0, 0, 1],
+        [0, 0, -1],
+        [1, 1, 0],
+        [-1, -1, 0],
+        [1, 0, 1],
+        [-1, 0, -1],
+        [0, 1, 1],
+        [0, -1, -1],
+        [1, -1, 0],
+        [-1, 1, 0],
+        [1, 0, -1],
+        [-1, 0, 1],
+        [0, 1, -1],
+        [0, -1, 1],
+    ],
+    opposite: &[0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 18, 17],
+    w: &{
+        let (a, b, c) = (1.0 / 3.0, 1.0 / 18.0, 1.0 / 36.0);
+        [a, b, b, b, b, b, b, c, c, c, c, c, c, c, c, c, c, c, c]
+    },
+};
+
+/// A fluid in `D` dimensions, two (D2Q9) or three (D3Q19).
 #[derive(Clone)]
-pub struct Fluid {
+pub struct LatticeFluid<const D: usize> {
     /// Relaxation time in steps, above 1/2: the viscosity is (tau - 1/2) / 3.
     pub tau: f64,
     /// How populations relax.
@@ -33,7 +75,7 @@ pub struct Fluid {
     /// Cells that are solid: the fluid rests half-way to them.
     pub solid: Option<CellMap<bool>>,
     /// Force on each cell: density times acceleration.
-    pub force: [f32; 2],
+    pub force: [f32; D],
 }
 
 /// How populations relax.
@@ -49,18 +91,53 @@ pub enum Collision {
     },
 }
 
-impl std::fmt::Debug for Fluid {
+/// A fluid in two dimensions.
+pub type Fluid = LatticeFluid<2>;
+/// A fluid in three dimensions.
+pub type Fluid3 = LatticeFluid<3>;
+
+impl<const D: usize> std::fmt::Debug for LatticeFluid<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { tau, collision, omega, solid, force } = self;
-        write!(f, "Fluid {{ tau: {tau}, {collision:?}, force: {force:?}, omega by cell: {}", omega.is_some())?;
+        write!(
+            f,
+            "Fluid in {D} dimensions {{ tau: {tau}, {collision:?}, force: {force:?}, omega by cell: {}",
+            omega.is_some()
+        )?;
         write!(f, ", solid cells: {} }}", solid.is_some())
     }
 }
 
 impl Fluid {
+    /// The fields of a cell with that density and velocity, in equilibrium but for the stress of a velocity gradient:
+    /// `gradient[a][b]` is how component b changes along a.
+    pub fn cell(&self, density: f64, velocity: [f64; 2], gradient: [[f64; 2]; 2]) -> [f32; 9] {
+        std::array::from_fn(|i| self.population(D2Q9.c[i], D2Q9.w[i], density, velocity, gradient))
+    }
+
+    /// Density and velocity of a cell from its fields.
+    pub fn moments(&self, fields: &[f32; 9]) -> (f64, [f64; 2]) {
+        self.moments_of(&D2Q9, fields)
+    }
+}
+
+impl Fluid3 {
+    /// The fields of a cell with that density and velocity, in equilibrium but for the stress of a velocity gradient:
+    /// `gradient[a][b]` is how component b changes along a.
+    pub fn cell(&self, density: f64, velocity: [f64; 3], gradient: [[f64; 3]; 3]) -> [f32; 19] {
+        std::array::from_fn(|i| self.population(D3Q19.c[i], D3Q19.w[i], density, velocity, gradient))
+    }
+
+    /// Density and velocity of a cell from its fields.
+    pub fn moments(&self, fields: &[f32; 19]) -> (f64, [f64; 3]) {
+        self.moments_of(&D3Q19, fields)
+    }
+}
+
+impl<const D: usize> LatticeFluid<D> {
     /// A fluid of that relaxation time, everything else plain.
     pub fn new(tau: f64) -> Self {
-        Self { tau, collision: Collision::Bgk, omega: None, solid: None, force: [0.0; 2] }
+        Self { tau, collision: Collision::Bgk, omega: None, solid: None, force: [0.0; D] }
     }
 
     /// The viscosity of `tau`, in cells² a step.
@@ -68,29 +145,24 @@ impl Fluid {
         (self.tau - 0.5) / 3.0
     }
 
-    /// The fields of a cell with that density and velocity, in equilibrium but for the stress of a velocity gradient:
-    /// `gradient[a][b]` is how component b changes along a.
-    pub fn cell(&self, density: f64, velocity: [f64; 2], gradient: [[f64; 2]; 2]) -> [f32; 9] {
-        let [u, v] = velocity;
-        let divergence = gradient[0][0] + gradient[1][1];
-        std::array::from_fn(|i| {
-            let (x, y) = (f64::from(C[i][0]), f64::from(C[i][1]));
-            let along = x * u + y * v;
-            let equilibrium = density - 1.0 + density * (3.0 * along + 4.5 * along * along - 1.5 * (u * u + v * v));
-            let strain = x * x * gradient[0][0] + y * y * gradient[1][1] + x * y * (gradient[0][1] + gradient[1][0]);
-            let stress = -3.0 * density * self.tau * (strain - divergence / 3.0);
-            // What a collision leaves of it. Half of the force is not in the populations before it, but is after it.
-            let force = 1.5 * (x * f64::from(self.force[0]) + y * f64::from(self.force[1]));
-            (W[i] * (equilibrium + (1.0 - 1.0 / self.tau) * stress + force)) as f32
-        })
+    fn population(&self, c: [i8; 3], w: f64, density: f64, velocity: [f64; D], gradient: [[f64; D]; D]) -> f32 {
+        let c: [f64; D] = std::array::from_fn(|axis| f64::from(c[axis]));
+        let dot = |a: [f64; D], b: [f64; D]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let (along, square) = (dot(c, velocity), dot(velocity, velocity));
+        let equilibrium = density - 1.0 + density * (3.0 * along + 4.5 * along * along - 1.5 * square);
+        let divergence: f64 = (0..D).map(|axis| gradient[axis][axis]).sum();
+        let strain: f64 = (0..D).map(|axis| c[axis] * dot(c, gradient[axis])).sum();
+        let stress = -3.0 * density * self.tau * (strain - divergence / 3.0);
+        // What a collision leaves of it. Half of the force is not in the populations before it, but is after it.
+        let force = 1.5 * dot(c, self.force.map(f64::from));
+        (w * (equilibrium + (1.0 - 1.0 / self.tau) * stress + force)) as f32
     }
 
-    /// Density and velocity of a cell from its fields.
-    pub fn moments(&self, fields: &[f32; 9]) -> (f64, [f64; 2]) {
-        let f = fields.map(f64::from);
-        let density = 1.0 + f.iter().sum::<f64>();
-        let along = |axis: usize| (0..9).map(|i| f64::from(C[i][axis]) * f[i]).sum::<f64>();
-        (density, std::array::from_fn(|axis| (along(axis) - 0.5 * f64::from(self.force[axis])) / density))
+    fn moments_of(&self, directions: &Directions, fields: &[f32]) -> (f64, [f64; D]) {
+        let density = 1.0 + fields.iter().map(|f| f64::from(*f)).sum::<f64>();
+        let part = |axis: usize| fields.iter().zip(directions.c).map(move |(f, c)| f64::from(c[axis]) * f64::from(*f));
+        let velocity = |axis: usize| (part(axis).sum::<f64>() - 0.5 * f64::from(self.force[axis])) / density;
+        (density, std::array::from_fn(velocity))
     }
 
     /// The rates of the even and of the odd parts for a relaxation time.
@@ -102,7 +174,7 @@ impl Fluid {
     }
 
     pub(crate) fn warning(&self, grid: &Grid) -> Option<String> {
-        let speeds = (0..2).flat_map(|axis| grid.faces(axis)).map(|face| match face {
+        let speeds = (0..D).flat_map(|axis| grid.faces(axis)).map(|face| match face {
             Face::Moving { velocity } | Face::Inlet { velocity, .. } => {
                 velocity.iter().map(|v| v * v).sum::<f32>().sqrt()
             }
@@ -119,9 +191,10 @@ impl Fluid {
     }
 
     pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
-        let error = |what| Err(GridError::Parameter { rule: NAME, what });
-        if grid.dimensions() != 2 {
-            return error(format!("two dimensions, not {}", grid.dimensions()));
+        let rule = Self::NAME;
+        let error = |what| Err(GridError::Parameter { rule, what });
+        if grid.dimensions() != D {
+            return error(format!("it is for {D} dimensions, the grid has {}", grid.dimensions()));
         }
         if !(self.tau > 0.5 && self.tau.is_finite()) {
             return error(format!("tau = {}: it must be above 1/2, the viscosity is (tau - 1/2) / 3", self.tau));
@@ -134,7 +207,7 @@ impl Fluid {
         if !self.force.iter().all(|part| part.is_finite()) {
             return error(format!("force = {:?}: numbers are needed", self.force));
         }
-        for axis in 0..2 {
+        for axis in 0..D {
             for face in grid.faces(axis) {
                 let slow = |v: [f32; 3]| v.iter().all(|v| v.abs() < FAST);
                 let fits = match face {
@@ -145,7 +218,7 @@ impl Fluid {
                     Face::Outlet { density } => density > 0.0 && density.is_finite(),
                 };
                 if !fits {
-                    return Err(GridError::Face { rule: NAME, face, axis: AXES[axis], known: KNOWN });
+                    return Err(GridError::Face { rule, face, axis: AXES[axis], known: KNOWN });
                 }
             }
         }
@@ -153,7 +226,10 @@ impl Fluid {
     }
 }
 
-pub(crate) const NAME: &str = "d2q9";
+impl<const D: usize> LatticeFluid<D> {
+    pub(crate) const NAME: &'static str = if D == 2 { "d2q9" } else { "d3q19" };
+}
+
 const KNOWN: &str = "periodic, wall, moving (along itself), inlet (both below 0.577 cells a step) and outlet";
 /// The speed of sound, which nothing may reach.
 const FAST: f32 = 0.577;

@@ -6,7 +6,7 @@ use super::frame::{Format, Frame};
 use super::planes::{Planes, Shared};
 use super::{Grid, GridError};
 use crate::cpu::Isa;
-use crate::grid::lbm::{D2q9, Fluid};
+use crate::grid::lbm::{Flow, Fluid, Fluid3};
 use crate::grid::life::Life;
 use crate::grid::rule_file::{self, Interpreter, TextRule};
 use crate::grid::scalar::{GrayScott, Heat, Local, Scalar, Wave};
@@ -19,6 +19,8 @@ pub enum Rule {
     Life(Life),
     /// A fluid in two dimensions; the fields of a cell come from [`Fluid::cell`] and go to [`Fluid::moments`].
     D2q9(Fluid),
+    /// A fluid in three dimensions; fields as in two.
+    D3q19(Fluid3),
     /// Heat that spreads.
     Heat(Heat),
     /// Waves.
@@ -52,7 +54,8 @@ impl Rule {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Life(_) => "life",
-            Self::D2q9(_) => "d2q9",
+            Self::D2q9(_) => Fluid::NAME,
+            Self::D3q19(_) => Fluid3::NAME,
             Self::Heat(_) => Heat::NAME,
             Self::Wave(_) => Wave::NAME,
             Self::GrayScott(_) => GrayScott::NAME,
@@ -65,6 +68,7 @@ impl Rule {
         match self {
             Self::Life(_) => 1,
             Self::D2q9(_) => 9,
+            Self::D3q19(_) => 19,
             Self::Heat(_) => Heat::FIELDS,
             Self::Wave(_) => Wave::FIELDS,
             Self::GrayScott(_) => GrayScott::FIELDS,
@@ -77,7 +81,7 @@ impl Rule {
         let own = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
         match self {
             Self::Life(_) => own(&["alive"]),
-            Self::D2q9(_) => (0..self.fields()).map(|i| format!("f{i}")).collect(),
+            Self::D2q9(_) | Self::D3q19(_) => (0..self.fields()).map(|i| format!("f{i}")).collect(),
             Self::Heat(_) => own(&["heat"]),
             Self::Wave(_) => own(&["height", "before"]),
             Self::GrayScott(_) => own(&["u", "v"]),
@@ -88,7 +92,7 @@ impl Rule {
     /// How far a cell looks in a step.
     pub fn radius(&self) -> usize {
         match self {
-            Self::Life(_) | Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => 1,
+            Self::Life(_) | Self::D2q9(_) | Self::D3q19(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) => 1,
             Self::Text(text) => text.program().radius() as usize,
         }
     }
@@ -102,6 +106,7 @@ impl Rule {
                 return Costs { state_bits: 2, traffic_bits: 2, face_bits: 1, cell_bits: 1, operations: 1 };
             }
             Self::D2q9(fluid) => (if fluid.omega.is_some() { 2 } else { 0 }, 3, 75),
+            Self::D3q19(fluid) => (if fluid.omega.is_some() { 2 } else { 0 }, 5, 160),
             Self::Heat(_) => (0, 1, 6),
             Self::Wave(_) => (0, 1, 8),
             Self::GrayScott(_) => (0, 2, 18),
@@ -125,7 +130,9 @@ impl Rule {
     pub(crate) fn format(&self) -> Format {
         match self {
             Self::Life(_) => Format::Bit,
-            Self::D2q9(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) | Self::Text(_) => Format::Float,
+            Self::D2q9(_) | Self::D3q19(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) | Self::Text(_) => {
+                Format::Float
+            }
         }
     }
 
@@ -137,6 +144,7 @@ impl Rule {
         match self {
             Self::Life(life) => life.check(grid),
             Self::D2q9(fluid) => fluid.check(grid),
+            Self::D3q19(fluid) => fluid.check(grid),
             Self::Heat(heat) => heat.check(grid),
             Self::Wave(wave) => wave.check(grid),
             Self::GrayScott(reaction) => reaction.check(grid),
@@ -151,6 +159,7 @@ impl Rule {
         match self {
             Self::Life(_) | Self::Text(_) => None,
             Self::D2q9(fluid) => fluid.warning(grid),
+            Self::D3q19(fluid) => fluid.warning(grid),
             Self::Heat(heat) => (heat.rate > spread)
                 .then(|| format!("heat with rate {} is unstable: {spread} is the most in this grid", heat.rate)),
             Self::Wave(wave) => {
@@ -169,7 +178,8 @@ impl Rule {
     pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError> {
         Ok(match self {
             Self::Life(life) => Box::new(*life),
-            Self::D2q9(fluid) => Box::new(D2q9::new(fluid, frame)?),
+            Self::D2q9(fluid) => Box::new(Flow::new(fluid, frame)?),
+            Self::D3q19(fluid) => Box::new(Flow::new(fluid, frame)?),
             Self::Heat(heat) => Box::new(Scalar::new(*heat, frame)),
             Self::Wave(wave) => Box::new(Scalar::new(*wave, frame)),
             Self::GrayScott(reaction) => Box::new(Scalar::new(*reaction, frame)),

@@ -2,16 +2,19 @@
 //!
 //! Each is written into the place from which the one cell that looks there will pull, before the step. A solid cell's
 //! own numbers mean nothing.
-use super::{C, Fluid, OPPOSITE, W};
+use super::Directions;
 use crate::grid::Face;
 use crate::grid::frame::{Frame, Span};
 use crate::grid::planes::Planes;
+use crate::grid::rule::CellMap;
 
 /// The edges of one tile.
 pub(super) struct Edges {
+    directions: &'static Directions,
     /// By direction: what bounces back into it.
-    links: [Vec<Link>; 9],
-    open: Vec<Open>,
+    links: Vec<Vec<Link>>,
+    /// By open face of the tile.
+    open: Vec<(Turn, Vec<Open>)>,
     /// Bit rows of the owned cells that are solid, 64 from each multiple of 64 on; none if no cell is.
     solid: Vec<u64>,
 }
@@ -30,37 +33,41 @@ struct Link {
 #[derive(Clone, Copy)]
 struct Open {
     cell: usize,
-    turn: &'static [usize; 9],
     given: Given,
 }
 
-/// What is known at an open face: the velocity into the grid and along the face, or the density.
+/// What is known at an open face: the velocity into the grid and along the face's axes, or the density.
 #[derive(Clone, Copy)]
 enum Given {
-    Velocity([f32; 2]),
+    Velocity([f32; 3]),
     Density(f32),
 }
 
+/// Whether a cell, in local coordinates, is solid.
+type IsSolid<'a> = &'a dyn Fn([isize; 3]) -> bool;
+
 impl Edges {
-    pub(super) fn new(fluid: &Fluid, frame: &Frame) -> Self {
+    pub(super) fn new(directions: &'static Directions, solid: Option<&CellMap<bool>>, frame: &Frame) -> Self {
         let whole = frame.whole();
-        let width = whole.len(0);
-        let solid: Vec<bool> = match &fluid.solid {
+        let solid: Vec<bool> = match solid {
             None => Vec::new(),
             Some(solid) => {
                 let all = whole.rows().flat_map(|(y, z)| whole.0[0].clone().map(move |x| [x, y, z]));
                 all.map(|at| frame.global(at).is_some_and(|at| solid(at))).collect()
             }
         };
-        let is_solid = |[x, y, _]: [isize; 3]| {
-            let place = (y - whole.0[1].start) as usize * width + (x - whole.0[0].start) as usize;
-            !solid.is_empty() && solid[place]
+        let is_solid = |at: [isize; 3]| {
+            let [x, y, z] = std::array::from_fn(|axis| (at[axis] - whole.0[axis].start) as usize);
+            !solid.is_empty() && solid[(z * whole.len(1) + y) * whole.len(0) + x]
         };
-        let mut edges = Self { links: Default::default(), open: Vec::new(), solid: Vec::new() };
+        let links = vec![Vec::new(); directions.c.len()];
+        let mut edges = Self { directions, links, open: Vec::new(), solid: Vec::new() };
         // Whatever is computed while a halo lasts.
         let computed = frame.span(frame.depth - 1);
         edges.link(frame, &computed, !solid.is_empty(), &is_solid);
-        edges.open(frame, &computed, &is_solid);
+        for axis in 0..frame.grid.dimensions() {
+            (0..2).for_each(|side| edges.open(frame, &computed, axis, side, &is_solid));
+        }
         if solid.iter().any(|&solid| solid) {
             for (y, z) in frame.span(0).rows() {
                 for start in (0..frame.size[0]).step_by(64) {
@@ -72,157 +79,211 @@ impl Edges {
         edges
     }
 
-    fn link(&mut self, frame: &Frame, computed: &Span, masked: bool, is_solid: &dyn Fn([isize; 3]) -> bool) {
-        let [width, height, _] = frame.size;
+    fn link(&mut self, frame: &Frame, computed: &Span, masked: bool, is_solid: IsSolid<'_>) {
+        let [width, height, depth] = frame.size;
+        let deep = frame.grid.dimensions() == 3;
         for (y, z) in computed.rows() {
             // Without a mask there is something beyond the first and the last cells only.
-            let whole_row = masked || y == 0 || y == height - 1;
+            let at_face = y == 0 || y == height - 1 || deep && (z == 0 || z == depth - 1);
+            let whole_row = masked || at_face;
             let step = if whole_row { 1 } else { (width - 1).max(1) };
             let first = if whole_row { computed.0[0].start } else { 0 };
             for x in (first..computed.0[0].end).step_by(step as usize) {
-                if is_solid([x, y, z]) {
-                    continue;
-                }
-                for (i, c) in C.iter().enumerate().skip(1) {
-                    let beyond = [x - isize::from(c[0]), y - isize::from(c[1]), z];
-                    let crossed = [(beyond[0], width), (beyond[1], height)].map(|(at, size)| match at {
-                        _ if at < 0 => Some(0),
-                        _ if at >= size => Some(1),
-                        _ => None,
-                    });
-                    let face = |axis: usize| crossed[axis].and_then(|side| frame.face(axis, side));
-                    let wall = |moving: bool| {
-                        (0..2).rev().filter_map(face).find_map(|face| match face {
-                            Face::Moving { velocity } => moving.then_some(velocity),
-                            Face::Wall => (!moving).then_some([0.0; 3]),
-                            Face::Periodic | Face::Fixed(_) | Face::Inlet { .. } | Face::Outlet { .. } => None,
-                        })
-                    };
-                    // In a corner a moving wall goes before one at rest: so it adds as much as it takes.
-                    let velocity = wall(true).or_else(|| wall(false));
-                    let faces = (0..2).any(|axis| face(axis).is_some());
-                    let velocity = velocity.or_else(|| (!faces && is_solid(beyond)).then_some([0.0; 3]));
-                    if let Some(velocity) = velocity {
-                        let along = f64::from(c[0]) * f64::from(velocity[0]) + f64::from(c[1]) * f64::from(velocity[1]);
-                        let (from, to) = (frame.at([x, y, z]), frame.at(beyond));
-                        self.links[i].push(Link { from, to, add: (6.0 * W[i] * along) as f32 });
-                    }
+                if !is_solid([x, y, z]) {
+                    self.link_cell(frame, [x, y, z], is_solid);
                 }
             }
         }
     }
 
-    fn open(&mut self, frame: &Frame, computed: &Span, is_solid: &dyn Fn([isize; 3]) -> bool) {
-        for (axis, side) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-            let (across, face) = (1 - axis, frame.face(axis, side));
-            let cells = frame.grid.size()[across] as f32;
-            let given = |at: usize| match face? {
-                Face::Inlet { velocity, parabola } => {
-                    let place = (at as f32 + 0.5) / cells;
-                    let share = if parabola { 4.0 * place * (1.0 - place) } else { 1.0 };
-                    let into = if side == 0 { velocity[axis] } else { -velocity[axis] };
-                    Some(Given::Velocity([share * into, share * velocity[across]]))
-                }
-                Face::Outlet { density } => Some(Given::Density(density)),
-                Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Moving { .. } => None,
+    fn link_cell(&mut self, frame: &Frame, cell: [isize; 3], is_solid: IsSolid<'_>) {
+        for (i, c) in self.directions.c.iter().enumerate().skip(1) {
+            let beyond: [isize; 3] = std::array::from_fn(|axis| cell[axis] - isize::from(c[axis]));
+            let face = |axis: usize| match beyond[axis] {
+                at if at < 0 => frame.face(axis, 0),
+                at if at >= frame.size[axis] => frame.face(axis, 1),
+                _ => None,
             };
-            for along in computed.0[across].clone() {
-                let mut at = [0; 3];
-                at[axis] = if side == 0 { 0 } else { frame.size[axis] - 1 };
-                at[across] = along;
-                let Some(global) = frame.global(at).filter(|_| !is_solid(at)) else { continue };
-                if let Some(given) = given(global[across]) {
-                    self.open.push(Open { cell: frame.at(at), turn: &TURNS[2 * axis + side], given });
+            let wall = |moving: bool| {
+                (0..3).rev().filter_map(face).find_map(|face| match face {
+                    Face::Moving { velocity } => moving.then_some(velocity),
+                    Face::Wall => (!moving).then_some([0.0; 3]),
+                    Face::Periodic | Face::Fixed(_) | Face::Inlet { .. } | Face::Outlet { .. } => None,
+                })
+            };
+            // In a corner a moving wall goes before one at rest: so it adds as much as it takes.
+            let velocity = wall(true).or_else(|| wall(false));
+            let faces = (0..3).any(|axis| face(axis).is_some());
+            let velocity = velocity.or_else(|| (!faces && is_solid(beyond)).then_some([0.0; 3]));
+            if let Some(velocity) = velocity {
+                let along: f64 = c.iter().zip(velocity).map(|(c, v)| f64::from(*c) * f64::from(v)).sum();
+                let add = (6.0 * self.directions.w[i] * along) as f32;
+                self.links[i].push(Link { from: frame.at(cell), to: frame.at(beyond), add });
+            }
+        }
+    }
+
+    fn open(&mut self, frame: &Frame, computed: &Span, axis: usize, side: usize, is_solid: IsSolid<'_>) {
+        let Some(face @ (Face::Inlet { .. } | Face::Outlet { .. })) = frame.face(axis, side) else { return };
+        let turn = Turn::new(self.directions, axis, side);
+        let dimensions = frame.grid.dimensions();
+        let given = |at: [usize; 3]| match face {
+            Face::Inlet { velocity, parabola } => {
+                let bent =
+                    (0..dimensions).filter(|&across| parabola && across != axis && !frame.grid.is_periodic(across));
+                let share = bent.fold(1.0, |share, across| {
+                    let place = (at[across] as f32 + 0.5) / frame.grid.size()[across] as f32;
+                    share * 4.0 * place * (1.0 - place)
+                });
+                let mut given = velocity.map(|part| share * part);
+                given[axis] = if side == 0 { given[axis] } else { -given[axis] };
+                Given::Velocity(given)
+            }
+            Face::Outlet { density } => Given::Density(density),
+            Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Moving { .. } => Given::Density(1.0),
+        };
+        let mut layer = computed.clone();
+        let place = if side == 0 { 0 } else { frame.size[axis] - 1 };
+        layer.0[axis] = place..place + 1;
+        let mut cells = Vec::new();
+        for (y, z) in layer.rows() {
+            for x in layer.0[0].clone() {
+                if let Some(global) = frame.global([x, y, z]).filter(|_| !is_solid([x, y, z])) {
+                    cells.push(Open { cell: frame.at([x, y, z]), given: given(global) });
                 }
             }
         }
+        self.open.push((turn, cells));
     }
 
     /// 64 owned cells, from local ones.
-    pub(super) fn solid(&self, frame: &Frame, [x, y, _]: [isize; 3]) -> u64 {
+    pub(super) fn solid(&self, frame: &Frame, [x, y, z]: [isize; 3]) -> u64 {
         let words = (frame.size[0] as usize).div_ceil(64);
-        self.solid.get(y as usize * words + x as usize / 64).copied().unwrap_or(0)
+        let row = (z * frame.size[1] + y) as usize;
+        self.solid.get(row * words + x as usize / 64).copied().unwrap_or(0)
     }
 
     pub(super) fn fill(&self, frame: &Frame, state: &mut Planes) {
-        wrap(frame, state);
+        self.wrap(frame, state);
         let planes = state.shared();
         for (i, links) in self.links.iter().enumerate() {
-            let (from, to) = (planes.start::<f32>(OPPOSITE[i]), planes.start::<f32>(i));
+            let (from, to) = (planes.start::<f32>(self.directions.opposite[i]), planes.start::<f32>(i));
             for link in links {
                 // SAFETY: both are cells of the frame; nobody else has the planes.
                 unsafe { *to.add(link.to) = *from.add(link.from) + link.add };
             }
         }
-        let row = frame.strides()[0];
-        let planes: [*mut f32; 9] = std::array::from_fn(|i| planes.start(i));
-        for open in &self.open {
-            // SAFETY: the cell is computed in some step, so it and all around it are in the frame; nobody else has the
-            // planes.
-            unsafe { open.fill(&planes, row) };
-        }
-    }
-}
-
-impl Open {
-    /// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there.
-    unsafe fn fill(&self, planes: &[*mut f32; 9], row: isize) {
-        // In the order of `C`, as if the face were that at the low end of x.
-        let pulled = |i: usize| {
-            let i = self.turn[i];
-            let from = self.cell as isize - (isize::from(C[i][0]) + isize::from(C[i][1]) * row);
-            // SAFETY: the caller's contract.
-            unsafe { planes[i].offset(from) }
+        // Where each population is that the cell at element 0 pulls.
+        let [row, layer] = frame.strides();
+        let pulled = |(i, c): (usize, &[i8; 3])| {
+            let [x, y, z] = c.map(isize::from);
+            planes.start::<f32>(i).wrapping_offset(-(x + y * row + z * layer))
         };
-        let f = |i: usize| -> f32 {
-            // SAFETY: as above.
-            unsafe { *pulled(i) }
-        };
-        let leaving = (f(0) + (f(2) + f(4))) + 2.0 * (f(3) + (f(6) + f(7)));
-        let (density, into, along) = match self.given {
-            Given::Velocity([into, along]) => ((1.0 + leaving) / (1.0 - into), into, along),
-            Given::Density(density) => (density, 1.0 - (1.0 + leaving) / density, 0.0),
-        };
-        let (flow, slip) = (density * into, density * along);
-        let turn = 0.5 * (f(2) - f(4));
-        let coming = [
-            (1, f(3) + flow * (2.0 / 3.0)),
-            (5, f(7) - turn + flow * (1.0 / 6.0) + 0.5 * slip),
-            (8, f(6) + turn + flow * (1.0 / 6.0) - 0.5 * slip),
-        ];
-        for (i, value) in coming {
-            // SAFETY: as above.
-            unsafe { *pulled(i) = value };
-        }
-    }
-}
-
-/// Directions as seen with one's back to the face: low and high x, low and high y. The second axis keeps its sense.
-const TURNS: [[usize; 9]; 4] = [
-    [0, 1, 2, 3, 4, 5, 6, 7, 8],
-    [0, 3, 2, 1, 4, 6, 5, 8, 7],
-    [0, 2, 1, 4, 3, 5, 8, 7, 6],
-    [0, 4, 1, 2, 3, 8, 5, 6, 7],
-];
-
-/// The other ends of periodic axes, of what moves towards this one.
-fn wrap(frame: &Frame, state: &mut Planes) {
-    let [width, height, _] = frame.size;
-    if frame.wraps[0] {
-        for (i, c) in C.iter().enumerate().filter(|(_, c)| c[0] != 0) {
-            let cells = state.plane_mut::<f32>(i);
-            let (to, from) = if c[0] > 0 { (-1, width - 1) } else { (width, 0) };
-            for y in -frame.halo[1][0]..height + frame.halo[1][1] {
-                cells[frame.at([to, y, 0])] = cells[frame.at([from, y, 0])];
+        let pulled: Vec<*mut f32> = self.directions.c.iter().enumerate().map(pulled).collect();
+        for (turn, cells) in &self.open {
+            for open in cells {
+                // SAFETY: the cell is computed in some step, so it and all around it are in the frame; nobody else has the
+                // planes.
+                unsafe { turn.fill(open, &pulled) };
             }
         }
     }
-    if frame.wraps[1] {
-        let [left, right] = frame.ring[0];
-        for (i, c) in C.iter().enumerate().filter(|(_, c)| c[1] != 0) {
-            let row = |y| frame.at([-left, y, 0])..frame.at([width + right, y, 0]);
-            let (to, from) = if c[1] > 0 { (-1, height - 1) } else { (height, 0) };
-            state.plane_mut::<f32>(i).copy_within(row(from), row(to).start);
+
+    /// The other ends of periodic axes, of what moves towards this one. Later axes take with them what earlier ones made.
+    fn wrap(&self, frame: &Frame, state: &mut Planes) {
+        let mut within = frame.span(frame.depth);
+        for axis in (0..frame.grid.dimensions()).filter(|&axis| frame.wraps[axis]) {
+            let size = frame.size[axis];
+            for (i, c) in self.directions.c.iter().enumerate().filter(|(_, c)| c[axis] != 0) {
+                let cells = state.plane_mut::<f32>(i);
+                let (to, from) = if c[axis] > 0 { (-1, size - 1) } else { (size, 0) };
+                let mut span = within.clone();
+                span.0[axis] = to..to + 1;
+                let len = span.len(0);
+                for (y, z) in span.rows() {
+                    let row = |place: isize| {
+                        let mut at = [span.0[0].start, y, z];
+                        at[axis] = place;
+                        frame.at(at)
+                    };
+                    if len == 1 {
+                        cells[row(to)] = cells[row(from)];
+                    } else {
+                        cells.copy_within(row(from)..row(from) + len, row(to));
+                    }
+                }
+            }
+            within.0[axis] = -1..size + 1;
+        }
+    }
+}
+
+/// Directions as seen from an open face.
+struct Turn {
+    /// Those along the face, rest first, and those that leave.
+    along: Vec<usize>,
+    leaving: Vec<usize>,
+    /// The one that comes straight in, its opposite, and what it gains of the flow.
+    straight: (usize, usize, f32),
+    /// Those that come in aslant, their opposites, the axis and the sense along it.
+    aslant: Vec<(usize, usize, usize, f32)>,
+    /// By axis along the face: the axis, directions along it and against it.
+    axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
+    axis: usize,
+}
+
+impl Turn {
+    fn new(directions: &Directions, axis: usize, side: usize) -> Self {
+        let into = if side == 0 { 1 } else { -1 };
+        let towards = |sense: i8| (0..directions.c.len()).filter(move |&i| directions.c[i][axis] == sense);
+        let across = |i: usize| (0..3).find(|&other| other != axis && directions.c[i][other] != 0);
+        let (mut straight, mut aslant) = ((0, 0, 0.0), Vec::new());
+        for i in towards(into) {
+            let opposite = directions.opposite[i];
+            match across(i) {
+                None => straight = (i, opposite, (6.0 * directions.w[i]) as f32),
+                Some(other) => aslant.push((i, opposite, other, f32::from(directions.c[i][other]))),
+            }
+        }
+        let senses = |other: usize, sense: i8| towards(0).filter(|&i| directions.c[i][other] == sense).collect();
+        let axes = (0..3).filter(|&other| other != axis).map(|other| (other, senses(other, 1), senses(other, -1)));
+        Self {
+            along: towards(0).collect(),
+            leaving: towards(-into).collect(),
+            straight,
+            aslant,
+            axes: axes.filter(|(_, with, _): &(_, Vec<usize>, _)| !with.is_empty()).collect(),
+            axis,
+        }
+    }
+
+    /// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum
+    /// along the face is set right by what comes in aslant.
+    unsafe fn fill(&self, open: &Open, pulled: &[*mut f32]) {
+        let at = |i: usize| pulled[i].wrapping_add(open.cell);
+        // SAFETY: the caller's contract.
+        let f = |i: usize| unsafe { *at(i) };
+        let sum = |which: &[usize]| which.iter().fold(0.0, |sum, &i| sum + f(i));
+        let leaving = sum(&self.along) + 2.0 * sum(&self.leaving);
+        let (density, velocity) = match open.given {
+            Given::Velocity(velocity) => ((1.0 + leaving) / (1.0 - velocity[self.axis]), velocity),
+            Given::Density(density) => {
+                let mut velocity = [0.0; 3];
+                velocity[self.axis] = 1.0 - (1.0 + leaving) / density;
+                (density, velocity)
+            }
+        };
+        let flow = density * velocity[self.axis];
+        let mut turn = [0.0; 3];
+        for (axis, with, against) in &self.axes {
+            turn[*axis] = 0.5 * (density * velocity[*axis] - (sum(with) - sum(against)));
+        }
+        let (i, opposite, share) = self.straight;
+        // SAFETY: as above.
+        unsafe { *at(i) = f(opposite) + flow * share };
+        for &(i, opposite, axis, sense) in &self.aslant {
+            // SAFETY: as above.
+            unsafe { *at(i) = f(opposite) + flow * (1.0 / 6.0) + sense * turn[axis] };
         }
     }
 }
@@ -230,16 +291,19 @@ fn wrap(frame: &Frame, state: &mut Planes) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grid::lbm::{D2Q9, D3Q19};
 
     #[test]
-    fn turns_are_reflections_and_rotations() {
-        for (turn, (axis, side)) in TURNS.iter().zip([(0, 0), (0, 1), (1, 0), (1, 1)]) {
-            for i in 0..9 {
-                let seen = C[i];
-                let mut real = [0; 3];
-                real[axis] = if side == 0 { seen[0] } else { -seen[0] };
-                real[1 - axis] = seen[1];
-                assert_eq!(C[turn[i]], real, "direction {i} at face {axis}, {side}");
+    fn open_faces_know_all_directions() {
+        for (directions, dimensions, known) in [(&D2Q9, 2, [3, 3, 2, 1]), (&D3Q19, 3, [9, 5, 4, 3])] {
+            for (axis, side) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)].into_iter().take(2 * dimensions) {
+                let turn = Turn::new(directions, axis, side);
+                let crossing = turn.axes[0].1.len();
+                assert_eq!([turn.along.len(), turn.leaving.len(), turn.aslant.len(), crossing], known);
+                assert_eq!(turn.axes.len(), dimensions - 1);
+                let (straight, opposite, _) = turn.straight;
+                assert_eq!(directions.c[straight][axis], if side == 0 { 1 } else { -1 });
+                assert_eq!(directions.c[straight].map(|c| -c), directions.c[opposite]);
             }
         }
     }

@@ -301,7 +301,7 @@ fn what_no_fluid_can_be_is_named() {
     let error = says(&grid, Fluid { omega: Some(Arc::new(|_| 2.0)), ..Fluid::new(1.0) });
     assert!(error.contains("omega = 2 at [0, 0, 0]"), "{error}");
     let error = says(&Grid::closed(&[8, 8, 8]).unwrap(), Fluid::new(1.0));
-    assert!(error.contains("two dimensions"), "{error}");
+    assert!(error.contains("for 2 dimensions"), "{error}");
     let through = [[Face::Moving { velocity: [0.1, 0.0, 0.0] }, Face::Wall], WALLS];
     let error = says(&Grid::new(&[8, 8], &through).unwrap(), Fluid::new(1.0));
     assert!(error.contains("along itself"), "{error}");

@@ -1,0 +1,183 @@
+//! A fluid on one tile: what all lattices share around their collision.
+use super::collision::{POPULATIONS_MAX, Part, Plain};
+use super::edges::Edges;
+use super::{Directions, LatticeFluid};
+use crate::cpu::Isa;
+use crate::cpu::simd::{Kernel, Simd};
+use crate::grid::GridError;
+use crate::grid::frame::Frame;
+use crate::grid::planes::{Planes, Shared};
+use crate::grid::rule::{Rows, Stepper, aligned_frame};
+
+/// States larger than this are written past the caches: they would not be there any more when the next step reads them.
+const STREAM: usize = 16 << 20;
+/// Cells that are fetched so much before they are needed.
+const AHEAD: isize = 128;
+
+/// Directions, and what a block of 16 cells becomes. Functions and not closures: those would not be compiled for the
+/// instruction set.
+pub(crate) trait Lattice: 'static {
+    const DIRECTIONS: &'static Directions;
+
+    /// Rates are the same everywhere and no force acts: fewer operations.
+    unsafe fn plain_block<S: Simd, const STREAM: bool>(part: &Part, at: isize);
+
+    /// `FIELD`: rates by cell. `FORCE`: there is one. `STREAM`: past the caches.
+    unsafe fn block<S: Simd, const FIELD: bool, const FORCE: bool, const STREAM: bool>(part: &Part, at: isize);
+}
+
+/// The method on one tile.
+pub(crate) struct Flow<const D: usize> {
+    edges: Edges,
+    /// Half the rates of the even and of the odd parts.
+    half: [f32; 2],
+    plain: Plain,
+    /// Rates by cell.
+    halves: Option<Planes>,
+    force: [f32; 3],
+    frame: Frame,
+    stream: bool,
+}
+
+impl<const D: usize> Flow<D>
+where
+    LatticeFluid<D>: Lattice,
+{
+    pub(crate) fn new(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Self, GridError> {
+        let directions = LatticeFluid::<D>::DIRECTIONS;
+        let mut force = [0.0; 3];
+        force[..D].copy_from_slice(&fluid.force);
+        Ok(Self {
+            edges: Edges::new(directions, fluid.solid.as_ref(), frame),
+            half: fluid.rates(fluid.tau).map(|rate| (0.5 * rate) as f32),
+            plain: Plain::new(D, fluid.rates(fluid.tau)),
+            halves: halves(fluid, frame)?,
+            force,
+            stream: 2 * directions.c.len() * frame.plane_bytes() > STREAM,
+            frame: frame.clone(),
+        })
+    }
+
+    unsafe fn run<const FIELD: bool, const FORCE: bool>(&self, isa: Isa, part: Part) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if self.stream {
+                isa.run(Collide::<D, FIELD, FORCE, true>(part));
+            } else {
+                isa.run(Collide::<D, FIELD, FORCE, false>(part));
+            }
+        }
+    }
+}
+
+/// Half the rates of each cell, if they are not the same everywhere.
+fn halves<const D: usize>(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Option<Planes>, GridError> {
+    let Some(omega) = &fluid.omega else { return Ok(None) };
+    let mut planes = Planes::new(2, frame.plane_bytes())?;
+    let whole = frame.whole();
+    for (y, z) in whole.rows() {
+        for x in whole.0[0].clone() {
+            let Some(global) = frame.global([x, y, z]) else { continue };
+            let omega = f64::from(omega(global));
+            if !(omega > 0.0 && omega < 2.0) {
+                let what = format!("omega = {omega} at {global:?}: between 0 and 2 is possible");
+                return Err(GridError::Parameter { rule: LatticeFluid::<D>::NAME, what });
+            }
+            let [even, odd] = fluid.rates(1.0 / omega);
+            planes.plane_mut::<f32>(0)[frame.at([x, y, z])] = (0.5 * even) as f32;
+            planes.plane_mut::<f32>(1)[frame.at([x, y, z])] = (0.5 * odd) as f32;
+        }
+    }
+    Ok(Some(planes))
+}
+
+impl<const D: usize> Stepper for Flow<D>
+where
+    LatticeFluid<D>: Lattice,
+{
+    fn fill(&self, frame: &Frame, state: &mut Planes) {
+        self.edges.fill(frame, state);
+    }
+
+    unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows) {
+        // Whole blocks of 16, counted from the first owned cell.
+        let (start, end) = (rows.x.start.div_euclid(16) * 16, (rows.x.end + 15).div_euclid(16) * 16);
+        let at = frame.at([start, rows.y.start, rows.z]);
+        let [row, layer] = frame.strides();
+        let (mut from, mut to) = ([std::ptr::null(); POPULATIONS_MAX], [std::ptr::null_mut(); POPULATIONS_MAX]);
+        for (i, [x, y, z]) in LatticeFluid::<D>::DIRECTIONS.c.iter().map(|c| c.map(isize::from)).enumerate() {
+            from[i] = state.plane::<f32>(i).as_ptr().wrapping_add(at).wrapping_offset(-(x + y * row + z * layer));
+            to[i] = next.start::<f32>(i).wrapping_add(at);
+        }
+        let part = Part {
+            from,
+            to,
+            halves: match &self.halves {
+                Some(halves) => std::array::from_fn(|i| halves.plane::<f32>(i).as_ptr().wrapping_add(at)),
+                None => [std::ptr::null(); 2],
+            },
+            half: self.half,
+            plain: self.plain,
+            force: self.force,
+            row,
+            rows: rows.y.len(),
+            cells: (end - start) as usize,
+        };
+        // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
+        // instruction set was detected.
+        unsafe {
+            match (self.halves.is_some(), self.force != [0.0; 3]) {
+                (false, false) => self.run::<false, false>(isa, part),
+                (false, true) => self.run::<false, true>(isa, part),
+                (true, false) => self.run::<true, false>(isa, part),
+                (true, true) => self.run::<true, true>(isa, part),
+            }
+        }
+    }
+
+    fn travels(&self, field: usize) -> Option<[i8; 3]> {
+        Some(LatticeFluid::<D>::DIRECTIONS.c[field])
+    }
+
+    fn hidden(&self, at: [usize; 3]) -> u64 {
+        self.edges.solid(&self.frame, self.frame.local(at))
+    }
+}
+
+struct Collide<const D: usize, const FIELD: bool, const FORCE: bool, const STREAM: bool>(Part);
+
+impl<const D: usize, const FIELD: bool, const FORCE: bool, const STREAM: bool> Kernel
+    for Collide<D, FIELD, FORCE, STREAM>
+where
+    LatticeFluid<D>: Lattice,
+{
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let part = self.0;
+        aligned_frame();
+        // SAFETY: the contract of `Stepper::rows`, passed on.
+        unsafe {
+            for y in 0..part.rows as isize {
+                for x in (0..part.cells as isize).step_by(16) {
+                    let at = y * part.row + x;
+                    if STREAM {
+                        // Rows are pages apart, and what reads ahead in the machine stops at the end of a page.
+                        for plane in &part.from[..LatticeFluid::<D>::DIRECTIONS.c.len()] {
+                            S::prefetch(plane.wrapping_offset(at + AHEAD).cast());
+                        }
+                    }
+                    if FIELD || FORCE {
+                        LatticeFluid::<D>::block::<S, FIELD, FORCE, STREAM>(&part, at);
+                    } else {
+                        LatticeFluid::<D>::plain_block::<S, STREAM>(&part, at);
+                    }
+                }
+            }
+            if STREAM {
+                S::fence();
+            }
+        }
+    }
+}
