@@ -12,7 +12,9 @@ const OPERATIONS_MAX: usize = 1000;
 /// Parentheses and calls inside each other at most.
 const DEPTH_MAX: usize = 64;
 /// Values that wait on the stack at most.
-pub(super) const STACK_MAX: usize = 64;
+const STACK_MAX: usize = 64;
+/// What most expressions get along with.
+const STACK_USUAL: usize = 8;
 
 /// What expressions may name beside x, y, z and functions.
 #[derive(Clone, Debug, Default)]
@@ -80,16 +82,18 @@ pub(super) enum Binary {
 }
 
 /// An expression that can be evaluated. Invariant: its operations leave exactly one value and never need more than
-/// [`STACK_MAX`].
+/// `stack`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Expression {
     operations: Vec<Operation>,
+    /// Values that wait at most.
+    stack: usize,
     seed: u64,
 }
 
 impl Expression {
     pub(super) fn number(number: f64) -> Self {
-        Self { operations: vec![Operation::Number(number)], seed: 0 }
+        Self { operations: vec![Operation::Number(number)], stack: 1, seed: 0 }
     }
 
     pub(super) fn parse(text: &str, names: &Names) -> Result<Self, Wrong> {
@@ -99,10 +103,10 @@ impl Expression {
         }
         let words = words(text)?;
         let end = text.chars().count() + 1;
-        let mut parser = Parser { words, at: 0, end, depth: 0, stack: 0, operations: Vec::new(), names };
+        let mut parser = Parser { words, at: 0, end, depth: 0, stack: 0, deepest: 0, operations: Vec::new(), names };
         parser.expression()?;
         match parser.peek() {
-            (Word::End, _) => Ok(Self { operations: parser.operations, seed: names.seed }),
+            (Word::End, _) => Ok(Self { operations: parser.operations, stack: parser.deepest, seed: names.seed }),
             (word, column) => Err(wrong(column, format!("expected an operator or the end, found {}", word.text()))),
         }
     }
@@ -125,7 +129,12 @@ impl Expression {
 
     /// The value, and with it whatever the kind of number carries along.
     pub(super) fn of<N: Number>(&self, cell: [usize; 3]) -> N {
-        let mut stack = [N::number(0.0); STACK_MAX];
+        // Clearing a long stack would take longer than most expressions.
+        if self.stack <= STACK_USUAL { self.on::<N, STACK_USUAL>(cell) } else { self.on::<N, STACK_MAX>(cell) }
+    }
+
+    fn on<N: Number, const STACK: usize>(&self, cell: [usize; 3]) -> N {
+        let mut stack = [N::number(0.0); STACK];
         let mut top = 0;
         for operation in &self.operations {
             match *operation {
@@ -245,6 +254,7 @@ struct Parser<'a> {
     depth: usize,
     /// Values that wait.
     stack: usize,
+    deepest: usize,
     operations: Vec<Operation>,
     names: &'a Names,
 }
@@ -318,6 +328,7 @@ impl Parser<'_> {
             Operation::Binary(_) => self.stack -= 1,
             Operation::Select => self.stack -= 2,
         }
+        self.deepest = self.deepest.max(self.stack);
         if self.stack > STACK_MAX {
             return Err(wrong(column, format!("more than {STACK_MAX} values wait for others: use fewer parentheses")));
         }

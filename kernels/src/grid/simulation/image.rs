@@ -67,11 +67,6 @@ impl Image {
         }
         Mask { width: self.width, bits }
     }
-
-    /// Appends what makes it different from others.
-    pub(super) fn describe(&self, to: &mut Vec<u8>) {
-        to.extend(self.grey.iter().flat_map(|grey| grey.to_le_bytes()));
-    }
 }
 
 /// What a pixel looks like on white paper.

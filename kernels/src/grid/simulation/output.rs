@@ -155,6 +155,7 @@ fn output(
         Some(item) => folder(&item)?,
     };
     let range = keys.get("range").map(|item| range(&item)).transpose()?;
+    let range = range.or(matches!(what, Kind::Life).then_some([0.0, 1.0]));
     let colours = keys.get("colours").map(|item| item.word(&COLOURS)).transpose()?;
     let usual = if kind == OutputKind::Gif { ANIMATION_SIZE } else { FRAME_SIZE };
     let (mut size_max, mut layer) = (usual, grid.size()[2] / 2);

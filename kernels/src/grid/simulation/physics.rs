@@ -9,6 +9,7 @@ use crate::grid::lbm::{Collision, Fluid};
 use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::FIELDS_MAX;
+use crate::grid::rule_file::TextRule;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
 use crate::grid::{AXES, Face, Grid};
 
@@ -120,13 +121,17 @@ pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], Sim
     Ok(vector)
 }
 
-const RULES: &str = "the rule: name = \"life\", \"d2q9\", \"heat\", \"wave\" or \"gray-scott\"";
+const RULES: &str = "the rule: name = \"life\", \"d2q9\", \"heat\", \"wave\" or \"gray-scott\", or file = \"x.rule\"";
 
 /// `[rule]`.
 pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<Physics, SimulationError> {
     let keys = item.table(RULES)?;
     let mut described = Vec::new();
     describe_grid(grid, &mut described);
+    if let Some(item) = keys.get("file") {
+        let (rule, kind) = from_text(&keys, &item, files, &mut described)?;
+        return checked(keys, rule, kind, grid, described);
+    }
     let name = keys.need("name", RULES)?;
     let (rule, kind) = match name.text(RULES)? {
         "life" => (life(&keys, &mut described)?, Kind::Life),
@@ -151,11 +156,53 @@ pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result
         }
         _ => return Err(name.expected(RULES)),
     };
+    checked(keys, rule, kind, grid, described)
+}
+
+/// Together, if they fit.
+fn checked(
+    keys: Keys<'_>,
+    rule: Rule,
+    kind: Kind,
+    grid: &Grid,
+    mut described: Vec<u8>,
+) -> Result<Physics, SimulationError> {
     described.extend_from_slice(rule.name().as_bytes());
     rule.check(grid).map_err(|wrong| keys.error(wrong.to_string()))?;
     keys.done()?;
     Ok(Physics { rule, kind, described })
 }
+
+/// `file = "x.rule"`, and values for some of its parameters: `parameters = { feed = 0.04 }`.
+fn from_text(
+    keys: &Keys<'_>,
+    item: &Item<'_>,
+    files: &mut Files,
+    described: &mut Vec<u8>,
+) -> Result<(Rule, Kind), SimulationError> {
+    let file = item.text("the name of a rule file")?;
+    let text = files.load_text(file, item)?;
+    let mut rule = TextRule::parse(&text).map_err(|wrong| item.error(format!("{file}, {wrong}")))?;
+    if let Some(item) = keys.get("parameters") {
+        for (name, item) in item.table("a table with values of the rule's parameters")?.all() {
+            let value = item.number("a number")? as f32;
+            rule.set(name, value).map_err(|wrong| item.error(wrong.to_string()))?;
+        }
+    }
+    let program = rule.program();
+    if let Some(long) = program.fields().iter().find(|field| field.len() > FIELD_NAME_MAX) {
+        let long = super::keys::shortened(long);
+        return Err(item.error(format!("{file}: the name of the field {long} has more than {FIELD_NAME_MAX} letters")));
+    }
+    let (operations, next) = (program.operations(), program.next());
+    described.extend_from_slice(format!("{:?} {operations:?} {next:?}", program.fields()).as_bytes());
+    described.extend(rule.parameters().iter().flat_map(|value| value.to_bits().to_le_bytes()));
+    let kind = Kind::Fields(program.fields().to_vec());
+    Ok((Rule::Text(rule), kind))
+}
+
+/// Letters of a field's name at most: files are named after it.
+const FIELD_NAME_MAX: usize = 64;
 
 fn named(fields: &[&str]) -> Kind {
     Kind::Fields(fields.iter().map(|field| (*field).into()).collect())

@@ -1,6 +1,7 @@
 //! What of a grid can be looked at: quantities from a tile's fields, thinned for pictures, and put together from many tiles.
 use super::physics::Kind;
 use super::{OutputSpec, Simulation, SimulationError};
+use crate::grid::frame::Format;
 use crate::grid::lbm::Fluid;
 use crate::grid::tile::Tile;
 use crate::grid::{Face, GridError, Region};
@@ -101,14 +102,12 @@ impl Simulation {
                     _ => return Err(self.no_such(quantity)),
                 };
                 let fields: Vec<usize> = (0..tile.fields()).collect();
-                pick(tile, &fields, region, stride, &mut |at, cell| {
-                    if self.is_solid(at) { if part == Part::Density { 1.0 } else { 0.0 } } else { part.of(fluid, cell) }
-                })
+                pick(tile, &fields, region, stride, &mut |cell| part.of(fluid, cell))
             }
             Kind::Fields(names) => {
                 let field = names.iter().position(|name| name == quantity);
                 let field = field.ok_or_else(|| self.no_such(quantity))?;
-                pick(tile, &[field], region, stride, &mut |_, cell| cell[0])
+                pick(tile, &[field], region, stride, &mut |cell| cell[0])
             }
             Kind::Life => Err(self.no_such(quantity)),
         }
@@ -144,6 +143,10 @@ impl Part {
     fn of(self, fluid: &Fluid, cell: &[f32]) -> f32 {
         let Ok(populations) = cell.try_into() else { return 0.0 };
         let (density, velocity) = fluid.moments(populations);
+        // Solid cells are read as zeros: at rest, whatever the force on the fluid.
+        if cell.iter().all(|population| *population == 0.0) {
+            return if self == Self::Density { 1.0 } else { 0.0 };
+        }
         match self {
             Self::Density => density as f32,
             Self::Speed => velocity.iter().map(|part| part * part).sum::<f64>().sqrt() as f32,
@@ -158,19 +161,20 @@ fn pick(
     fields: &[usize],
     region: Region,
     stride: usize,
-    value: &mut dyn FnMut([usize; 3], &[f32]) -> f32,
+    value: &mut dyn FnMut(&[f32]) -> f32,
 ) -> Result<Vec<f32>, SimulationError> {
+    tile.whole()?;
     let to = blocks(region, stride);
     let mut values = vec![0.0; to.cells()];
     let mut cell = vec![0.0; fields.len()];
+    let mut rows = vec![Vec::new(); fields.len()];
     for z in region.start[2]..region.end[2] {
         for y in (region.start[1].next_multiple_of(stride)..region.end[1]).step_by(stride) {
-            let row = Region { start: [region.start[0], y, z], end: [region.end[0], y + 1, z + 1] };
-            let rows: Vec<Vec<f32>> = fields.iter().map(|field| tile.read(*field, row)).collect::<Result<_, _>>()?;
+            fields.iter().zip(&mut rows).for_each(|(field, row)| read(tile, *field, region, [y, z], row));
             let start = place(to, [0, y / stride, z]);
             for x in (region.start[0].next_multiple_of(stride)..region.end[0]).step_by(stride) {
                 cell.iter_mut().zip(&rows).for_each(|(cell, row)| *cell = row[x - region.start[0]]);
-                values[start + x / stride - to.start[0]] = value([x, y, z], &cell);
+                values[start + x / stride - to.start[0]] = value(&cell);
             }
         }
     }
@@ -179,18 +183,48 @@ fn pick(
 
 /// Of each block the number of living cells.
 fn count(tile: &Tile, region: Region, stride: usize) -> Result<Vec<f32>, SimulationError> {
+    tile.whole()?;
     let to = blocks(region, stride);
     let mut values = vec![0.0; to.cells()];
+    let mut row = Vec::new();
     for z in region.start[2]..region.end[2] {
         for y in region.start[1]..region.end[1] {
-            let row = Region { start: [region.start[0], y, z], end: [region.end[0], y + 1, z + 1] };
+            read(tile, 0, region, [y, z], &mut row);
             let start = place(to, [0, y / stride, z]);
-            for (x, alive) in (region.start[0]..).zip(tile.read(0, row)?) {
-                values[start + x / stride - to.start[0]] += alive;
+            let (mut block, mut left) = (start, stride - region.start[0] % stride);
+            for alive in &row {
+                if left == 0 {
+                    (block, left) = (block + 1, stride);
+                }
+                values[block] += alive;
+                left -= 1;
             }
         }
     }
     Ok(values)
+}
+
+/// A field of a region's row; cells that the rule hides are 0. The same as [`Tile::read`], by rows rather than by cells.
+fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut Vec<f32>) {
+    let (start, end) = (region.start[0], region.end[0]);
+    let at = tile.frame.local([start, y, z]);
+    let first = tile.frame.at(at);
+    row.clear();
+    match tile.frame.format {
+        Format::Float => row.extend_from_slice(&tile.state.plane::<f32>(field)[first..first + end - start]),
+        Format::Bit => {
+            let words = &tile.state.plane::<u64>(field)[first..];
+            let skipped = at[0].rem_euclid(64) as usize;
+            row.extend((skipped..skipped + end - start).map(|bit| (words[bit / 64] >> (bit % 64) & 1) as f32));
+        }
+    }
+    for word in start / 64..end.div_ceil(64) {
+        let hidden = tile.stepper.hidden([64 * word, y, z]);
+        if hidden != 0 {
+            let cells = (64 * word).max(start)..(64 * word + 64).min(end);
+            cells.filter(|x| hidden >> (x % 64) & 1 == 1).for_each(|x| row[x - start] = 0.0);
+        }
+    }
 }
 
 /// Where in a box the row of a block begins.
@@ -206,6 +240,8 @@ pub struct Mosaic {
     /// In blocks.
     to: Region,
     quantity: String,
+    /// Whether values are numbers of living cells.
+    counts: bool,
     /// By what the quantity needs.
     parts: Vec<(String, Vec<f32>, usize)>,
     periodic: [bool; 2],
@@ -238,7 +274,8 @@ impl Mosaic {
             let whole = region.size()[axis] == simulation.grid.size()[axis] && region.size()[axis] % stride == 0;
             whole && simulation.grid.faces(axis)[0] == Face::Periodic
         });
-        Ok(Self { region, stride, to, quantity: quantity.into(), parts, periodic })
+        let counts = matches!(simulation.physics.kind, Kind::Life);
+        Ok(Self { region, stride, to, quantity: quantity.into(), counts, parts, periodic })
     }
 
     /// What a tile sampled of `part`, one of what the quantity needs, over a region: each cell once.
@@ -282,7 +319,7 @@ impl Mosaic {
             return Field { size, values: self.vorticity() };
         }
         let mut values = self.parts.pop().map(|(_, values, _)| values).unwrap_or_default();
-        if self.quantity == "alive" && self.stride > 1 {
+        if self.counts && self.stride > 1 {
             let cells = |axis: usize, block: usize| {
                 let start = (block + self.to.start[axis]) * self.stride;
                 (start + self.stride).min(self.region.end[axis]) - start.max(self.region.start[axis])

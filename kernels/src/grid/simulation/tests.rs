@@ -314,3 +314,24 @@ fn warnings_name_what_will_end_badly() {
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     assert!(warnings[0].contains("tau = 0.501") && warnings[1].contains("0.29"), "{warnings:?}");
 }
+
+#[test]
+fn a_rule_file_is_a_rule_like_others() {
+    const RULE: &str = "fields a b\nparam rate = 0.1\nparam gain = 2\na' = a + rate * lap(a)\nb' = gain * b[1, 0]\n";
+    let text = "name = \"a\"\nsteps = 5\n[grid]\nsize = [64, 16]\n[rule]\nfile = \"r.rule\"\nparameters = { gain = 0.5 }\n\
+                [initial]\nb = \"x == 10.5\"\n[[output]]\nkind = \"png\"\nevery = 1\nquantity = \"b\"";
+    let simulation = job(text, &[("r.rule", RULE.as_bytes())]);
+    assert_eq!(simulation.quantities(), ["a", "b"]);
+    let again = Simulation::from_bytes(&simulation.to_bytes()).unwrap();
+    assert_eq!(again.identity(), simulation.identity());
+    let mut tile = loaded(&again, again.grid().region());
+    tile.advance(&mut Threads::new(1).unwrap(), 2).unwrap();
+    let field = framed(&again, &[tile], "b", 1);
+    assert_eq!(field.values[7..10], [0.0, 0.25, 0.0]);
+
+    let spaced = RULE.replace("lap(a)", "lap( a )  # spread");
+    assert_eq!(job(text, &[("r.rule", spaced.as_bytes())]).identity(), simulation.identity());
+    let (stronger, other) = (text.replace("0.5", "0.6"), RULE.replace("b[1, 0]", "b[-1, 0]"));
+    assert_ne!(job(&stronger, &[("r.rule", RULE.as_bytes())]).identity(), simulation.identity());
+    assert_ne!(job(text, &[("r.rule", other.as_bytes())]).identity(), simulation.identity());
+}

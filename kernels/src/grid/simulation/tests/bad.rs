@@ -4,7 +4,7 @@ use super::*;
 /// What is said of a job file that cannot be.
 fn error(text: &str, files: &[(&str, &[u8])]) -> String {
     let (_folder, path) = written(text, files);
-    Simulation::read(&path).map(|_| ()).unwrap_err().to_string()
+    Simulation::read(&path).map(|_| ()).expect_err(text).to_string()
 }
 
 const PLAIN: &str = "name = \"a\"\nsteps = 10\n[grid]\nsize = [64, 16]\n[rule]\nname = \"d2q9\"\ntau = 1\n";
@@ -103,7 +103,7 @@ fn life_and_fields_have_errors_of_their_own() {
     let walls = "[boundary]\nx = \"wall\"\ny = \"wall\"\n";
     for (text, place, what) in [
         (life("notation = \"B9/S\""), "(rule.notation)", "a cell has 8"),
-        (life("rate = 1"), "(rule.rate)", "expected one of name, notation"),
+        (life("rate = 1"), "(rule.rate)", "expected one of file, name, notation"),
         (life("[boundary]\nx = { outlet = 1 }"), "(rule)", "periodic or wall"),
         (life("[initial]\nnoise = 1.5"), "(initial.noise)", "from 0 to 1"),
         (life("[initial]\npattern = { at = [1, 1] }"), "(initial.pattern)", "either `file`"),
@@ -121,7 +121,11 @@ fn life_and_fields_have_errors_of_their_own() {
             "reaches x = 64, the grid has 64",
         ),
         (heat("[initial]\nheat = 1"), "(initial.heat)", "expected one of temperature"),
-        (heat("[boundary]\nx = { fixed = [1, 2, 3] }"), "(boundary.x.fixed)", "at most 2"),
+        (
+            heat("[boundary]\nx = { fixed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17] }"),
+            "(boundary.x.fixed)",
+            "at most 16",
+        ),
         (heat("").replace("rate = 0.1", "rate = -1"), "(rule)", "must not be negative"),
         (heat("").replace("rate = 0.1", ""), "(rule)", "expected `rate`"),
     ] {
@@ -186,4 +190,27 @@ fn bytes_that_are_no_job() {
     other[8 + 4 + 8..][..4].copy_from_slice(&len.to_le_bytes());
     let found = Simulation::from_bytes(&other).map(|_| ()).unwrap_err().to_string();
     assert!(found.contains("elsewhere.rle did not come with the job"), "{found}");
+}
+
+#[test]
+fn rule_files_are_told_from_job_files() {
+    let job = "name = \"a\"\nsteps = 10\n[grid]\nsize = [64, 16]\n[rule]\nfile = \"r.rule\"\n";
+    let rule = "fields u\nparam k = 1\nu' = k * u\n";
+    for (rest, rule, place, what) in [
+        ("", "fields u\nu' = v\n", "line 6, column 8 (rule.file)", "r.rule, line 2, column 6: nothing is named `v`"),
+        ("", "fields u\nu' = u / 0\n", "(rule.file)", "division by zero"),
+        ("", "fields u\nu' = u[9, 0]\n", "(rule.file)", "at most 8"),
+        ("", "dimensions 3\nfields u\nu' = u\n", "(rule)", "dimensions"),
+        ("parameters = { q = 1 }", rule, "(rule.parameters.q)", "there is no parameter `q`: it has k"),
+        ("name = \"heat\"", rule, "(rule.name)", "expected one of file, parameters"),
+        ("[boundary]\nx = { outlet = 1 }", rule, "(rule)", "knows no such face"),
+        ("[initial]\nv = 1", rule, "(initial.v)", "expected one of u"),
+    ] {
+        let found = error(&format!("{job}{rest}"), &[("r.rule", rule.as_bytes())]);
+        assert!(found.contains(place) && found.contains(what), "{found}\nexpected: {place} … {what}");
+    }
+    let long = format!("fields {0}\n{0}' = {0}\n", "u".repeat(65));
+    assert!(error(job, &[("r.rule", long.as_bytes())]).contains("more than 64 letters"));
+    assert!(error(job, &[]).contains("r.rule"));
+    assert!(error(job, &[("r.rule", &[0xff])]).contains("no text"));
 }
