@@ -21,6 +21,7 @@ pub mod hub;
 pub mod links;
 pub mod measure;
 pub mod node;
+pub mod output;
 pub mod pull;
 pub mod record;
 pub mod renewal;

@@ -1,0 +1,231 @@
+//! One moving picture: a GIF that is complete after every frame, and goes on growing after a restart.
+//!
+//! Each frame follows a comment with its step and the range of its colours, so that the file itself says what is in it: a run
+//! that goes back to a checkpoint cuts it there and goes on. A frame is written over the file's last byte, its end mark, and
+//! brings a new one; if that fails, the file is cut back to what it was.
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+
+use gif::{AnyExtension, Encoder, EncodingError, Frame, Repeat};
+use kernels::grid::simulation::Field;
+
+use super::colours::{palette, wider};
+use super::files::{failed, replace};
+use super::{OutputError, Painter};
+
+/// Hundredths of a second that a frame is shown: what browsers do not slow down.
+const DELAY: u16 = 4;
+/// The byte that ends a file.
+const END: &[u8] = &[0x3b];
+/// The comment extension.
+const COMMENT: AnyExtension = AnyExtension(0xfe);
+
+/// What adds to a file's header.
+type Adding<'a> = dyn Fn(&mut Encoder<Vec<u8>>) -> Result<(), EncodingError> + 'a;
+
+/// A GIF on disk.
+pub(super) struct Animation {
+    path: PathBuf,
+    painter: Painter,
+    /// Whether the job says the range of colours. Else it is the widest one so far.
+    fixed: bool,
+    header: Vec<u8>,
+    /// Invariant: these frames, one after the other from the header on, and the end mark are the file.
+    frames: Vec<Part>,
+}
+
+/// A frame in the file.
+#[derive(Clone, Copy)]
+struct Part {
+    step: u64,
+    range: [f32; 2],
+    /// Where it ends in the file.
+    end: u64,
+}
+
+impl Animation {
+    pub(super) fn open(path: PathBuf, painter: Painter, fixed: bool, from: u64) -> Result<Self, OutputError> {
+        let mut animation = Self { path, painter, fixed, header: Vec::new(), frames: Vec::new() };
+        animation.header = animation.encoded(&|_| Ok(())).map_err(|error| failed(&animation.path, &error))?;
+        // What is not ours, or not readable, is begun anew.
+        animation.frames = animation.scan().unwrap_or_default();
+        animation.cut(from.saturating_add(1))?;
+        Ok(animation)
+    }
+
+    pub(super) fn write(&mut self, step: u64, field: &Field) -> Result<(), OutputError> {
+        self.cut(step)?;
+        let before = self.frames.last().map(|part| part.range);
+        let own = self.painter.range_of(field);
+        let range = match before {
+            Some([low, high]) => wider(self.painter.colours(), [low.min(own[0]), high.max(own[1])]),
+            None => own,
+        };
+        let picture = self.painter.paint(field, (!self.fixed).then_some(range));
+        let comment = format!("step {step} range {:08x} {:08x}", range[0].to_bits(), range[1].to_bits());
+        let whole = self.encoded(&|encoder| {
+            encoder.write_raw_extension(COMMENT, &[comment.as_bytes()])?;
+            encoder.write_frame(&Frame {
+                width: picture.width as u16,
+                height: picture.height as u16,
+                delay: DELAY,
+                buffer: picture.pixels.as_slice().into(),
+                ..Frame::default()
+            })
+        });
+        let whole = whole.map_err(|error| failed(&self.path, &error))?;
+        let start = self.end();
+        let frame = &whole[self.header.len()..];
+        if self.frames.is_empty() {
+            replace(&self.path, &[&whole, END])?;
+        } else {
+            self.append(start, frame)?;
+        }
+        self.frames.push(Part { step, range, end: start + frame.len() as u64 });
+        Ok(())
+    }
+
+    /// The header and what `then` adds.
+    fn encoded(&self, then: &Adding<'_>) -> io::Result<Vec<u8>> {
+        let bytes = || -> Result<Vec<u8>, EncodingError> {
+            let size = self.painter.size().map(|size| size as u16);
+            let colours = palette(self.painter.colours()).concat();
+            let mut encoder = Encoder::new(Vec::new(), size[0], size[1], &colours)?;
+            encoder.set_repeat(Repeat::Infinite)?;
+            then(&mut encoder)?;
+            Ok(encoder.get_ref().clone())
+        };
+        bytes().map_err(io::Error::other)
+    }
+
+    /// Where the last frame ends.
+    fn end(&self) -> u64 {
+        self.frames.last().map_or(self.header.len() as u64, |part| part.end)
+    }
+
+    fn append(&self, start: u64, frame: &[u8]) -> Result<(), OutputError> {
+        let add = || -> io::Result<()> {
+            let mut file = OpenOptions::new().write(true).open(&self.path)?;
+            file.seek(SeekFrom::Start(start))?;
+            // Not forced to the disk: what a power cut tears off is seen, and written again, when the run goes on.
+            file.write_all(&[frame, END].concat())
+        };
+        add().map_err(|error| {
+            let _ = self.end_at(start);
+            failed(&self.path, &error)
+        })
+    }
+
+    /// Makes the file end after a frame.
+    fn end_at(&self, place: u64) -> io::Result<()> {
+        let mut file = OpenOptions::new().write(true).open(&self.path)?;
+        file.set_len(place)?;
+        file.seek(SeekFrom::Start(place))?;
+        file.write_all(END)
+    }
+
+    /// Forgets the frames of a step and of later ones.
+    fn cut(&mut self, step: u64) -> Result<(), OutputError> {
+        let keep = self.frames.partition_point(|part| part.step < step);
+        let shorter = keep < self.frames.len();
+        self.frames.truncate(keep);
+        if shorter && keep == 0 {
+            return fs::remove_file(&self.path).map_err(|error| failed(&self.path, &error));
+        }
+        if shorter { self.end_at(self.end()).map_err(|error| failed(&self.path, &error)) } else { Ok(()) }
+    }
+
+    /// The complete frames of the file, if it is one of ours.
+    fn scan(&self) -> io::Result<Vec<Part>> {
+        let mut file = Blocks { file: BufReader::new(File::open(&self.path)?), at: 0 };
+        let mut header = vec![0; self.header.len()];
+        file.read(&mut header)?;
+        let mut parts: Vec<Part> = Vec::new();
+        if header != self.header {
+            return Ok(parts);
+        }
+        // Steps rise from frame to frame; whatever is after something else is written again.
+        while let Ok(Some((step, range))) = file.frame() {
+            if parts.last().is_some_and(|last| last.step >= step) {
+                break;
+            }
+            parts.push(Part { step, range, end: file.at });
+        }
+        // Whatever comes after the last complete frame goes.
+        if let Some(last) = parts.last() {
+            self.end_at(last.end)?;
+        }
+        Ok(parts)
+    }
+}
+
+/// The blocks of a GIF.
+struct Blocks {
+    file: BufReader<File>,
+    at: u64,
+}
+
+impl Blocks {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact(bytes)?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn byte(&mut self) -> io::Result<u8> {
+        let mut byte = [0];
+        self.read(&mut byte)?;
+        Ok(byte[0])
+    }
+
+    /// Blocks up to an empty one; the first one's bytes.
+    fn blocks(&mut self) -> io::Result<Vec<u8>> {
+        let mut first = None;
+        loop {
+            let len = usize::from(self.byte()?);
+            if len == 0 {
+                return Ok(first.unwrap_or_default());
+            }
+            let mut bytes = [0; 255];
+            self.read(&mut bytes[..len])?;
+            first.get_or_insert_with(|| bytes[..len].to_vec());
+        }
+    }
+
+    /// A comment, a control block and an image: a frame as we write it, and what its comment says.
+    fn frame(&mut self) -> io::Result<Option<(u64, [f32; 2])>> {
+        let mut said = None;
+        loop {
+            match self.byte()? {
+                0x21 => {
+                    let kind = self.byte()?;
+                    let first = self.blocks()?;
+                    if kind == COMMENT.0 {
+                        said = std::str::from_utf8(&first).ok().and_then(parsed);
+                    }
+                }
+                0x2c => {
+                    let mut place = [0; 9];
+                    self.read(&mut place)?;
+                    if place[8] & 0x80 != 0 {
+                        return Ok(None);
+                    }
+                    self.byte()?;
+                    self.blocks()?;
+                    return Ok(said);
+                }
+                _ => return Ok(None),
+            }
+        }
+    }
+}
+
+/// `step 120 range 00000000 3f800000`.
+fn parsed(comment: &str) -> Option<(u64, [f32; 2])> {
+    let (step, range) = comment.strip_prefix("step ")?.split_once(" range ")?;
+    let (low, high) = range.split_once(' ')?;
+    let number =
+        |bits: &str| u32::from_str_radix(bits, 16).ok().map(f32::from_bits).filter(|number| number.is_finite());
+    Some((step.parse().ok()?, [number(low)?, number(high)?]))
+}

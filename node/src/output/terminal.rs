@@ -1,0 +1,63 @@
+//! Frames in a terminal: two pixels a character, in 24-bit colours.
+use std::fmt::Write;
+
+use kernels::grid::simulation::Field;
+
+use super::Painter;
+
+/// Characters of a line, and lines, at most: more than any screen has.
+const CHARACTERS_MAX: usize = 1000;
+
+/// A frame as so many columns and lines of text at most, its proportions kept: each character is an upper half block, whose
+/// front is the upper pixel and whose back the lower one. Lines end in "\n", colours are set back at each end.
+pub fn render(painter: &Painter, field: &Field, columns: usize, lines: usize) -> String {
+    let picture = painter.paint(field, None);
+    let columns = columns.clamp(1, CHARACTERS_MAX).min(picture.width);
+    let rows = 2 * lines.clamp(1, CHARACTERS_MAX);
+    // As wide as there is room, unless that is too high.
+    let (width, height) = (picture.width, picture.height);
+    let (across, down) = if height * columns <= width * rows {
+        (columns, (height * columns / width).max(1))
+    } else {
+        let down = rows.min(height);
+        ((width * down / height).clamp(1, columns), down)
+    };
+    // The mean colour of the pixels that fall on one.
+    let mean = |x: usize, y: usize| -> [u8; 3] {
+        let (left, right) = (x * width / across, ((x + 1) * width / across).max(x * width / across + 1));
+        let (top, bottom) = (y * height / down, ((y + 1) * height / down).max(y * height / down + 1));
+        let (mut sum, mut count) = ([0u64; 3], 0);
+        // Of large pictures some pixels are enough.
+        let (dx, dy) = (((right - left) / PROBES).max(1), ((bottom - top) / PROBES).max(1));
+        for row in (top..bottom).step_by(dy) {
+            for column in (left..right).step_by(dx) {
+                let colour = picture.palette[usize::from(picture.pixels[row * width + column])];
+                sum.iter_mut().zip(colour).for_each(|(sum, part)| *sum += u64::from(part));
+                count += 1;
+            }
+        }
+        sum.map(|sum| (sum / count) as u8)
+    };
+    let mut text = String::new();
+    for line in 0..down.div_ceil(2) {
+        let (mut front, mut back) = (None, None);
+        for x in 0..across {
+            let upper = mean(x, 2 * line);
+            let lower = (2 * line + 1 < down).then(|| mean(x, 2 * line + 1));
+            if front != Some(upper) {
+                let [r, g, b] = upper;
+                let _ = write!(text, "\x1b[38;2;{r};{g};{b}m");
+            }
+            if let Some([r, g, b]) = lower.filter(|_| back != lower) {
+                let _ = write!(text, "\x1b[48;2;{r};{g};{b}m");
+            }
+            (front, back) = (Some(upper), lower);
+            text.push('▀');
+        }
+        text.push_str("\x1b[0m\n");
+    }
+    text
+}
+
+/// Pixels that are looked at along each axis for one.
+const PROBES: usize = 4;

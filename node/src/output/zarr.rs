@@ -1,0 +1,161 @@
+//! All cells of all frames as one array, time first: Zarr version 3, with a chunk grid that no cut of the grid changes.
+//!
+//! The folder is a group of two arrays, the quantity and `time` (steps). Shapes are known before the first step; chunks that
+//! are not written yet read as no numbers. Floats are stored as they are (their last digits are noise to a compressor), the
+//! cells of Life as bytes through gzip, which makes a fiftieth of them.
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use kernels::grid::rule::Rule;
+use kernels::grid::simulation::{Field, OutputSpec, Simulation};
+use serde_json::{Value, json};
+
+use super::OutputError;
+use super::files::{failed, replace};
+
+/// What the array of steps is called; a field of this name goes before it.
+const TIME: &str = "time";
+/// Cells of a chunk along each axis: a megabyte of floats.
+const CHUNK_2D: usize = 512;
+const CHUNK_3D: usize = 64;
+
+pub(super) struct Array {
+    folder: PathBuf,
+    every: u64,
+    /// Along x, y and z.
+    size: [usize; 3],
+    chunk: [usize; 3],
+    /// Whether layers are an axis.
+    three: bool,
+    bytes: bool,
+}
+
+impl Array {
+    pub(super) fn open(
+        simulation: &Simulation,
+        spec: &OutputSpec,
+        out: PathBuf,
+        from: u64,
+    ) -> Result<Self, OutputError> {
+        let grid = simulation.grid();
+        let three = grid.dimensions() == 3;
+        let longest = if three { CHUNK_3D } else { CHUNK_2D };
+        let size = grid.size();
+        let folder = out.join(&spec.quantity);
+        let bytes = matches!(simulation.rule(), Rule::Life(_));
+        let array = Self { folder, every: spec.every, size, chunk: size.map(|size| size.min(longest)), three, bytes };
+        let frames = simulation.steps() / spec.every + 1;
+
+        let group = json!({
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": { "simulation": simulation.name(), "quantity": spec.quantity, "steps": simulation.steps() },
+        });
+        write_json(&out, &group)?;
+        if spec.quantity != TIME {
+            array.write_times(&out.join(TIME), frames)?;
+        }
+        array.remove_after(from / spec.every)?;
+        let axis = |name: &str| Value::from(name);
+        let (mut shape, mut chunk, mut names) = (vec![frames], vec![1], vec![axis("time")]);
+        for at in if three { vec![2, 1, 0] } else { vec![1, 0] } {
+            shape.push(size[at] as u64);
+            chunk.push(array.chunk[at] as u64);
+            names.push(axis(["x", "y", "z"][at]));
+        }
+        let little = json!({ "name": "bytes", "configuration": { "endian": "little" } });
+        let (kind, fill, codecs) = if bytes {
+            let gzip = json!({ "name": "gzip", "configuration": { "level": 1 } });
+            ("uint8", json!(0), json!([{ "name": "bytes" }, gzip]))
+        } else {
+            ("float32", json!("NaN"), json!([little]))
+        };
+        write_json(&array.folder, &metadata(&json!(shape), &json!(chunk), kind, &fill, &codecs, &json!(names)))?;
+        Ok(array)
+    }
+
+    pub(super) fn write(&self, step: u64, field: &Field) -> Result<(), OutputError> {
+        let frame = self.folder.join("c").join((step / self.every).to_string());
+        let counts: [usize; 3] = std::array::from_fn(|axis| self.size[axis].div_ceil(self.chunk[axis]));
+        for z in 0..counts[2] {
+            for y in 0..counts[1] {
+                let row = if self.three { frame.join(z.to_string()) } else { frame.clone() }.join(y.to_string());
+                fs::create_dir_all(&row).map_err(|error| failed(&row, &error))?;
+                for x in 0..counts[0] {
+                    replace(&row.join(x.to_string()), &[&self.encoded(field, [x, y, z])])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A chunk's bytes; at the far ends, whole chunks too.
+    fn encoded(&self, field: &Field, at: [usize; 3]) -> Vec<u8> {
+        let start: [usize; 3] = std::array::from_fn(|axis| at[axis] * self.chunk[axis]);
+        let inside: [usize; 3] = std::array::from_fn(|axis| self.chunk[axis].min(self.size[axis] - start[axis]));
+        let mut values = vec![if self.bytes { 0.0 } else { f32::NAN }; self.chunk.iter().product()];
+        for z in 0..inside[2] {
+            for y in 0..inside[1] {
+                let from = ((start[2] + z) * self.size[1] + start[1] + y) * self.size[0] + start[0];
+                let to = (z * self.chunk[1] + y) * self.chunk[0];
+                values[to..to + inside[0]].copy_from_slice(&field.values[from..from + inside[0]]);
+            }
+        }
+        if self.bytes {
+            let cells: Vec<u8> = values.iter().map(|value| *value as u8).collect();
+            return gzip(&cells);
+        }
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    fn write_times(&self, folder: &Path, frames: u64) -> Result<(), OutputError> {
+        let codecs = json!([{ "name": "bytes", "configuration": { "endian": "little" } }]);
+        let (shape, names) = (json!([frames]), json!(["time"]));
+        write_json(folder, &metadata(&shape, &shape, "int64", &json!(0), &codecs, &names))?;
+        let times: Vec<u8> = (0..frames).flat_map(|frame| (frame * self.every).to_le_bytes()).collect();
+        let chunks = folder.join("c");
+        fs::create_dir_all(&chunks).map_err(|error| failed(&chunks, &error))?;
+        replace(&chunks.join("0"), &[&times])
+    }
+
+    /// Removes later frames of an earlier run.
+    fn remove_after(&self, last: u64) -> Result<(), OutputError> {
+        let chunks = self.folder.join("c");
+        fs::create_dir_all(&chunks).map_err(|error| failed(&chunks, &error))?;
+        for entry in fs::read_dir(&chunks).map_err(|error| failed(&chunks, &error))? {
+            let path = entry.map_err(|error| failed(&chunks, &error))?.path();
+            let frame = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<u64>().ok());
+            if frame.is_some_and(|frame| frame > last) {
+                fs::remove_dir_all(&path).map_err(|error| failed(&path, &error))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn metadata(shape: &Value, chunk: &Value, kind: &str, fill: &Value, codecs: &Value, names: &Value) -> Value {
+    json!({
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": kind,
+        "chunk_grid": { "name": "regular", "configuration": { "chunk_shape": chunk } },
+        "chunk_key_encoding": { "name": "default", "configuration": { "separator": "/" } },
+        "fill_value": fill,
+        "codecs": codecs,
+        "dimension_names": names,
+        "attributes": {},
+    })
+}
+
+fn write_json(folder: &Path, value: &Value) -> Result<(), OutputError> {
+    fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
+    replace(&folder.join("zarr.json"), &[format!("{value:#}\n").as_bytes()])
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    let written = encoder.write_all(bytes).and_then(|()| encoder.finish());
+    written.expect("memory takes all that is written to it")
+}
