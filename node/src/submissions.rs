@@ -1,5 +1,6 @@
 //! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers are told.
 use crate::driver::DriverHandle;
+use crate::output::{Painter, Writer, render};
 use crate::tiles::states::{StateName, States, Wanted};
 use crate::tiles::{common, region};
 use bytes::Bytes;
@@ -12,7 +13,8 @@ use node_core::output::Event;
 use node_core::tiles::GridEvent;
 use node_core::tiles::order::{GridSpec, SaveKind, Schedule, Tier, TileFigures};
 use partitioner::tiles::GridWork;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -71,7 +73,10 @@ struct State {
     /// The cut: owners and what they own.
     tiles: Vec<(NodeId, Region)>,
     /// Outputs of which some tiles are here, by output and step.
-    mosaics: BTreeMap<(u16, u32), (Mosaic, usize)>,
+    mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<u16>)>,
+    /// Frames that are whole and could not be written yet.
+    unwritten: BTreeMap<(u16, u32), Field>,
+    writers: BTreeMap<u16, Writer>,
     checkpoints: Option<Checkpoints>,
     view: Option<(u32, Arc<Field>)>,
 }
@@ -335,8 +340,12 @@ impl Submission {
         let now = Instant::now();
         match event {
             GridEvent::Placed { depth, step_ns, tiles, .. } => {
-                state.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
-                state.mosaics.clear();
+                let tiles: Vec<(NodeId, Region)> = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
+                // Under the same cut parts that have come stay good: they would come again as they were.
+                if !tiles.iter().map(|(_, region)| region).eq(state.tiles.iter().map(|(_, region)| region)) {
+                    state.mosaics.clear();
+                }
+                state.tiles = tiles;
                 (state.told.depth, state.told.step_ns) = (*depth, *step_ns);
                 state.told.tiles = state.tiles.clone();
             }
@@ -367,6 +376,13 @@ impl Submission {
             }
             GridEvent::Waiting { reason } => state.told.waiting = Some(reason.clone()),
             GridEvent::Ended { result, figures } => {
+                for writer in state.writers.values_mut() {
+                    if let Err(error) = writer.finish() {
+                        tracing::warn!("{error}");
+                    }
+                }
+                state.writers.clear();
+                state.mosaics.clear();
                 state.told.ended = Some(result.clone());
                 state.told.figures.clone_from(figures);
             }
@@ -392,43 +408,98 @@ impl Submission {
                 Some(checkpoints) => checkpoints.part(step, region, bytes),
                 None => Ok(()),
             },
-            SaveKind::Output(number) => self.frame(&mut state, number, step, region, bytes),
+            SaveKind::Output(number) => self.frame(&mut state, (number, step), (tile, region), bytes),
         }
     }
 
-    fn frame(&self, state: &mut State, number: u16, step: u32, region: Region, bytes: &Bytes) -> Result<(), String> {
+    /// A tile's part of a frame; when it was the last, the frame is written.
+    fn frame(
+        &self,
+        state: &mut State,
+        key: (u16, u32),
+        (tile, region): (u16, Region),
+        bytes: &Bytes,
+    ) -> Result<(), String> {
+        if state.unwritten.contains_key(&key) {
+            return self.write(state, key);
+        }
         let simulation = &self.simulation;
-        let output = simulation.outputs().get(usize::from(number));
+        let output = simulation.outputs().get(usize::from(key.0));
         let (quantity, shown) = match output {
             Some(output) => (output.quantity.as_str(), simulation.shown(output)),
             None => (simulation.default_quantity(), view(simulation)),
         };
         let tiles = state.tiles.len();
-        let entry = match state.mosaics.entry((number, step)) {
-            std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::btree_map::Entry::Vacant(entry) => {
-                entry.insert((Mosaic::new(simulation, quantity, shown).map_err(|e| e.to_string())?, 0))
+        let entry = match state.mosaics.entry(key) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let mosaic = Mosaic::new(simulation, quantity, shown).map_err(|e| e.to_string())?;
+                entry.insert((mosaic, BTreeSet::new()))
             }
         };
-        if let Some(part) = common(&shown.0, &region) {
+        let part = common(&shown.0, &region).filter(|_| !entry.1.contains(&tile));
+        if let Some(part) = part {
             let values = transport::frame::to_f32(bytes);
             let needs = simulation.needs(quantity);
-            let each = values.len() / needs.len().max(1);
-            for (need, values) in needs.iter().zip(values.chunks_exact(each.max(1))) {
+            let each = (values.len() / needs.len().max(1)).max(1);
+            for (need, values) in needs.iter().zip(values.chunks_exact(each)) {
                 entry.0.add(need, part, values).map_err(|e| e.to_string())?;
             }
         }
-        entry.1 += 1;
-        if entry.1 < tiles {
+        entry.1.insert(tile);
+        if entry.1.len() < tiles {
             return Ok(());
         }
-        let Some((mosaic, _)) = state.mosaics.remove(&(number, step)) else { return Ok(()) };
+        let Some((mosaic, _)) = state.mosaics.remove(&key) else { return Ok(()) };
         let field = mosaic.finish();
-        if output.is_none() {
-            state.view = Some((step, Arc::new(field)));
+        if output.is_some() {
+            state.unwritten.insert(key, field);
+            return self.write(state, key);
+        }
+        if state.view.as_ref().is_none_or(|(step, _)| *step <= key.1) {
+            state.view = Some((key.1, Arc::new(field)));
             self.changed.send_modify(|count| *count += 1);
         }
         Ok(())
+    }
+
+    /// Writes a whole frame, or leaves it to be tried again.
+    fn write(&self, state: &mut State, key: (u16, u32)) -> Result<(), String> {
+        let (number, step) = key;
+        let outputs = self.simulation.outputs();
+        let (Some(output), Some(out), Some(field)) =
+            (outputs.get(usize::from(number)), &self.out, state.unwritten.get(&key))
+        else {
+            return Ok(());
+        };
+        let writer = match state.writers.entry(number) {
+            Entry::Occupied(writer) => writer.into_mut(),
+            Entry::Vacant(entry) => {
+                let writer = Writer::new(&self.simulation, output, out, self.begun_at.into());
+                entry.insert(writer.map_err(|e| e.to_string())?)
+            }
+        };
+        writer.write(step.into(), field).map_err(|e| e.to_string())?;
+        state.unwritten.remove(&key);
+        Ok(())
+    }
+
+    fn painter(&self) -> Painter {
+        let simulation = &self.simulation;
+        let colours = kernels::grid::simulation::Colours::of(simulation.default_quantity());
+        Painter::new(simulation, colours, None, view(simulation), VIEW_SIZE)
+    }
+
+    /// What watchers see, as a picture: a PNG file.
+    pub fn picture(&self) -> Option<(u32, Vec<u8>)> {
+        let (step, field) = self.view()?;
+        Some((step, self.painter().paint(&field, None).png()))
+    }
+
+    /// The same for a terminal of so many columns and lines.
+    pub fn text(&self, columns: usize, lines: usize) -> Option<(u32, String)> {
+        let (step, field) = self.view()?;
+        Some((step, render(&self.painter(), &field, columns, lines)))
     }
 
     fn checkpoint(&self, step: u32) -> Result<Checkpoint, String> {

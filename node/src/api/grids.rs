@@ -6,7 +6,7 @@ use crate::handle::hex;
 use crate::submissions::{Submission, Submissions, Submit};
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Path, Query, Request, State};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use data_encoding::BASE64;
@@ -133,6 +133,70 @@ pub(crate) async fn events<E: Engine>(
         }
     });
     Ok(([(header::CONTENT_TYPE, "application/jsonl")], Body::from_stream(lines)).into_response())
+}
+
+/// What the simulation looks like now: a PNG; its step is in a header.
+pub(crate) async fn picture<E: Engine>(
+    State(app): State<App<E>>,
+    Path(job): Path<String>,
+) -> Result<Response, ApiError> {
+    let (_, submission) = find(&app, &job)?;
+    let (step, png) = off_thread(move || submission.picture().ok_or_else(nothing_yet)).await?;
+    let headers = [
+        (header::CONTENT_TYPE, "image/png".to_owned()),
+        (header::CACHE_CONTROL, "no-store".to_owned()),
+        (STEP, step.to_string()),
+    ];
+    Ok((headers, png).into_response())
+}
+
+/// A header with the step of a picture.
+const STEP: header::HeaderName = header::HeaderName::from_static("x-step");
+
+fn nothing_yet() -> ApiError {
+    ApiError::not_found("no_picture_yet", "no picture of this simulation has come yet: ask again in a moment")
+}
+
+#[derive(Deserialize)]
+struct Terminal {
+    #[serde(default = "columns_default")]
+    columns: usize,
+    #[serde(default = "lines_default")]
+    lines: usize,
+}
+
+fn columns_default() -> usize {
+    80
+}
+
+fn lines_default() -> usize {
+    24
+}
+
+/// The same as half blocks of colour, for a terminal.
+pub(crate) async fn text<E: Engine>(
+    State(app): State<App<E>>,
+    Path(job): Path<String>,
+    Query(size): Query<Terminal>,
+) -> Result<Response, ApiError> {
+    let (_, submission) = find(&app, &job)?;
+    let (columns, lines) = (size.columns.clamp(8, 1000), size.lines.clamp(4, 500));
+    let (step, text) = off_thread(move || submission.text(columns, lines).ok_or_else(nothing_yet)).await?;
+    let headers = [(header::CONTENT_TYPE, "text/plain; charset=utf-8".to_owned()), (STEP, step.to_string())];
+    Ok((headers, text).into_response())
+}
+
+/// The page that shows a simulation while it runs.
+pub(crate) async fn page() -> Response {
+    let headers = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        // The page needs nothing from anywhere else.
+        (
+            header::CONTENT_SECURITY_POLICY,
+            "default-src 'self'; img-src 'self' blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+        ),
+    ];
+    (headers, include_str!("watch.html")).into_response()
 }
 
 async fn names<E: Engine>(app: &App<E>) -> BTreeMap<String, String> {
