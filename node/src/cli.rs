@@ -26,6 +26,7 @@ mod serve;
 mod submit;
 mod table;
 mod up;
+mod watch;
 
 /// Runs the command line; the value is the exit code of the process.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
@@ -123,7 +124,7 @@ enum Command {
     Jobs,
     /// Fetch a model into the cache
     Pull(model::PullArgs),
-    /// Show how the mesh would share a model, and why
+    /// Show how the mesh would share a model or a simulation, and why
     Plan(plan::PlanArgs),
     /// Ask a model
     Run(run::RunArgs),
@@ -131,6 +132,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Run a simulation on the mesh
     Submit(submit::SubmitArgs),
+    /// Watch a simulation in this terminal, or in a browser
+    Watch(watch::WatchArgs),
     /// End a simulation
     Cancel(submit::CancelArgs),
     /// Measure this machine
@@ -168,6 +171,7 @@ impl Command {
             Command::Run(args) => run::run(global, &args),
             Command::Serve(args) => serve::serve(global, &args),
             Command::Submit(args) => submit::submit(global, &args),
+            Command::Watch(args) => watch::watch(global, &args),
             Command::Cancel(args) => submit::cancel(global, &args),
             Command::Bench(args) => bench::bench(global, &args),
             Command::Selftest(args) => bench::selftest(global, &args),
@@ -312,12 +316,12 @@ mod tests {
     fn every_command_of_the_plan_is_there() {
         let names: Vec<String> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull plan run serve submit cancel bench selftest demo doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull plan run serve submit watch cancel bench selftest demo doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 21, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 22, "a command that the plan does not have: {names:?}");
     }
 
     #[test]
@@ -339,6 +343,8 @@ mod tests {
             "serve m --context 100",
             "submit sim.toml --out DIR --resume --wait --json",
             "cancel 0123456789abcdef",
+            "watch 01234567 --every 2s",
+            "plan sim.toml",
             "bench decode --json",
             "selftest --device cpu",
             "completions bash",

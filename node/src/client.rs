@@ -54,6 +54,17 @@ impl Client {
         self.parse(request.call())
     }
 
+    /// GET of plain text.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn get_text(&self, path: &str) -> Result<String, ClientError> {
+        let request = self.authorised(self.agent.get(format!("{}{path}", self.base)));
+        let mut response = self.check(request.call())?;
+        let body = response.body_mut().with_config().limit(ANSWER_BYTES_MAX);
+        body.read_to_string().map_err(|e| ClientError::Broken { base: self.base.clone(), what: e.to_string() })
+    }
+
     /// POST of JSON, parsed.
     ///
     /// # Errors

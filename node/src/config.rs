@@ -259,10 +259,13 @@ impl<'de> Deserialize<'de> for Size {
 /// # Errors
 /// Says what was expected.
 pub fn parse_duration(text: &str) -> Result<std::time::Duration, String> {
-    let bad = || format!("`{text}` is not a time span: write a number with s, m, h or d, as in 90s or 1h");
+    let bad = || format!("`{text}` is not a time span: write a number with ms, s, m, h or d, as in 90s or 1h");
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
+    if unit.trim() == "ms" {
+        return number.parse().map(std::time::Duration::from_millis).map_err(|_| bad());
+    }
     let seconds = match unit.trim() {
         "" | "s" => 1,
         "m" | "min" => 60,

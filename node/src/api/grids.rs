@@ -85,7 +85,7 @@ pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request)
 }
 
 pub(crate) async fn list<E: Engine>(State(app): State<App<E>>) -> Result<Json<Value>, ApiError> {
-    let names = names(&app).await;
+    let names = nodes(&app).await;
     let all: Vec<Value> = here(&app)?.all().iter().map(|submission| report(submission, &names)).collect();
     Ok(Json(json!(all)))
 }
@@ -95,7 +95,7 @@ pub(crate) async fn view<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     let (_, submission) = find(&app, &job)?;
-    Ok(Json(report(&submission, &names(&app).await)))
+    Ok(Json(report(&submission, &nodes(&app).await)))
 }
 
 pub(crate) async fn cancel<E: Engine>(
@@ -113,7 +113,7 @@ pub(crate) async fn events<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
     let (_, submission) = find(&app, &job)?;
-    let names = names(&app).await;
+    let names = nodes(&app).await;
     let changes = submission.changes();
     let lines = stream::unfold(Some((submission, changes, true)), move |state| {
         let names = names.clone();
@@ -199,12 +199,15 @@ pub(crate) async fn page() -> Response {
     (headers, include_str!("watch.html")).into_response()
 }
 
-async fn names<E: Engine>(app: &App<E>) -> BTreeMap<String, String> {
-    app.engine.state().await.peers.into_iter().map(|peer| (peer.node, peer.name)).collect()
+/// Names of nodes, and what each copies in a second.
+async fn nodes<E: Engine>(app: &App<E>) -> Nodes {
+    app.engine.state().await.peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect()
 }
 
+type Nodes = BTreeMap<String, (String, u64)>;
+
 /// How a simulation stands, or how it ended.
-pub(crate) fn report(submission: &Submission, names: &BTreeMap<String, String>) -> Value {
+pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
     let (told, simulation) = (submission.told(), &submission.simulation);
     let cells = simulation.grid().region().cells() as f64;
     let steps = f64::from(told.step.saturating_sub(submission.begun_at));
@@ -245,12 +248,15 @@ pub(crate) fn report(submission: &Submission, names: &BTreeMap<String, String>) 
             let node = hex(&NodeId(node.0));
             let figures = told.figures.get(number).copied().unwrap_or_default();
             json!({
-                "node": node, "name": names.get(&node), "from": start, "to": end,
+                "node": node, "name": names.get(&node).map(|(name, _)| name), "from": start, "to": end,
                 "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
                 "halo_bytes": figures.sent_bytes,
             })
         })
         .collect();
+    let copied: u64 =
+        told.tiles.iter().filter_map(|(node, _)| names.get(&hex(&NodeId(node.0)))).map(|(_, copied)| copied).sum();
+    let share = (copied > 0 && rate > 0.0).then(|| rate * cells * traffic / copied as f64);
     json!({
         "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
         "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
@@ -258,7 +264,7 @@ pub(crate) fn report(submission: &Submission, names: &BTreeMap<String, String>) 
         "step": told.step, "steps": simulation.steps(), "from_step": submission.begun_at, "depth": told.depth,
         "seconds": seconds, "seconds_left": (rate > 0.0).then(|| left / rate), "steps_per_s": rate,
         "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
-        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9,
+        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_copy_bandwidth": share,
         "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
         "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
         "checkpoint": told.checkpoint, "out": submission.out, "tiles": tiles,

@@ -1,7 +1,7 @@
 //! Commands that ask a running node about its mesh or tell it something: thin clients of `/api/v1`.
 use super::plan::{stages, standbys};
 use super::table::{render, row};
-use super::{Failure, Global, answer, remark};
+use super::{Failure, Global, answer, remark, say};
 use crate::config::{Size, parse_duration};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -116,8 +116,16 @@ pub(super) fn peers(global: &Global) -> Result<(), Failure> {
 }
 
 pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
-    let jobs = global.client().get("/api/v1/jobs")?;
-    answer(global, &jobs, jobs_text);
+    let client = global.client();
+    let (jobs, simulations) = (client.get("/api/v1/jobs")?, client.get("/api/v1/grids")?);
+    if global.json {
+        let all: Vec<&Value> = list(&jobs).chain(list(&simulations)).collect();
+        say(serde_json::json!(all));
+        return Ok(());
+    }
+    let models = if list(&simulations).next().is_some() && list(&jobs).next().is_none() { None } else { Some(&jobs) };
+    let text = models.map_or_else(String::new, jobs_text) + &simulations_text(&simulations);
+    say(text.trim_end());
     Ok(())
 }
 
@@ -203,6 +211,22 @@ fn jobs_text(jobs: &Value) -> String {
         })
         .collect::<Vec<_>>()
         .join("\n")
+}
+
+/// Simulations submitted to the node, one a line.
+fn simulations_text(simulations: &Value) -> String {
+    let mut rows = vec![row(["SIMULATION", "NAME", "STATE", "STEP", "SPEED", "TILES"])];
+    for job in list(simulations) {
+        rows.push(vec![
+            string(&job["job"]).to_owned(),
+            string(&job["name"]).to_owned(),
+            string(&job["state"]).to_owned(),
+            format!("{} of {}", job["step"], job["steps"]),
+            format!("{:.1} M cells/s", job["mlups"].as_f64().unwrap_or(0.0)),
+            list(&job["tiles"]).count().to_string(),
+        ]);
+    }
+    if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) }
 }
 
 /// The last move of a job.

@@ -12,16 +12,83 @@ use std::fmt::Write;
 #[command(after_help = "\
 Examples:
   meshnode plan smollm2-135m
-  meshnode plan smollm2-135m --context 8192 --json")]
+  meshnode plan smollm2-135m --context 8192 --json
+  meshnode plan node/examples/karman.toml          a simulation")]
 pub(super) struct PlanArgs {
     #[command(flatten)]
     model: ModelArgs,
 }
 
 pub(super) fn plan(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
+    if args.model.model.ends_with(".toml") {
+        return simulation(global, args);
+    }
     let (_service, report) = Service::ask(&Interrupts::listen()?, global, &args.model, None, "/api/v1/plan")?;
     answer(global, &report, |report| text(&display_name(&args.model.model), report));
     Ok(())
+}
+
+/// How a simulation would be shared.
+fn simulation(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
+    let simulation = super::submit::read(std::path::Path::new(&args.model.model))?;
+    let body = serde_json::json!({"simulation": super::submit::packed(&simulation)});
+    let (for_service, compute) = (global.clone(), args.model.compute.clone());
+    let (_service, report) = Interrupts::listen()?.during(move || {
+        let service = Service::find(&for_service, &compute, None, None)?;
+        let report = service.client.post("/api/v1/grids/plan", &body)?;
+        Ok((service, report))
+    })?;
+    answer(global, &report, simulation_text);
+    Ok(())
+}
+
+fn simulation_text(report: &Value) -> String {
+    let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
+    let mut text = format!(
+        "{}: {:.3} ms a step predicted, {:.0} million cells a second, {} for {} steps\n",
+        string(&report["simulation"]),
+        number("step_ms"),
+        number("mlups"),
+        indicatif::HumanDuration(std::time::Duration::from_secs_f64(number("duration_s").clamp(0.0, 1e12))),
+        report["steps"],
+    );
+    let tiles = report["tiles"].as_array().map(Vec::as_slice).unwrap_or_default();
+    if tiles.len() > 1 {
+        let _ = writeln!(
+            text,
+            "halos serve {} steps; the slowest tile computes {} % of the time",
+            report["depth"], report["busy_percent"]
+        );
+    }
+    let mut rows = vec![row(["TILE", "NODE", "CELLS", "MEMORY", "COMPUTE", "HALO"])];
+    for (i, tile) in tiles.iter().enumerate() {
+        let range = |axis: usize| format!("{}..{}", tile["from"][axis], tile["to"][axis]);
+        let axes = if report["size"][2] == 1 { 2 } else { 3 };
+        let ms = |name: &str| format!("{:.3} ms", tile[name].as_f64().unwrap_or(0.0));
+        rows.push(vec![
+            i.to_string(),
+            string(&tile["name"]).to_owned(),
+            (0..axes).map(range).collect::<Vec<_>>().join(" x "),
+            Size(tile["bytes"].as_u64().unwrap_or(0)).to_string(),
+            ms("compute_ms"),
+            ms("halo_ms"),
+        ]);
+    }
+    let _ = write!(text, "\n{}", render(&rows));
+    let standbys = report["standbys"].as_array().map(Vec::as_slice).unwrap_or_default();
+    if !standbys.is_empty() {
+        let mut rows = vec![row(["TILE", "STANDBY", "TIER", "STALL IF LOST"])];
+        for standby in standbys {
+            rows.push(vec![
+                standby["tile"].to_string(),
+                string(&standby["name"]).to_owned(),
+                string(&standby["tier"]).to_owned(),
+                format!("about {:.0} ms", standby["stall_ms"].as_f64().unwrap_or(0.0)),
+            ]);
+        }
+        let _ = write!(text, "\n{}", render(&rows));
+    }
+    text
 }
 
 fn text(model: &str, report: &Value) -> String {
