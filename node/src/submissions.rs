@@ -351,6 +351,7 @@ impl Submission {
             }
             GridEvent::Running { step, .. } => {
                 state.told.running_since.get_or_insert(now);
+                state.told.waiting = None;
                 state.told.step = *step;
             }
             GridEvent::Progress { step } => {
@@ -549,7 +550,7 @@ fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume:
     let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
     if !kept {
         // Nobody keeps them: never made.
-        outputs.iter_mut().for_each(|every| *every = u32::MAX);
+        outputs.iter_mut().for_each(|every| *every = 0);
     }
     outputs.push(whole((VIEW_CELLS / cells.max(1)).max(1)));
     GridSpec {

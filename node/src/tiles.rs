@@ -324,11 +324,18 @@ impl Making<'_> {
 
     /// What an output shows of the tile: the values that it needs, one quantity after the other.
     fn output(&self, tile: &Tile, number: u16) -> Result<Bytes, String> {
-        let output = self.simulation.outputs().get(usize::from(number)).ok_or("there is no such output")?;
-        let (shown, stride) = self.simulation.shown(output);
+        let outputs = self.simulation.outputs();
+        let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
+            Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
+            // One more than the job names: for whoever watches.
+            None if usize::from(number) == outputs.len() => {
+                (self.simulation.default_quantity(), crate::submissions::view(self.simulation))
+            }
+            None => return Err("there is no such output".into()),
+        };
         let mut bytes = Vec::new();
         if let Some(part) = common(&shown, &tile.region()) {
-            for quantity in self.simulation.needs(&output.quantity) {
+            for quantity in self.simulation.needs(quantity) {
                 let values = self.simulation.sample(tile, quantity, part, stride).map_err(|e| e.to_string())?;
                 bytes.extend_from_slice(&transport::frame::from_f32(&values));
             }

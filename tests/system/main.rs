@@ -4,6 +4,7 @@ mod bans;
 mod client;
 mod commands;
 mod faults;
+mod grids;
 mod harness;
 mod head;
 mod joining;

@@ -158,7 +158,7 @@ fn nothing_yet() -> ApiError {
 }
 
 #[derive(Deserialize)]
-struct Terminal {
+pub(crate) struct Terminal {
     #[serde(default = "columns_default")]
     columns: usize,
     #[serde(default = "lines_default")]

@@ -46,7 +46,7 @@ pub struct Schedule {
     pub report_every: u32,
     /// Steps from one checkpoint to the next.
     pub checkpoint_every: Option<u32>,
-    /// Steps from one frame of each output to the next.
+    /// Steps from one frame of each output to the next; 0: it is not wanted.
     pub outputs: Vec<u32>,
 }
 
@@ -111,7 +111,7 @@ impl Schedule {
     fn unsound(&self) -> Option<String> {
         if self.steps > GRID_STEPS_MAX {
             Some(format!("{} steps, at most {GRID_STEPS_MAX} are possible", self.steps))
-        } else if self.report_every == 0 || self.checkpoint_every == Some(0) || self.outputs.contains(&0) {
+        } else if self.report_every == 0 || self.checkpoint_every == Some(0) {
             Some(String::from("something is to be made every 0 steps: 1 is the least"))
         } else if self.outputs.len() > OUTPUTS_MAX {
             Some(format!("{} outputs, at most {OUTPUTS_MAX} are possible", self.outputs.len()))

@@ -470,6 +470,7 @@ impl GridJob {
     pub(super) fn degrade(&mut self, now: Instant, reason: &str, out: &mut VecDeque<GridOutput>) {
         self.phase = Phase::Degraded { retry: now + DEGRADED_RETRY, reason: reason.into() };
         let (call, job, reason) = (None, self.spec.job, String::from(reason));
+        self.tell(GridEvent::Waiting { reason: reason.clone() }, out);
         out.push_back(GridOutput::Notify(Event::JobDegraded { call, job, reason }));
     }
 

@@ -1,0 +1,223 @@
+//! Simulations on real processes: the state hash of a run does not depend on how many nodes compute it, on who of them dies,
+//! or on where it was taken up again.
+use crate::harness::{Mesh, meshnode};
+use meshnode::cluster::LocalNode;
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const JOIN_MAX: Duration = Duration::from_secs(20);
+const RUN_MAX: Duration = Duration::from_secs(240);
+/// Nodes so small that a grid of `SIZE` takes two of them, and two are left to stand by.
+const MEMORY: u64 = 80 << 20;
+const SIZE: u32 = 832;
+
+/// A decaying vortex, long enough to be interrupted.
+fn job(steps: u32, more: &str) -> String {
+    format!(
+        r#"name = "vortices"
+steps = {steps}
+check_every = 50
+{more}
+[grid]
+size = [{SIZE}, {SIZE}]
+
+[rule]
+name = "d2q9"
+viscosity = 0.02
+
+[initial]
+velocity = ["0.04*cos(2*pi*x/nx)*sin(2*pi*y/ny)", "-0.04*sin(2*pi*x/nx)*cos(2*pi*y/ny)"]
+
+[[output]]
+kind = "png"
+quantity = "vorticity"
+every = 100
+size_max = 64
+"#
+    )
+}
+
+struct Run {
+    child: Child,
+    lines: std::sync::mpsc::Receiver<Value>,
+}
+
+/// `meshnode submit --wait --json`, at a node or (with none) alone.
+fn submit(node: Option<&LocalNode>, file: &Path, out: &Path, flags: &[&str]) -> Run {
+    let api = node.map_or_else(|| "127.0.0.1:1".to_owned(), |node| node.api.to_string());
+    let mut child = Command::new(meshnode())
+        .args(["submit", "--wait", "--json", "--threads", "1", "--api", &api, "--out"])
+        .arg(out)
+        .args(flags)
+        .arg(file)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .expect("the program runs");
+    let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    let (sender, lines) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for line in stdout.lines().map_while(Result::ok) {
+            let line = serde_json::from_str(&line).expect("JSON lines");
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    Run { child, lines }
+}
+
+impl Run {
+    /// The report at which something holds; the last one if that never comes.
+    fn until(&self, what: impl Fn(&Value) -> bool) -> Value {
+        let end = Instant::now() + RUN_MAX;
+        let mut last = Value::Null;
+        while Instant::now() < end {
+            match self.lines.recv_timeout(Duration::from_millis(200)) {
+                Ok(report) if what(&report) => return report,
+                Ok(report) => last = report,
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => return last,
+            }
+        }
+        panic!("it does not come to that: {last}");
+    }
+
+    /// The summary.
+    fn finish(mut self) -> Value {
+        let report = self.until(|report| report["state"] == "done" || report["state"] == "failed");
+        let status = self.child.wait().expect("it ends");
+        assert!(status.success() && report["state"] == "done", "{report}");
+        report
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn hash(report: &Value) -> String {
+    report["state_hash"].as_str().expect("a hash").to_owned()
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn job(&self, text: &str) -> PathBuf {
+        let path = self.0.path().join("job.toml");
+        std::fs::write(&path, text).expect("a file");
+        path
+    }
+
+    fn out(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+}
+
+/// The hash of a run on one node with all the memory it wants.
+fn solo(folder: &Folder, steps: u32) -> Value {
+    let mut mesh = Mesh::new();
+    mesh.start("solo", None);
+    let report = submit(Some(&mesh.nodes[0]), &folder.job(&job(steps, "")), &folder.out("solo"), &[]).finish();
+    assert_eq!(report["tiles"].as_array().map(Vec::len), Some(1), "{report}");
+    report
+}
+
+fn mesh(nodes: usize) -> Mesh {
+    let mut mesh = Mesh::new();
+    for i in 0..nodes {
+        mesh.start(&format!("n{i}"), Some(MEMORY));
+    }
+    mesh.wait_members(nodes, JOIN_MAX);
+    mesh
+}
+
+/// Pictures of a run, by name.
+fn pictures(out: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut folders = vec![out.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("a folder").flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "png") {
+                let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+                found.push((name, std::fs::read(&path).expect("a picture")));
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
+    let folder = Folder::new();
+    let alone = solo(&folder, 600);
+    let kills: u32 = std::env::var("GRID_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(2);
+    for kill in 0..kills {
+        let mut mesh = mesh(4);
+        let file = folder.job(&job(600, "standby = \"hot\""));
+        let out = folder.out(&format!("hot{kill}"));
+        let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
+        // Somewhere in the run, once standbys are there.
+        let at = 150 + u64::from(kill * 37 % 300);
+        let report = run.until(|report| report["step"].as_u64() >= Some(at) || report["state"] == "failed");
+        let tiles = report["tiles"].as_array().cloned().unwrap_or_default();
+        assert!(tiles.len() > 1, "two nodes are needed: {report}");
+        let owner = |node: &&mut LocalNode| tiles.iter().any(|tile| tile["name"] == node.name.as_str());
+        let victim = mesh.nodes.iter_mut().skip(1).find(owner).expect("an owner beside the submitter");
+        victim.kill();
+        let report = run.finish();
+        assert_eq!(hash(&report), hash(&alone), "{report}");
+        assert_eq!(report["losses"], 1, "{report}");
+        eprintln!("killed at step {at}: {} ms without a step", report["longest_stall_ms"]);
+        assert_eq!(pictures(&out), pictures(&folder.out("solo")), "every picture is there, and the same");
+    }
+}
+
+#[test]
+fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
+    let folder = Folder::new();
+    let alone = solo(&folder, 400);
+    let out = folder.out("run");
+    let file = folder.job(&job(400, "checkpoint_every = 100"));
+    {
+        let mesh = mesh(3);
+        let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
+        run.until(|report| report["checkpoint"].as_u64() >= Some(100) || report["state"] == "failed");
+        // The mesh is gone with all its nodes, in the middle of it.
+    }
+    let mut other = Mesh::new();
+    other.start("other", None);
+    let report = submit(Some(&other.nodes[0]), &file, &out, &["--resume"]).finish();
+    assert!(report["from_step"].as_u64() >= Some(100), "{report}");
+    assert_eq!(hash(&report), hash(&alone), "{report}");
+    assert_eq!(pictures(&out), pictures(&folder.out("solo")));
+
+    // A checkpoint of another simulation, and one that is cut short, are refused by name.
+    let text = job(400, "checkpoint_every = 100").replace("0.02", "0.03");
+    let file = folder.job(&text);
+    let refused = |file: &Path| {
+        let output = Command::new(meshnode())
+            .args(["submit", "--wait", "--resume", "--api", &other.nodes[0].api.to_string(), "--out"])
+            .arg(&out)
+            .arg(file)
+            .output()
+            .expect("the program runs");
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(refused(&file).contains("another simulation"), "{}", refused(&file));
+}
