@@ -207,6 +207,8 @@ pub enum GridError {
     Saved { expected: usize, found: usize },
     #[error("field {field} is wanted, the rule has {fields}")]
     Field { field: usize, fields: usize },
+    #[error("the rule has no fluid that could push anything: only d2q9 and d3q19 know forces")]
+    NoForce,
     #[error("no memory for {bytes} bytes")]
     Memory { bytes: usize },
     #[error("pattern, line {line}: {what}")]

@@ -213,6 +213,11 @@ pub(crate) trait Stepper: Send + Sync {
         None
     }
 
+    /// What the state's next step gives the cells that the rule hides, if it moves anything, in units of 2^-40.
+    fn force(&self, _state: &Planes) -> Option<[i128; 3]> {
+        None
+    }
+
     /// Which of the 64 cells from a multiple of 64 on are no part of the state, the lowest bit first.
     fn hidden(&self, _at: [usize; 3]) -> u64 {
         0

@@ -7,6 +7,11 @@ use super::{GridError, Region};
 /// Totals are counted in units of 2^-40, so that no order of adding matters.
 const TOTAL_BITS: u32 = 40;
 
+/// A number in units of 2^-40.
+pub(crate) fn units(number: f32) -> i128 {
+    (f64::from(number) * (1u64 << TOTAL_BITS) as f64).round_ties_even() as i128
+}
+
 impl Tile {
     /// Bytes of [`Self::save`] for a region.
     pub fn saved_len(&self, region: Region) -> usize {
@@ -56,19 +61,29 @@ impl Tile {
     /// # Errors
     /// No such field, or a step is half made.
     pub fn total(&self, field: usize) -> Result<i128, GridError> {
-        let scale = f64::from(1u32 << (TOTAL_BITS - 10)) * 1024.0;
         let mut total = 0i128;
         self.each_row(field, &mut |_, row| {
-            let sum = row.iter().map(|&cell| (f64::from(cell) * scale).round_ties_even() as i128);
-            total = total.wrapping_add(sum.fold(0, i128::wrapping_add));
+            total = row.iter().fold(total, |total, &cell| total.wrapping_add(units(cell)));
             true
         })?;
         Ok(total)
     }
 
+    /// Drag and lift: the momentum that the fluid gives the solid cells of its mask in a step, seen from the fluid beside them
+    /// that this tile owns, in units of 2^-40 (density times cells a step); faces of the grid are no mask. The pressure of the
+    /// fluid at rest with density 1 counts nothing. The same whatever the cuts, when the tiles' forces are added;
+    /// [`Self::total_value`] makes numbers of them.
+    ///
+    /// # Errors
+    /// The rule is no fluid, or a step is half made.
+    pub fn force(&self) -> Result<[i128; 3], GridError> {
+        self.whole()?;
+        self.stepper.force(&self.state).ok_or(GridError::NoForce)
+    }
+
     /// A total as a number.
     pub fn total_value(total: i128) -> f64 {
-        total as f64 / f64::from(1u32 << (TOTAL_BITS - 10)) / 1024.0
+        total as f64 / (1u64 << TOTAL_BITS) as f64
     }
 
     /// The first owned cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field.

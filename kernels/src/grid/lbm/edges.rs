@@ -7,12 +7,15 @@ use crate::grid::Face;
 use crate::grid::frame::{Frame, Span};
 use crate::grid::planes::Planes;
 use crate::grid::rule::CellMap;
+use crate::grid::state::units;
 
 /// The edges of one tile.
 pub(super) struct Edges {
     directions: &'static Directions,
     /// By direction: what bounces back into it.
     links: Vec<Vec<Link>>,
+    /// By direction: owned cells into which it bounces back from the mask.
+    masked: Vec<Vec<usize>>,
     /// By open face of the tile.
     open: Vec<(Turn, Vec<Open>)>,
     /// Bit rows of the owned cells that are solid, 64 from each multiple of 64 on; none if no cell is.
@@ -60,8 +63,9 @@ impl Edges {
             let [x, y, z] = std::array::from_fn(|axis| (at[axis] - whole.0[axis].start) as usize);
             !solid.is_empty() && solid[(z * whole.len(1) + y) * whole.len(0) + x]
         };
-        let links = vec![Vec::new(); directions.c.len()];
-        let mut edges = Self { directions, links, open: Vec::new(), solid: Vec::new() };
+        let count = directions.c.len();
+        let (links, masked) = (vec![Vec::new(); count], vec![Vec::new(); count]);
+        let mut edges = Self { directions, links, masked, open: Vec::new(), solid: Vec::new() };
         // Whatever is computed while a halo lasts.
         let computed = frame.span(frame.depth - 1);
         edges.link(frame, &computed, !solid.is_empty(), &is_solid);
@@ -114,7 +118,11 @@ impl Edges {
             // In a corner a moving wall goes before one at rest: so it adds as much as it takes.
             let velocity = wall(true).or_else(|| wall(false));
             let faces = (0..3).any(|axis| face(axis).is_some());
-            let velocity = velocity.or_else(|| (!faces && is_solid(beyond)).then_some([0.0; 3]));
+            let masked = velocity.is_none() && !faces && is_solid(beyond);
+            if masked && (0..3).all(|axis| (0..frame.size[axis]).contains(&cell[axis])) {
+                self.masked[i].push(frame.at(cell));
+            }
+            let velocity = velocity.or_else(|| masked.then_some([0.0; 3]));
             if let Some(velocity) = velocity {
                 let along: f64 = c.iter().zip(velocity).map(|(c, v)| f64::from(*c) * f64::from(v)).sum();
                 let add = (6.0 * self.directions.w[i] * along) as f32;
@@ -154,6 +162,19 @@ impl Edges {
             }
         }
         self.open.push((turn, cells));
+    }
+
+    /// What populations that bounce back give the mask in a step: twice their momentum, less that of the fluid at rest.
+    pub(super) fn force(&self, state: &Planes) -> [i128; 3] {
+        let mut force = [0i128; 3];
+        for (i, cells) in self.masked.iter().enumerate() {
+            let plane = state.plane::<f32>(self.directions.opposite[i]);
+            let sum = cells.iter().fold(0i128, |sum, &cell| sum.wrapping_add(units(plane[cell])));
+            for (force, c) in force.iter_mut().zip(self.directions.c[i]) {
+                *force = force.wrapping_sub(2 * i128::from(c) * sum);
+            }
+        }
+        force
     }
 
     /// 64 owned cells, from local ones.

@@ -139,6 +139,10 @@ where
         Some(LatticeFluid::<D>::DIRECTIONS.c[field])
     }
 
+    fn force(&self, state: &Planes) -> Option<[i128; 3]> {
+        Some(self.edges.force(state))
+    }
+
     fn hidden(&self, at: [usize; 3]) -> u64 {
         self.edges.solid(&self.frame, self.frame.local(at))
     }

@@ -288,6 +288,65 @@ fn the_lid_driven_cavity_is_ghias() {
     }
 }
 
+/// Drag, lift and pressure are those that Schäfer and Turek give for a cylinder in a channel at Re 20 (2D-1), with `d` cells
+/// across the cylinder.
+fn schaefer_turek(d: usize, steps: usize) -> [f64; 2] {
+    let (length, height) = (22 * d, 41 * d / 10);
+    let middle = 2.0 * d as f64;
+    let solid: crate::grid::rule::CellMap<bool> = Arc::new(move |[x, y, _]| {
+        (x as f64 + 0.5 - middle).powi(2) + (y as f64 + 0.5 - middle).powi(2) < (d as f64 / 2.0).powi(2)
+    });
+    let (top, mean) = (0.045f32, 0.03);
+    let tau = 0.5 + 3.0 * mean * d as f64 / 20.0;
+    let fluid = Fluid { collision: MAGIC, solid: Some(solid), ..Fluid::new(tau) };
+    let inlet = Face::Inlet { velocity: [top, 0.0, 0.0], parabola: true };
+    let outlet = Face::Outlet { density: 1.0 };
+    let grid = Grid::new(&[length, height], &[[inlet, outlet], WALLS]).unwrap();
+    let mut tile = flow(&grid, &fluid, &|[_, y]| {
+        let place = y / height as f64;
+        (1.0, [4.0 * f64::from(top) * place * (1.0 - place), 0.0], [[0.0; 2]; 2])
+    });
+    tile.advance(&mut Threads::new(2).unwrap(), steps).unwrap();
+    let force = tile.force().unwrap().map(Tile::total_value);
+    [0, 1].map(|axis| 2.0 * force[axis] / (mean * mean * d as f64))
+}
+
+#[test]
+#[ignore = "a minute: run it with --ignored when the fluid's edges change"]
+fn the_cylinder_of_schaefer_and_turek_has_their_drag() {
+    let [drag, lift] = schaefer_turek(40, 120_000);
+    assert!((drag / 5.5795 - 1.0).abs() < 0.02, "drag {drag}, lift {lift}");
+    assert!((lift - 0.0106).abs() < 0.01, "drag {drag}, lift {lift}");
+}
+
+#[test]
+fn forces_know_no_cuts_and_are_what_drives_the_flow() {
+    // A block in a periodic channel: in the end it and the walls hold what the body force gives.
+    let block: crate::grid::rule::CellMap<bool> =
+        Arc::new(|[x, y, _]| x.abs_diff(66) < 5 && y.abs_diff(20) < 6 || y < 2 || y >= 38);
+    let fluid = Fluid { solid: Some(block), force: [1e-5, 0.0], ..Fluid::new(0.9) };
+    let grid = Grid::periodic(&[128, 40]).unwrap();
+    let rule = Rule::D2q9(fluid.clone());
+    let run = |regions: &[Region], steps: usize| {
+        let mut mesh = Mesh::new(&grid, &rule, regions, (2, 1, Isa::detect()));
+        mesh.load(&|_, cell| cell.copy_from_slice(&fluid.cell(1.0, [0.0; 2], [[0.0; 2]; 2])));
+        mesh.advance(steps);
+        mesh.tiles
+            .iter()
+            .map(|tile| tile.force().unwrap())
+            .fold([0; 3], |sum, force| std::array::from_fn(|axis| sum[axis] + force[axis]))
+    };
+    let one = run(&[grid.region()], 500);
+    assert_eq!(run(&halves(&grid, 5, 9), 500), one);
+    assert_eq!(run(&planes(&grid, [&[64], &[20], &[]]), 500), one);
+    let [along, across, _] = run(&[grid.region()], 60_000).map(Tile::total_value);
+    let cells = 128 * 36 - 9 * 11;
+    let given = 1e-5 * cells as f64;
+    assert!((along / given - 1.0).abs() < 1e-3 && across.abs() < 1e-3 * given, "{along} {across}, {given} given");
+    let life = Rule::Life(crate::grid::life::Life::CONWAY);
+    assert_eq!(Tile::new(&grid, &life, grid.region(), 1).unwrap().force(), Err(GridError::NoForce));
+}
+
 #[test]
 fn what_no_fluid_can_be_is_named() {
     let grid = Grid::closed(&[32, 32]).unwrap();

@@ -178,3 +178,20 @@ fn mass_stays_in_closed_and_in_periodic_boxes() {
         }
     }
 }
+
+#[test]
+fn a_ball_and_walls_hold_what_the_body_force_gives() {
+    let solid: crate::grid::rule::CellMap<bool> =
+        Arc::new(|[x, y, z]| x.abs_diff(10).pow(2) + y.abs_diff(9).pow(2) + z.abs_diff(10).pow(2) < 20 || z == 0);
+    let given = [1e-5, -2e-5, 0.0];
+    let fluid = Fluid3 { solid: Some(Arc::clone(&solid)), force: given, ..Fluid3::new(0.9) };
+    let grid = Grid::periodic(&[20, 20, 20]).unwrap();
+    let mut tile = flow(&grid, &fluid, &at_rest);
+    advance(&mut tile, 10_000);
+    let cells = (0..8000).filter(|i| !solid([i % 20, i / 20 % 20, i / 400])).count() as f64;
+    let force = tile.force().unwrap().map(Tile::total_value);
+    for axis in 0..3 {
+        let error = force[axis] - cells * f64::from(given[axis]);
+        assert!(error.abs() < 2e-3 * cells * 1e-5, "{force:?}, {given:?} for each of {cells}");
+    }
+}
