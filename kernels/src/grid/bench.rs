@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::lbm::Fluid;
+use super::lbm::{Fluid, Fluid3};
 use super::life::Life;
 use super::planes::Planes;
 use super::rule::Rule;
@@ -15,21 +15,20 @@ use super::{Grid, GridError};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
-/// Read and written for each cell of a D2Q9 fluid in a step.
-pub const FLUID_BYTES: usize = 2 * POPULATIONS * 4;
-const POPULATIONS: usize = 9;
 /// Each measurement of a round takes about so long: others who need the machine disturb both alike.
 const SECONDS: f64 = 0.05;
 
 /// What a fluid's steps cost.
 #[derive(Clone, Debug, Serialize)]
 pub struct FluidFigures {
+    /// d2q9 or d3q19.
+    pub lattice: &'static str,
     /// Compute threads.
     pub threads: usize,
     /// Instruction set in use.
     pub instruction_set: &'static str,
     /// Cells along each axis.
-    pub size: [usize; 2],
+    pub size: Vec<usize>,
     /// Million cells advanced by a step per second.
     pub mlups: f64,
     /// Bytes read and written for a cell in a step.
@@ -63,14 +62,44 @@ pub struct LifeFigures {
 /// # Panics
 /// The operating system refuses threads.
 pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> Result<FluidFigures, GridError> {
-    let grid = Grid::periodic(&size)?;
-    let mut tile = Tile::new(&grid, &Rule::D2q9(fluid.clone()), grid.region(), 1)?;
-    tile.load(&mut |at, cell| {
-        let [x, y] = [0, 1].map(|axis| (at[axis] as f64 / size[axis] as f64 * std::f64::consts::TAU).sin());
-        cell.copy_from_slice(&fluid.cell(1.0, [0.02 * y, 0.02 * x], [[0.0; 2]; 2]));
-    });
+    let wave = |at: usize, axis: usize| 0.02 * (at as f64 / size[axis] as f64 * std::f64::consts::TAU).sin();
+    let load = |[x, y, _]: [usize; 3], cell: &mut [f32]| {
+        cell.copy_from_slice(&fluid.cell(1.0, [wave(y, 1), wave(x, 0)], [[0.0; 2]; 2]));
+    };
+    measure(&Rule::D2q9(fluid.clone()), &size, &load, threads, rounds)
+}
+
+/// Measures a periodic box of D3Q19.
+///
+/// # Errors
+/// The box does not fit into memory.
+///
+/// # Panics
+/// The operating system refuses threads.
+pub fn fluid3(fluid: &Fluid3, size: [usize; 3], threads: usize, rounds: usize) -> Result<FluidFigures, GridError> {
+    let wave = |at: usize, axis: usize| 0.02 * (at as f64 / size[axis] as f64 * std::f64::consts::TAU).sin();
+    let load = |[x, y, z]: [usize; 3], cell: &mut [f32]| {
+        cell.copy_from_slice(&fluid.cell(1.0, [wave(y, 1), wave(z, 2), wave(x, 0)], [[0.0; 3]; 3]));
+    };
+    measure(&Rule::D3q19(fluid.clone()), &size, &load, threads, rounds)
+}
+
+/// Sets a cell's fields from its place in the grid.
+type Load<'a> = &'a dyn Fn([usize; 3], &mut [f32]);
+
+fn measure(
+    rule: &Rule,
+    size: &[usize],
+    load: Load<'_>,
+    threads: usize,
+    rounds: usize,
+) -> Result<FluidFigures, GridError> {
+    let grid = Grid::periodic(size)?;
+    let mut tile = Tile::new(&grid, rule, grid.region(), 1)?;
+    tile.load(&mut |at, cell| load(at, cell));
+    let bytes_per_cell_step = 2 * 4 * rule.fields();
     let mut threads = Threads::new(threads).expect("threads");
-    let bytes = 4 * POPULATIONS * grid.region().cells();
+    let bytes = 4 * rule.fields() * grid.region().cells();
     let (from, mut to) = (Planes::new(1, bytes)?, Planes::new(1, bytes)?);
     let cells = grid.region().cells() as f64;
     let (mut steps, mut copies) = (1, 1);
@@ -83,17 +112,18 @@ pub fn fluid(fluid: &Fluid, size: [usize; 2], threads: usize, rounds: usize) -> 
             let bandwidth = 2.0 * bytes as f64 * copies as f64 / copying;
             rates.push(rate);
             bandwidths.push(bandwidth);
-            shares.push(rate * FLUID_BYTES as f64 / bandwidth);
+            shares.push(rate * bytes_per_cell_step as f64 / bandwidth);
         }
         steps = (SECONDS * steps as f64 / stepping).max(1.0) as usize;
         copies = (SECONDS * copies as f64 / copying).max(1.0) as usize;
     }
     Ok(FluidFigures {
+        lattice: rule.name(),
         threads: threads.count(),
         instruction_set: Isa::detect().name(),
-        size,
+        size: size.to_vec(),
         mlups: median(rates) / 1e6,
-        bytes_per_cell_step: FLUID_BYTES,
+        bytes_per_cell_step,
         copy_bandwidth: median(bandwidths),
         share_of_copy_bandwidth: median(shares),
     })

@@ -6,6 +6,7 @@ use super::table::{render, row};
 use super::{Failure, Global, answer, remark};
 use serde_json::{Value, json};
 
+mod grid;
 mod net;
 
 #[derive(Debug, clap::Args)]
@@ -13,6 +14,8 @@ mod net;
 Examples:
   meshnode bench decode                    tokens per second, and their share of what the memory gives
   meshnode bench decode --threads 1 --json
+  meshnode bench lbm --json                cell updates per second of a fluid, and their share of a copy's bandwidth
+  meshnode bench life --threads 2
   meshnode bench net                       the data plane over this machine's loopback")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
@@ -23,6 +26,10 @@ pub(super) struct BenchArgs {
 enum Bench {
     /// Decode and prefill speed of a model on this machine's processor
     Decode(DecodeArgs),
+    /// Fluids by the lattice Boltzmann method on this machine's processor
+    Lbm(grid::LbmArgs),
+    /// Life on this machine's processor
+    Life(grid::LifeArgs),
     /// Round trip and throughput of the data plane between two endpoints on this machine
     Net,
 }
@@ -43,6 +50,20 @@ struct DecodeArgs {
 pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
     match &args.what {
         Bench::Decode(decode) => bench_decode(global, decode),
+        Bench::Lbm(lbm) => {
+            let spinner = Spinner::new("measuring");
+            let figures = grid::lbm(lbm).map_err(Failure::failed)?;
+            drop(spinner);
+            answer(global, &figures, grid::lbm_text);
+            Ok(())
+        }
+        Bench::Life(life) => {
+            let spinner = Spinner::new("measuring");
+            let figures = grid::life(life).map_err(Failure::failed)?;
+            drop(spinner);
+            answer(global, &figures, grid::life_text);
+            Ok(())
+        }
         Bench::Net => {
             let spinner = Spinner::new("measuring");
             let figures = net::measure()?;
