@@ -31,7 +31,7 @@ use self::expression::{Expression, Names};
 use self::files::Files;
 use self::initial::Initial;
 use self::keys::{Document, Keys};
-use self::physics::{Kind, Physics};
+use self::physics::Physics;
 use super::lbm::SUBSONIC;
 use super::rule::Rule;
 use super::tile::Tile;
@@ -154,7 +154,7 @@ impl Simulation {
                 return Err(item.map_or_else(|| keys.error(&what), |item| item.error(&what)));
             }
         }
-        let quantities = sample::quantities(&physics.kind, grid.dimensions());
+        let quantities = sample::quantities(&physics.kind);
         let outputs = output::outputs(keys.get("output"), &physics.kind, &quantities, &grid, steps)?;
         let number = |key, range| keys.get(key).map(|item| item.whole(range)).transpose();
         let checkpoint_every = number("checkpoint_every", 1..=STEPS_MAX)?;
@@ -265,10 +265,7 @@ impl Simulation {
 
     /// Whether a cell is solid, so that nothing that can be looked at is in it.
     pub fn is_solid(&self, at: [usize; 3]) -> bool {
-        match &self.physics.kind {
-            Kind::Fluid(fluid) => fluid.solid.as_ref().is_some_and(|solid| solid(at)),
-            Kind::Life | Kind::Fields(_) => false,
-        }
+        self.physics.kind.solid().is_some_and(|solid| solid(at))
     }
 
     /// Whether y goes upwards in pictures of it; in Life's world it goes down.

@@ -8,7 +8,7 @@ use super::files::Files;
 use super::image::{Image, Mask};
 use super::keys::{Item, Keys};
 use super::physics::{Kind, image, masked};
-use crate::grid::lbm::Fluid;
+use crate::grid::lbm::LatticeFluid;
 use crate::grid::life::Pattern;
 use crate::grid::rule::CellMap;
 use crate::grid::{Face, Grid};
@@ -21,17 +21,21 @@ const ALIVE_MAX: usize = 1 << 24;
 /// Where the fields come from.
 pub(super) enum Initial {
     Life(Living),
-    Fluid {
-        /// Without maps.
-        fluid: Fluid,
-        /// Rates by cell.
-        omega: Option<CellMap<f32>>,
-        density: Expression,
-        velocity: [Expression; 3],
-        /// Whether the velocity's gradient is in the populations too.
-        stress: bool,
-    },
+    Fluid(Flow<2>),
+    Fluid3(Flow<3>),
     Fields(Vec<Source>),
+}
+
+/// A fluid's density and velocity.
+pub(super) struct Flow<const D: usize> {
+    /// Without maps.
+    fluid: LatticeFluid<D>,
+    /// Rates by cell.
+    omega: Option<CellMap<f32>>,
+    density: Expression,
+    velocity: [Expression; D],
+    /// Whether the velocity's gradient is in the populations too.
+    stress: bool,
 }
 
 /// A field.
@@ -65,7 +69,8 @@ impl Initial {
         let keys = item.map(|item| item.table("a table: what cells are before the first step")).transpose()?;
         let initial = match kind {
             Kind::Life => Self::Life(Living::read(keys.as_ref(), grid, seed, files)?),
-            Kind::Fluid(fluid) => fluid_at(keys.as_ref(), fluid, grid)?,
+            Kind::Fluid(fluid) => Self::Fluid(Flow::read(keys.as_ref(), fluid)?),
+            Kind::Fluid3(fluid) => Self::Fluid3(Flow::read(keys.as_ref(), fluid)?),
             Kind::Fields(names) => fields(keys.as_ref(), names, grid, files)?,
         };
         if let Some(keys) = keys {
@@ -78,18 +83,13 @@ impl Initial {
     pub(super) fn set(&self, at: [usize; 3], cell: &mut [f32]) {
         match self {
             Self::Life(living) => cell[0] = if living.lives(at) { 1.0 } else { 0.0 },
-            Self::Fluid { fluid, omega, density, velocity, stress } => {
-                let tau = omega.as_ref().map_or(fluid.tau, |omega| 1.0 / f64::from(omega(at)));
-                let here = Fluid { tau, ..fluid.clone() };
-                let density = density.at(at);
-                let (velocity, gradient) = if *stress {
-                    let slopes: [Slope; 2] = std::array::from_fn(|axis| velocity[axis].of(at));
-                    let gradient = std::array::from_fn(|along| slopes.map(|slope| slope.along[along]));
-                    (slopes.map(|slope| slope.value), gradient)
-                } else {
-                    (std::array::from_fn(|axis| velocity[axis].at(at)), [[0.0; 2]; 2])
-                };
-                cell.copy_from_slice(&here.cell(density, velocity, gradient));
+            Self::Fluid(flow) => {
+                let (fluid, density, velocity, gradient) = flow.at(at);
+                cell.copy_from_slice(&fluid.cell(density, velocity, gradient));
+            }
+            Self::Fluid3(flow) => {
+                let (fluid, density, velocity, gradient) = flow.at(at);
+                cell.copy_from_slice(&fluid.cell(density, velocity, gradient));
             }
             Self::Fields(sources) => {
                 for (value, source) in cell.iter_mut().zip(sources) {
@@ -115,29 +115,52 @@ impl Initial {
     /// The speed of a fluid at a cell.
     pub(super) fn speed(&self, at: [usize; 3]) -> f64 {
         match self {
-            Self::Fluid { velocity, .. } => velocity.iter().map(|part| part.at(at).powi(2)).sum::<f64>().sqrt(),
+            Self::Fluid(flow) => flow.speed(at),
+            Self::Fluid3(flow) => flow.speed(at),
             Self::Life(_) | Self::Fields(_) => 0.0,
         }
     }
 }
 
-fn fluid_at(keys: Option<&Keys<'_>>, fluid: &Fluid, grid: &Grid) -> Result<Initial, SimulationError> {
-    let get = |key| keys.and_then(|keys| keys.get(key));
-    let density = get("density").map(|item| item.expression()).transpose()?.unwrap_or_else(|| Expression::number(1.0));
-    let mut velocity = [0.0; 3].map(Expression::number);
-    if let Some(item) = get("velocity") {
-        let expected = format!("a list of {} numbers or expressions, one for each axis", grid.dimensions());
-        let list = item.list(&expected)?;
-        if list.len() != grid.dimensions() {
-            return Err(item.expected(&expected));
+/// A fluid with a cell's rate, density, velocity, and the velocity's gradient: by axis, how each component changes along it.
+type State<const D: usize> = (LatticeFluid<D>, f64, [f64; D], [[f64; D]; D]);
+
+impl<const D: usize> Flow<D> {
+    fn read(keys: Option<&Keys<'_>>, fluid: &LatticeFluid<D>) -> Result<Self, SimulationError> {
+        let get = |key| keys.and_then(|keys| keys.get(key));
+        let density = get("density").map(|item| item.expression()).transpose()?;
+        let mut velocity = std::array::from_fn(|_| Expression::number(0.0));
+        if let Some(item) = get("velocity") {
+            let expected = format!("a list of {D} numbers or expressions, one for each axis");
+            let list = item.list(&expected)?;
+            if list.len() != D {
+                return Err(item.expected(&expected));
+            }
+            for (part, item) in velocity.iter_mut().zip(&list) {
+                *part = item.expression()?;
+            }
         }
-        for (part, item) in velocity.iter_mut().zip(&list) {
-            *part = item.expression()?;
-        }
+        let stress = get("stress").map(|item| item.flag()).transpose()?.unwrap_or(true);
+        let density = density.unwrap_or_else(|| Expression::number(1.0));
+        let plain = LatticeFluid { omega: None, solid: None, ..fluid.clone() };
+        Ok(Self { fluid: plain, omega: fluid.omega.clone(), density, velocity, stress })
     }
-    let stress = get("stress").map(|item| item.flag()).transpose()?.unwrap_or(true);
-    let plain = Fluid { omega: None, solid: None, ..fluid.clone() };
-    Ok(Initial::Fluid { fluid: plain, omega: fluid.omega.clone(), density, velocity, stress })
+
+    fn at(&self, at: [usize; 3]) -> State<D> {
+        let tau = self.omega.as_ref().map_or(self.fluid.tau, |omega| 1.0 / f64::from(omega(at)));
+        let fluid = LatticeFluid { tau, ..self.fluid.clone() };
+        let density = self.density.at(at);
+        if !self.stress {
+            return (fluid, density, std::array::from_fn(|axis| self.velocity[axis].at(at)), [[0.0; D]; D]);
+        }
+        let slopes: [Slope; D] = std::array::from_fn(|axis| self.velocity[axis].of(at));
+        let gradient = std::array::from_fn(|along| slopes.map(|slope| slope.along[along]));
+        (fluid, density, slopes.map(|slope| slope.value), gradient)
+    }
+
+    fn speed(&self, at: [usize; 3]) -> f64 {
+        self.velocity.iter().map(|part| part.at(at).powi(2)).sum::<f64>().sqrt()
+    }
 }
 
 fn fields(

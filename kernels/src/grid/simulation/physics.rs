@@ -5,7 +5,7 @@ use super::files::Files;
 use super::image::Image;
 use super::keys::{Item, Keys};
 use super::{SimulationError, spots};
-use crate::grid::lbm::{Collision, Fluid};
+use crate::grid::lbm::{Collision, Fluid, Fluid3, LatticeFluid};
 use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::FIELDS_MAX;
@@ -25,13 +25,24 @@ pub(super) struct Physics {
 pub(super) enum Kind {
     /// Dead or alive.
     Life,
-    /// Populations.
+    /// Populations, in two dimensions.
     Fluid(Fluid),
+    /// Populations, in three.
+    Fluid3(Fluid3),
     /// Plain fields, by name.
     Fields(Vec<String>),
 }
 
 impl Kind {
+    /// Cells that are solid.
+    pub(super) fn solid(&self) -> Option<&CellMap<bool>> {
+        match self {
+            Self::Fluid(fluid) => fluid.solid.as_ref(),
+            Self::Fluid3(fluid) => fluid.solid.as_ref(),
+            Self::Life | Self::Fields(_) => None,
+        }
+    }
+
     /// Whether y goes upwards in pictures. In Life's world it goes down.
     pub(super) fn is_upright(&self) -> bool {
         !matches!(self, Self::Life)
@@ -121,7 +132,8 @@ pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], Sim
     Ok(vector)
 }
 
-const RULES: &str = "the rule: name = \"life\", \"d2q9\", \"heat\", \"wave\" or \"gray-scott\", or file = \"x.rule\"";
+const RULES: &str =
+    "the rule: name = \"life\", \"d2q9\", \"d3q19\", \"heat\", \"wave\" or \"gray-scott\", or file = \"x.rule\"";
 
 /// `[rule]`.
 pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<Physics, SimulationError> {
@@ -138,6 +150,10 @@ pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result
         "d2q9" => {
             let fluid = fluid(&keys, grid, files, &mut described)?;
             (Rule::D2q9(fluid.clone()), Kind::Fluid(fluid))
+        }
+        "d3q19" => {
+            let fluid = fluid(&keys, grid, files, &mut described)?;
+            (Rule::D3q19(fluid.clone()), Kind::Fluid3(fluid))
         }
         "heat" => {
             let rate = parameter(&keys, "rate", "the diffusivity in cells² a step", &mut described)?;
@@ -229,7 +245,12 @@ fn life(keys: &Keys<'_>, described: &mut Vec<u8>) -> Result<Rule, SimulationErro
 /// 3/16: walls are exactly half-way between cells.
 const MAGIC: f64 = 3.0 / 16.0;
 
-fn fluid(keys: &Keys<'_>, grid: &Grid, files: &mut Files, described: &mut Vec<u8>) -> Result<Fluid, SimulationError> {
+fn fluid<const D: usize>(
+    keys: &Keys<'_>,
+    grid: &Grid,
+    files: &mut Files,
+    described: &mut Vec<u8>,
+) -> Result<LatticeFluid<D>, SimulationError> {
     let (tau, viscosity, by_cell) = (keys.get("tau"), keys.get("viscosity"), keys.get("omega"));
     let mut omega: Option<CellMap<f32>> = None;
     let tau = match (tau, viscosity, by_cell) {
@@ -271,7 +292,7 @@ fn fluid(keys: &Keys<'_>, grid: &Grid, files: &mut Files, described: &mut Vec<u8
     let force = keys.get("force").map(|item| vector(&item, grid.dimensions())).transpose()?.unwrap_or_default();
     described.extend_from_slice(format!("{:x} {collision:?} {:?}", tau.to_bits(), force.map(f32::to_bits)).as_bytes());
     let solid = keys.get("solid").map(|item| solid(&item, grid, files, described)).transpose()?;
-    Ok(Fluid { tau, collision, omega, solid, force: [force[0], force[1]] })
+    Ok(LatticeFluid { tau, collision, omega, solid, force: std::array::from_fn(|axis| force[axis]) })
 }
 
 /// Cells that are solid, by an expression that is not 0 there or by the dark pixels of a picture.

@@ -2,16 +2,15 @@
 use super::physics::Kind;
 use super::{OutputSpec, Simulation, SimulationError};
 use crate::grid::frame::Format;
-use crate::grid::lbm::Fluid;
 use crate::grid::tile::Tile;
 use crate::grid::{Face, GridError, Region};
 
 /// What one can look at.
-pub(super) fn quantities(kind: &Kind, dimensions: usize) -> Vec<String> {
+pub(super) fn quantities(kind: &Kind) -> Vec<String> {
     let all: Vec<&str> = match kind {
         Kind::Life => vec!["alive"],
-        Kind::Fluid(_) if dimensions == 2 => vec!["density", "ux", "uy", "speed", "vorticity"],
-        Kind::Fluid(_) => vec!["density", "ux", "uy", "uz", "speed", "vorticity"],
+        Kind::Fluid(_) => vec!["density", "ux", "uy", "speed", "vorticity"],
+        Kind::Fluid3(_) => vec!["density", "ux", "uy", "uz", "speed", "vorticity"],
         Kind::Fields(names) if names == &["height", "before"] => vec!["height"],
         Kind::Fields(names) => names.iter().map(String::as_str).collect(),
     };
@@ -21,7 +20,7 @@ pub(super) fn quantities(kind: &Kind, dimensions: usize) -> Vec<String> {
 /// What one looks at first.
 pub(super) fn default_quantity<'a>(kind: &Kind, quantities: &'a [String]) -> &'a str {
     let name = match kind {
-        Kind::Fluid(_) => "speed",
+        Kind::Fluid(_) | Kind::Fluid3(_) => "speed",
         // Of substances that react the later one has the patterns.
         Kind::Fields(names) if names == &["u", "v"] => "v",
         Kind::Life | Kind::Fields(_) => "",
@@ -51,7 +50,7 @@ impl Simulation {
     /// What tiles must sample so that a quantity can be made of it: itself, or what its neighbourhood is needed of. None if
     /// there is no such quantity.
     pub fn needs(&self, quantity: &str) -> Vec<&str> {
-        if quantity == VORTICITY && matches!(self.physics.kind, Kind::Fluid(_)) {
+        if quantity == VORTICITY && matches!(self.physics.kind, Kind::Fluid(_) | Kind::Fluid3(_)) {
             return vec!["ux", "uy"];
         }
         self.quantities.iter().map(String::as_str).filter(|known| *known == quantity).collect()
@@ -94,15 +93,14 @@ impl Simulation {
         match &self.physics.kind {
             Kind::Life if quantity == "alive" => count(tile, region, stride),
             Kind::Fluid(fluid) => {
-                let axis = |name: &str| ["ux", "uy", "uz"].iter().position(|known| *known == name);
-                let part = match (quantity, axis(quantity)) {
-                    ("density", _) => Part::Density,
-                    ("speed", _) => Part::Speed,
-                    (_, Some(axis)) if axis < self.grid.dimensions() => Part::Velocity(axis),
-                    _ => return Err(self.no_such(quantity)),
-                };
-                let fields: Vec<usize> = (0..tile.fields()).collect();
-                pick(tile, &fields, region, stride, &mut |cell| part.of(fluid, cell))
+                let part = self.part(quantity)?;
+                let of = |cell: &[f32]| cell.try_into().map_or(0.0, |cell| part.of(fluid.moments(cell)));
+                flowing(tile, region, stride, part, &of)
+            }
+            Kind::Fluid3(fluid) => {
+                let part = self.part(quantity)?;
+                let of = |cell: &[f32]| cell.try_into().map_or(0.0, |cell| part.of(fluid.moments(cell)));
+                flowing(tile, region, stride, part, &of)
             }
             Kind::Fields(names) => {
                 let field = names.iter().position(|name| name == quantity);
@@ -110,6 +108,16 @@ impl Simulation {
                 pick(tile, &[field], region, stride, &mut |cell| cell[0])
             }
             Kind::Life => Err(self.no_such(quantity)),
+        }
+    }
+
+    fn part(&self, quantity: &str) -> Result<Part, SimulationError> {
+        let axis = ["ux", "uy", "uz"].iter().take(self.grid.dimensions()).position(|known| *known == quantity);
+        match (quantity, axis) {
+            ("density", _) => Ok(Part::Density),
+            ("speed", _) => Ok(Part::Speed),
+            (_, Some(axis)) => Ok(Part::Velocity(axis)),
+            (_, None) => Err(self.no_such(quantity)),
         }
     }
 
@@ -123,7 +131,7 @@ impl Simulation {
     pub fn totals(&self) -> Vec<(String, Vec<usize>)> {
         match &self.physics.kind {
             Kind::Life => vec![("population".into(), vec![0])],
-            Kind::Fluid(_) => vec![("mass".into(), (0..self.rule().fields()).collect())],
+            Kind::Fluid(_) | Kind::Fluid3(_) => vec![("mass".into(), (0..self.rule().fields()).collect())],
             Kind::Fields(names) => names.iter().zip(0..).map(|(name, field)| (name.clone(), vec![field])).collect(),
         }
     }
@@ -140,19 +148,29 @@ enum Part {
 }
 
 impl Part {
-    fn of(self, fluid: &Fluid, cell: &[f32]) -> f32 {
-        let Ok(populations) = cell.try_into() else { return 0.0 };
-        let (density, velocity) = fluid.moments(populations);
-        // Solid cells are read as zeros: at rest, whatever the force on the fluid.
-        if cell.iter().all(|population| *population == 0.0) {
-            return if self == Self::Density { 1.0 } else { 0.0 };
-        }
+    fn of<const D: usize>(self, (density, velocity): (f64, [f64; D])) -> f32 {
         match self {
             Self::Density => density as f32,
             Self::Speed => velocity.iter().map(|part| part * part).sum::<f64>().sqrt() as f32,
             Self::Velocity(axis) => velocity.get(axis).copied().unwrap_or(0.0) as f32,
         }
     }
+}
+
+/// Of each block what its first cell has of a fluid.
+fn flowing(
+    tile: &Tile,
+    region: Region,
+    stride: usize,
+    part: Part,
+    of: &dyn Fn(&[f32]) -> f32,
+) -> Result<Vec<f32>, SimulationError> {
+    let fields: Vec<usize> = (0..tile.fields()).collect();
+    let rest = if part == Part::Density { 1.0 } else { 0.0 };
+    pick(tile, &fields, region, stride, &mut |cell| {
+        // Solid cells are read as zeros: at rest, whatever the force on the fluid.
+        if cell.iter().all(|population| *population == 0.0) { rest } else { of(cell) }
+    })
 }
 
 /// Of each block the value of its first cell.

@@ -316,6 +316,31 @@ fn warnings_name_what_will_end_badly() {
 }
 
 #[test]
+fn fluids_in_three_dimensions() {
+    let text = "name = \"a\"\nsteps = 5\n[grid]\nsize = [64, 12, 10]\n[boundary]\nz_low = \"wall\"\n\
+                z_high = { moving = [0.05, 0.01, 0] }\n[rule]\nname = \"d3q19\"\nviscosity = 0.1\nforce = [0, 1e-6, 0]\n\
+                solid = \"(x-20)^2 + (y-6)^2 + (z-5)^2 < 9\"\n[initial]\nvelocity = [\"0.05*z/nz\", 0, \"1e-3*sin(2*pi*x/nx)\"]\n\
+                [[output]]\nkind = \"png\"\nquantity = \"vorticity\"\nevery = 1\nlayer = 3";
+    let simulation = job(text, &[]);
+    assert_eq!(simulation.quantities(), ["density", "ux", "uy", "uz", "speed", "vorticity"]);
+    assert!(simulation.is_solid([20, 6, 5]) && !simulation.is_solid([30, 6, 5]));
+    let whole = simulation.grid().region();
+    let tiles = [Region { end: [64, 12, 4], ..whole }, Region { start: [0, 0, 4], ..whole }]
+        .map(|region| loaded(&simulation, region));
+    let mut one = [loaded(&simulation, whole)];
+    for quantity in simulation.quantities() {
+        assert_eq!(framed(&simulation, &one, quantity, 2), framed(&simulation, &tiles, quantity, 2), "{quantity}");
+    }
+    let uz = framed(&simulation, &one, "uz", 1).values[15];
+    let expected = 1e-3 * (std::f64::consts::TAU * 15.5 / 64.0).sin();
+    assert!((f64::from(uz) - expected).abs() < 1e-7, "{uz}");
+    assert_eq!(framed(&simulation, &one, "uy", 1).values[(5 * 12 + 6) * 64 + 20], 0.0, "solid");
+    assert_eq!(simulation.shown(&simulation.outputs()[0]), (Region { start: [0, 0, 3], end: [64, 12, 4] }, 1));
+    one[0].advance(&mut Threads::new(1).unwrap(), 5).unwrap();
+    assert_eq!(one[0].first_not_finite().unwrap(), None);
+}
+
+#[test]
 fn a_rule_file_is_a_rule_like_others() {
     const RULE: &str = "fields a b\nparam rate = 0.1\nparam gain = 2\na' = a + rate * lap(a)\nb' = gain * b[1, 0]\n";
     let text = "name = \"a\"\nsteps = 5\n[grid]\nsize = [64, 16]\n[rule]\nfile = \"r.rule\"\nparameters = { gain = 0.5 }\n\

@@ -25,7 +25,7 @@ fn each_error_names_its_place() {
         (with("[64, 16]", "[64, 0]"), "line 4, column 13 (grid.size[1])", "from 1 to 16777216"),
         (with("[64, 16]", "[64, \"b\"]"), "(grid.size[1])", "found the text \"b\""),
         (with("[64, 16]", "[16777216, 16777216, 16777216]"), "(grid.size)", "cells in all"),
-        (with("[64, 16]", "[64, 16, 8]"), "(rule)", "two dimensions"),
+        (with("[64, 16]", "[64, 16, 8]"), "(rule)", "2 dimensions"),
         (with("d2q9", "d2q8"), "line 6, column 8 (rule.name)", "found the text \"d2q8\""),
         (with("tau = 1", ""), "line 5, column 1 (rule)", "expected one of tau"),
         (with("tau = 1", "tau = 0.5"), "(rule)", "above 0.5"),
