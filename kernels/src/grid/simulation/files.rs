@@ -115,8 +115,10 @@ impl Files {
         while let Some(name) = take() {
             let name = std::str::from_utf8(name).map_err(|_| wrong("a file's name is no text"))?;
             let file = take().ok_or_else(|| wrong("it is cut short"))?;
-            let again = known.insert(name.to_owned(), Arc::from(file)).is_some();
-            if again || known.len() > FILES_MAX || name.len() > NAME_MAX || job.len() > NAME_MAX {
+            // In order: the same job has the same bytes.
+            let sorted = known.last_key_value().is_none_or(|(last, _): (&String, _)| last.as_str() < name);
+            known.insert(name.to_owned(), Arc::from(file));
+            if !sorted || known.len() > FILES_MAX || name.len() > NAME_MAX || job.len() > NAME_MAX {
                 return Err(wrong("its files are not as they are packed"));
             }
         }
