@@ -10,6 +10,7 @@ use cubecl::server::Handle;
 
 mod attention;
 pub mod bench;
+pub mod grid;
 mod matvec;
 mod pack;
 mod rows;

@@ -3,8 +3,9 @@
 //! A [`Grid`] says how large the world is and what happens at its faces. A [`Tile`](tile::Tile) owns a box of it, keeps a
 //! copy of its neighbours' cells around it and advances step by step; what it computes does not depend on where the cuts
 //! are, how deep the copies are or how many threads compute, to the last bit. A [`Rule`](rule::Rule) is what a cell
-//! becomes next. Next: `grid/tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
+//! becomes next. Next: `grid/tile.rs`, `grid/any_tile.rs`, `grid/rule.rs`, then `grid/life.rs` for the shortest rule.
 
+pub mod any_tile;
 pub mod bench;
 pub mod lbm;
 pub mod life;
@@ -14,11 +15,11 @@ pub mod scalar;
 pub mod simulation;
 pub mod tile;
 
-mod frame;
+pub(crate) mod frame;
 mod ghosts;
-mod halo;
-mod hash;
-mod planes;
+pub(crate) mod halo;
+pub(crate) mod hash;
+pub(crate) mod planes;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -211,8 +212,16 @@ pub enum GridError {
     NoForce,
     #[error("no memory for {bytes} bytes")]
     Memory { bytes: usize },
+    #[error(
+        "the tile needs {needed} bytes of the device's memory, {free} are free: use a smaller tile or another device"
+    )]
+    DeviceMemory { needed: usize, free: usize },
+    #[error("a buffer of {bytes} bytes is needed, the device allows {most}: cut the grid into more tiles")]
+    Buffer { bytes: usize, most: usize },
+    #[error("the device failed, its tile is lost and must be restored elsewhere: {what}")]
+    Device { what: String },
     #[error("pattern, line {line}: {what}")]
     Pattern { line: usize, what: String },
 }
 
-const AXES: [char; 3] = ['x', 'y', 'z'];
+pub(crate) const AXES: [char; 3] = ['x', 'y', 'z'];

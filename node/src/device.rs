@@ -1,6 +1,9 @@
 //! The device this node computes on, and what it offers to the mesh as measured at start.
 use crate::config::UpOptions;
 use kernels::device::{Device, DeviceChoice, DeviceId};
+use kernels::grid::any_tile::GridTile;
+use kernels::grid::rule::Rule;
+use kernels::grid::{Grid, GridError, Region};
 use kernels::stage::{Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
 use node_core::config::Capacity;
@@ -48,6 +51,14 @@ impl Compute {
         Ok(Self { device, threads, capacity })
     }
 
+    /// Makes a tile on it, all cells zero. What a GPU cannot compute, or has no memory for, the processor computes.
+    ///
+    /// # Errors
+    /// The rule does not fit the grid, the tile not in it, the halo not in the tile, or nothing into memory.
+    pub fn tile(&self, grid: &Grid, rule: &Rule, region: Region, depth: usize) -> Result<Box<dyn GridTile>, GridError> {
+        tile(&self.device, (grid, rule), region, depth)
+    }
+
     /// Loads a stage on it.
     ///
     /// # Errors
@@ -57,6 +68,23 @@ impl Compute {
             DeviceId::Cpu => kernels::load_cpu_stage(file, options),
             id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_burn::load_gpu_stage(file, options, id),
         }
+    }
+}
+
+fn tile(
+    device: &Device,
+    (grid, rule): (&Grid, &Rule),
+    region: Region,
+    depth: usize,
+) -> Result<Box<dyn GridTile>, GridError> {
+    let free = usize::try_from(device.memory_free).unwrap_or(usize::MAX);
+    match kernels_burn::grid_tile(device.id, (grid, rule), region, depth, free) {
+        Err(why) if device.id != DeviceId::Cpu => {
+            let (cells, rule_name, id) = (region.cells(), rule.name(), device.id);
+            tracing::warn!(%why, %id, cells, rule = rule_name, "the processor computes a tile, for the GPU does not");
+            kernels_burn::grid_tile(DeviceId::Cpu, (grid, rule), region, depth, free)
+        }
+        made => made,
     }
 }
 
@@ -73,4 +101,87 @@ fn machine_id() -> u64 {
         .find_map(|path| std::fs::read(path).ok().filter(|id| !id.is_empty()))
         .unwrap_or_default();
     u64::from_le_bytes(blake3::hash(&id).as_bytes()[..8].try_into().unwrap_or([0; 8]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::grid::simulation::Simulation;
+    use kernels::grid::tile::Threads;
+    use kernels::grid::{Link, links};
+    use std::path::Path;
+
+    const STEPS: usize = 12;
+    const DEPTH: usize = 3;
+
+    /// The state's hash after some steps of a job in so many tiles, each as a node would hold it.
+    fn hash(device: &Device, job: &str, cut: Option<usize>) -> u128 {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples").join(job);
+        let simulation = Simulation::read(&file).unwrap();
+        let (grid, mut threads) = (simulation.grid(), Threads::new(1).unwrap());
+        let mut regions = vec![grid.region()];
+        if let Some(at) = cut {
+            regions.push(Region { start: [0, at, 0], end: grid.region().end });
+            regions[0].end[1] = at;
+        }
+        let links_of = |me| links(grid, &regions, me, DEPTH * simulation.rule().radius());
+        let all: Vec<Vec<(usize, Link)>> = (0..regions.len()).map(links_of).collect();
+        let mut tiles = Vec::new();
+        for (region, links) in regions.iter().zip(&all) {
+            let mut made = tile(device, (grid, simulation.rule()), *region, DEPTH).unwrap();
+            assert_eq!(made.is_detached(), device.id != DeviceId::Cpu);
+            made.link(&links.iter().map(|(_, link)| *link).collect::<Vec<_>>()).unwrap();
+            simulation.load(&mut *made).unwrap();
+            tiles.push(made);
+        }
+        for _ in 0..STEPS / DEPTH {
+            let mut strips = Vec::new();
+            for (me, links) in all.iter().enumerate() {
+                for (number, (peer, link)) in links.iter().enumerate() {
+                    let back = |(other, there): &(usize, Link)| {
+                        *other == me && there.region == regions[me] && there.shift == link.shift.map(|shift| -shift)
+                    };
+                    let there = all[*peer].iter().position(back).unwrap();
+                    strips.push((*peer, there, tiles[me].pack(number).unwrap()));
+                }
+            }
+            strips.iter().for_each(|(peer, link, strip)| tiles[*peer].unpack(*link, strip).unwrap());
+            for tile in &mut tiles {
+                tile.advance(&mut threads, DEPTH - 1).unwrap();
+                if tile.left() == 1 {
+                    tile.strips(&mut threads).unwrap();
+                    tile.interior(&mut threads).unwrap();
+                } else {
+                    tile.advance(&mut threads, 1).unwrap();
+                }
+            }
+        }
+        for tile in &tiles {
+            tile.wait().unwrap();
+            assert_eq!(tile.first_not_finite().unwrap(), None);
+        }
+        let quantity = simulation.default_quantity();
+        let need = simulation.needs(quantity)[0];
+        assert!(simulation.sample(&*tiles[0], need, regions[0], 4).unwrap().iter().any(|value| *value != 0.0));
+        tiles.iter().fold(0u128, |sum, tile| sum.wrapping_add(tile.state_hash(&mut threads).unwrap()))
+    }
+
+    #[test]
+    fn tiles_of_two_nodes_have_the_hash_of_one() {
+        let devices = kernels_burn::probe();
+        for device in devices.iter().filter(|device| device.id == DeviceId::Cpu) {
+            let one = hash(device, "glider-gun.toml", None);
+            assert_eq!(one, hash(device, "glider-gun.toml", Some(20)));
+        }
+        let Some(gpu) = devices.iter().find(|device| matches!(device.id, DeviceId::Vulkan(_))) else {
+            let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));
+            assert!(!required, "MESHNODE_REQUIRE names vulkan, but no Vulkan driver was found");
+            eprintln!("SKIPPED: no Vulkan driver on this machine");
+            return;
+        };
+        assert_eq!(hash(gpu, "glider-gun.toml", Some(20)), hash(&devices[0], "glider-gun.toml", None));
+        for job in ["karman.toml", "gray-scott-text.toml"] {
+            assert_eq!(hash(gpu, job, Some(40)), hash(gpu, job, None), "{job}");
+        }
+    }
 }

@@ -126,12 +126,13 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
+    let device = Arc::new(device);
     let hands = crate::tiles::Hands {
         tensors: tensors.clone(),
         states: states.clone(),
         residency: residency.clone(),
         driver: driver.clone(),
-        threads: device.threads,
+        device: device.clone(),
     };
     let tiles = crate::tiles::spawn(hands).map_err(|e| NodeError::Failed(e.to_string()))?;
     let recalled = Arc::new(Recalled::default());
@@ -147,7 +148,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         store: store.clone(),
         library: library.clone(),
         hub: hub.clone(),
-        device: Arc::new(device),
+        device,
         residency,
         recalled: recalled.clone(),
         boundary: boundary.clone(),

@@ -1,11 +1,13 @@
 //! The thread that computes tiles of simulations: it owns them, and makes the steps that the core asks for, in order.
+use crate::device::Compute;
 use crate::driver::DriverHandle;
 use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
+use kernels::grid::any_tile::GridTile;
 use kernels::grid::rule::Rule;
 use kernels::grid::simulation::Simulation;
-use kernels::grid::tile::{Threads, Tile};
+use kernels::grid::tile::Threads;
 use kernels::grid::{Link, Region};
 use node_core::id::{JobId, LoadId};
 use node_core::input::{GridInput, Input};
@@ -71,8 +73,8 @@ pub struct Hands {
     pub residency: Arc<Residency>,
     /// The node.
     pub driver: DriverHandle,
-    /// Compute threads.
-    pub threads: usize,
+    /// What computes.
+    pub device: Arc<Compute>,
 }
 
 /// Starts the thread. It ends when the sender is dropped.
@@ -97,7 +99,7 @@ struct Held {
     simulation: Arc<Simulation>,
     order: Box<TileOrder>,
     /// None at a warm standby.
-    tile: Option<Tile>,
+    tile: Option<Box<dyn GridTile>>,
 }
 
 impl Tiles {
@@ -159,10 +161,10 @@ impl Tiles {
         let mut step = None;
         let warm = held.order.standby == Some(node_core::tiles::order::Tier::Warm);
         if !warm {
-            let mut tile = held.make()?;
+            let mut tile = held.make(&self.hands.device)?;
             step = match held.order.start {
                 TileStart::Initial => {
-                    held.simulation.load(&mut tile);
+                    held.simulation.load(&mut *tile).map_err(|e| e.to_string())?;
                     Some(0)
                 }
                 TileStart::Checkpoint { step } => {
@@ -187,7 +189,7 @@ impl Tiles {
         let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is gone")?;
         let mut restored = match held.tile.take() {
             Some(tile) => tile,
-            None => held.make()?,
+            None => held.make(&self.hands.device)?,
         };
         restored.restore(restored.region(), &cells).map_err(|e| e.to_string())?;
         restored.resume(step.into());
@@ -203,7 +205,7 @@ impl Tiles {
         let tile = held.tile.as_mut().ok_or("the tile has no cells")?;
         let threads = match &mut self.threads {
             Some(threads) => threads,
-            none => none.insert(Threads::new(self.hands.threads).map_err(|e| format!("no threads: {e}"))?),
+            none => none.insert(Threads::new(self.hands.device.threads).map_err(|e| format!("no threads: {e}"))?),
         };
         if tile.steps() != u64::from(work.from) {
             return Err(format!("the tile has made {} steps, not {}", tile.steps(), work.from));
@@ -218,18 +220,19 @@ impl Tiles {
             }
         }
         let mut making = Making { work, hands: &self.hands, simulation: &held.simulation, made: TileMade::default() };
-        making.steps(tile, threads)?;
+        making.steps(&mut **tile, threads)?;
+        tile.wait().map_err(|e| e.to_string())?;
         making.made.compute_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(making.made)
     }
 }
 
 impl Held {
-    fn make(&self) -> Result<Tile, String> {
+    fn make(&self, device: &Compute) -> Result<Box<dyn GridTile>, String> {
         let (simulation, order) = (&self.simulation, &self.order);
         let depth = order.depth as usize;
-        let mut tile =
-            Tile::new(simulation.grid(), simulation.rule(), region(order.block()), depth).map_err(|e| e.to_string())?;
+        let (grid, rule) = (simulation.grid(), simulation.rule());
+        let mut tile = device.tile(grid, rule, region(order.block()), depth).map_err(|e| e.to_string())?;
         let links: Vec<Link> = order
             .links(order.tile)
             .iter()
@@ -249,7 +252,7 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
-    fn steps(&mut self, tile: &mut Tile, threads: &mut Threads) -> Result<(), String> {
+    fn steps(&mut self, tile: &mut dyn GridTile, threads: &mut Threads) -> Result<(), String> {
         let work = self.work;
         let (mut step, mut stops) = (work.from, work.stops.iter().peekable());
         if work.from == work.to {
@@ -268,8 +271,13 @@ impl Making<'_> {
             let until = if alone && until == work.to && step + 1 < work.to { work.to - 1 } else { until };
             if alone && step + 1 == work.to && tile.left() == 1 {
                 tile.strips(threads).map_err(|e| e.to_string())?;
-                self.pack(tile)?;
-                tile.interior(threads).map_err(|e| e.to_string())?;
+                if tile.is_detached() {
+                    tile.interior(threads).map_err(|e| e.to_string())?;
+                    self.pack(tile)?;
+                } else {
+                    self.pack(tile)?;
+                    tile.interior(threads).map_err(|e| e.to_string())?;
+                }
             } else {
                 tile.advance(threads, (until - step) as usize).map_err(|e| e.to_string())?;
                 if alone && until == work.to {
@@ -281,7 +289,7 @@ impl Making<'_> {
     }
 
     /// Strips for the neighbours; the core sends them.
-    fn pack(&mut self, tile: &Tile) -> Result<(), String> {
+    fn pack(&mut self, tile: &mut dyn GridTile) -> Result<(), String> {
         let dtype = dtype(self.simulation.rule());
         let mut sizes = Vec::with_capacity(self.work.strips_out.len());
         for &(link, id) in &self.work.strips_out {
@@ -301,7 +309,7 @@ impl Making<'_> {
         Ok(())
     }
 
-    fn stop(&mut self, tile: &Tile, threads: &mut Threads, stop: &Stop) -> Result<(), String> {
+    fn stop(&mut self, tile: &dyn GridTile, threads: &mut Threads, stop: &Stop) -> Result<(), String> {
         match stop.what {
             StopKind::Report { hash } => {
                 let report = report(tile, threads, hash).map_err(|e| e.to_string())?;
@@ -323,7 +331,7 @@ impl Making<'_> {
     }
 
     /// What an output shows of the tile: the values that it needs, one quantity after the other.
-    fn output(&self, tile: &Tile, number: u16) -> Result<Bytes, String> {
+    fn output(&self, tile: &dyn GridTile, number: u16) -> Result<Bytes, String> {
         let outputs = self.simulation.outputs();
         let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
             Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
@@ -344,7 +352,7 @@ impl Making<'_> {
     }
 }
 
-fn report(tile: &Tile, threads: &mut Threads, hash: bool) -> Result<Report, kernels::grid::GridError> {
+fn report(tile: &dyn GridTile, threads: &mut Threads, hash: bool) -> Result<Report, kernels::grid::GridError> {
     let totals = (0..tile.fields()).map(|field| tile.total(field)).collect::<Result<_, _>>()?;
     let hash = if hash { Some(tile.state_hash(threads)?) } else { None };
     let found = tile.first_not_finite()?;

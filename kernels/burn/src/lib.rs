@@ -7,6 +7,7 @@ mod backend;
 mod cube;
 mod device;
 mod flex;
+mod grid;
 mod load;
 pub mod oracle;
 pub mod reference;
@@ -15,5 +16,6 @@ pub mod suite;
 
 pub use backend::{Matrix, MeshBackend};
 pub use device::{Probe, answer_probe, probe, probe_report};
+pub use grid::grid_tile;
 pub use load::{bench_gpu, load_gpu_stage, selftest};
 pub use stage::BurnStage;

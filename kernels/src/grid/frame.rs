@@ -193,6 +193,27 @@ impl Frame {
         }))
     }
 
+    /// The owned cells as strips along neighbours, in whole blocks, and what is left between them.
+    pub(crate) fn cut(&self) -> (Vec<Span>, Span) {
+        let mut rest = self.span(0);
+        let mut strips = Vec::new();
+        for axis in [2, 1, 0] {
+            let block = if axis == 0 { self.format.block() as isize } else { 1 };
+            let (size, [low, high]) = (self.size[axis], self.halo[axis]);
+            let start = ((low + block - 1) / block * block).min(size);
+            let end = ((size - high) / block * block).max(start);
+            for range in [0..start, end..size] {
+                let mut strip = rest.clone();
+                strip.0[axis] = range;
+                if !strip.is_empty() {
+                    strips.push(strip);
+                }
+            }
+            rest.0[axis] = start..end;
+        }
+        (strips, rest)
+    }
+
     /// Everything there is memory for.
     pub(crate) fn whole(&self) -> Span {
         Span(std::array::from_fn(|axis| -self.ring[axis][0]..self.size[axis] + self.ring[axis][1]))

@@ -62,11 +62,11 @@ fn grown(grid: &Grid, region: Region, Span(seen): Span, reach: usize) -> Span {
 
 /// A link at work: which cells of each field travel, in the coordinates of the tile.
 pub(crate) struct Strips {
-    link: Link,
-    out: Vec<Span>,
-    into: Vec<Span>,
-    bytes_out: usize,
-    bytes_in: usize,
+    pub(crate) link: Link,
+    pub(crate) out: Vec<Span>,
+    pub(crate) into: Vec<Span>,
+    pub(crate) bytes_out: usize,
+    pub(crate) bytes_in: usize,
     /// Whether the strip in is here, of the step that the tile is at.
     pub(crate) arrived: bool,
 }
@@ -79,48 +79,10 @@ impl Tile {
     /// changed then.
     pub fn link(&mut self, links: &[Link]) -> Result<(), GridError> {
         self.whole()?;
-        let frame = &self.frame;
-        let (own, all) = (frame.span(0), frame.span(frame.depth));
-        let mut seen: Vec<Span> = Vec::new();
-        for link in links {
-            let odd = (0..3).any(|axis| link.shift[axis] != 0 && !frame.grid.is_periodic(axis));
-            if link.region.cells() == 0 || !frame.grid.region().contains(&link.region) || odd {
-                return Err(GridError::Link { link: *link, what: "it is not in the grid" });
-            }
-            let theirs = link.seen(&frame.grid, frame.owned);
-            if seen.iter().chain([&own]).any(|other| !other.meet(&theirs).is_empty()) {
-                return Err(GridError::Link { link: *link, what: "another tile owns cells of it" });
-            }
-            let reach = frame.depth * frame.radius;
-            if all.meet(&theirs).is_empty()
-                && grown(&frame.grid, link.region, theirs.clone(), reach).meet(&own).is_empty()
-            {
-                return Err(GridError::Link { link: *link, what: "it is out of reach" });
-            }
-            seen.push(theirs);
-        }
-        let covered = seen.iter().map(|theirs| all.meet(theirs).cells()).sum::<usize>();
-        let halo = all.cells() - own.cells();
-        if covered != halo {
-            return Err(GridError::Uncovered { cells: halo - covered, halo });
-        }
-        self.strips = links.iter().zip(&seen).map(|(link, theirs)| self.strips_of(*link, theirs)).collect();
+        let travels: Vec<_> = (0..self.fields()).map(|field| self.stepper.travels(field)).collect();
+        self.strips = strips(&self.frame, &travels, links)?;
         self.await_halo();
         Ok(())
-    }
-
-    fn strips_of(&self, link: Link, theirs: &Span) -> Strips {
-        let frame = &self.frame;
-        let fields = || (0..self.fields()).map(|field| self.stepper.travels(field));
-        let needed = |region, seen: &Span| {
-            let halo = Frame::halos(&frame.grid, region, frame.depth * frame.radius);
-            fields().map(|travels| needed(seen, halo, frame.radius, travels)).collect::<Vec<_>>()
-        };
-        let own = frame.span(0);
-        let out: Vec<Span> = needed(link.region, theirs).iter().map(|needed| needed.meet(&own)).collect();
-        let into: Vec<Span> = needed(frame.owned, &own).iter().map(|needed| needed.meet(theirs)).collect();
-        let count = |spans: &[Span]| spans.iter().map(|span| bytes(frame.format, span)).sum();
-        Strips { link, bytes_out: count(&out), bytes_in: count(&into), out, into, arrived: false }
     }
 
     /// The neighbours, as [`Self::link`] was told.
@@ -185,6 +147,47 @@ impl Tile {
     }
 }
 
+/// What travels between a tile and its neighbours; `travels`: of each field, where it moves to in a step.
+///
+/// # Errors
+/// The neighbours do not cover the halo, each cell of it once, or one is out of its reach.
+pub(crate) fn strips(frame: &Frame, travels: &[Option<[i8; 3]>], links: &[Link]) -> Result<Vec<Strips>, GridError> {
+    let (own, all) = (frame.span(0), frame.span(frame.depth));
+    let reach = frame.depth * frame.radius;
+    let mut seen: Vec<Span> = Vec::new();
+    for link in links {
+        let odd = (0..3).any(|axis| link.shift[axis] != 0 && !frame.grid.is_periodic(axis));
+        if link.region.cells() == 0 || !frame.grid.region().contains(&link.region) || odd {
+            return Err(GridError::Link { link: *link, what: "it is not in the grid" });
+        }
+        let theirs = link.seen(&frame.grid, frame.owned);
+        if seen.iter().chain([&own]).any(|other| !other.meet(&theirs).is_empty()) {
+            return Err(GridError::Link { link: *link, what: "another tile owns cells of it" });
+        }
+        if all.meet(&theirs).is_empty() && grown(&frame.grid, link.region, theirs.clone(), reach).meet(&own).is_empty()
+        {
+            return Err(GridError::Link { link: *link, what: "it is out of reach" });
+        }
+        seen.push(theirs);
+    }
+    let covered = seen.iter().map(|theirs| all.meet(theirs).cells()).sum::<usize>();
+    let halo = all.cells() - own.cells();
+    if covered != halo {
+        return Err(GridError::Uncovered { cells: halo - covered, halo });
+    }
+    let strips_of = |link: Link, theirs: &Span| {
+        let needed = |region, seen: &Span| {
+            let halo = Frame::halos(&frame.grid, region, reach);
+            travels.iter().map(|travels| needed(seen, halo, frame.radius, *travels)).collect::<Vec<_>>()
+        };
+        let out: Vec<Span> = needed(link.region, theirs).iter().map(|needed| needed.meet(&own)).collect();
+        let into: Vec<Span> = needed(frame.owned, &own).iter().map(|needed| needed.meet(theirs)).collect();
+        let count = |spans: &[Span]| spans.iter().map(|span| bytes(frame.format, span)).sum();
+        Strips { link, bytes_out: count(&out), bytes_in: count(&into), out, into, arrived: false }
+    };
+    Ok(links.iter().zip(&seen).map(|(link, theirs)| strips_of(*link, theirs)).collect())
+}
+
 /// What a tile needs of a field in a cycle, its own cells among it: of the outermost layer of a halo only what moves inwards.
 fn needed(own: &Span, halo: [[isize; 2]; 3], radius: usize, travels: Option<[i8; 3]>) -> Span {
     Span(std::array::from_fn(|axis| {
@@ -197,7 +200,7 @@ fn needed(own: &Span, halo: [[isize; 2]; 3], radius: usize, travels: Option<[i8;
 }
 
 /// Bytes of a field of some cells: each row begins with a whole byte.
-fn bytes(format: Format, span: &Span) -> usize {
+pub(crate) fn bytes(format: Format, span: &Span) -> usize {
     if span.is_empty() {
         return 0;
     }
@@ -267,7 +270,7 @@ pub(crate) fn bits(row: &[u64], at: usize, count: usize) -> u64 {
     (low | high) & u64::MAX >> (64 - count)
 }
 
-fn set_bits(row: &mut [u64], at: usize, count: usize, value: u64) {
+pub(crate) fn set_bits(row: &mut [u64], at: usize, count: usize, value: u64) {
     let (word, shift, mask) = (at / 64, at % 64, u64::MAX >> (64 - count));
     let value = value & mask;
     row[word] = row[word] & !(mask << shift) | value << shift;

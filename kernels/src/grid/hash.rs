@@ -5,7 +5,7 @@
 //! the grid's. Cuts across x fall between runs, so no cut changes anything.
 use std::sync::Mutex;
 
-use super::frame::Format;
+use super::frame::{Format, Frame};
 use super::halo::bits;
 use super::tile::{Threads, Tile};
 use super::{GridError, RUN};
@@ -20,7 +20,7 @@ impl Tile {
     /// A step is half made.
     pub fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
         self.whole()?;
-        let key = blake3::derive_key(CONTEXT, &[]);
+        let key = key();
         let height = self.frame.size[1] as usize;
         let total = Mutex::new(0u128);
         threads.pool().run(height * self.frame.size[2] as usize, 1, &|_, rows| {
@@ -36,39 +36,63 @@ impl Tile {
     }
 
     fn row_hash(&self, key: &[u8; 32], field: usize, y: isize, z: isize) -> u128 {
-        let frame = &self.frame;
-        let [_, global_y, global_z] = frame.global([0, y, z]).expect("owned cells are in the grid");
-        let [width, rows, _] = frame.grid.size();
-        let runs_before = (global_z * rows + global_y) * width.div_ceil(RUN);
-        let mut sum = 0u128;
-        // The field, the run, and its cells.
-        let mut text = [0; 16 + 4 * RUN];
-        text[..8].copy_from_slice(&(field as u64).to_le_bytes());
-        for x in (0..frame.size[0] as usize).step_by(RUN) {
-            let global_x = frame.owned.start[0] + x;
-            let count = (frame.size[0] as usize - x).min(RUN);
-            text[8..16].copy_from_slice(&((runs_before + global_x / RUN) as u64).to_le_bytes());
-            let hidden = self.stepper.hidden([global_x, global_y, global_z]);
-            let at = frame.at([x as isize, y, z]);
-            let len = match frame.format {
-                Format::Float => {
-                    let cells = &self.state.plane::<f32>(field)[at..at + count];
-                    for (i, (cell, bytes)) in cells.iter().zip(text[16..].chunks_exact_mut(4)).enumerate() {
-                        let cell = if hidden >> i & 1 == 1 { 0.0 } else { *cell };
-                        bytes.copy_from_slice(&cell.to_le_bytes());
-                    }
-                    4 * count
-                }
-                Format::Bit => {
-                    let cells = bits(&self.state.plane::<u64>(field)[at..], 0, count) & !hidden;
-                    text[16..24].copy_from_slice(&cells.to_le_bytes());
-                    8
-                }
-            };
-            let hash = blake3::keyed_hash(key, &text[..16 + len]);
-            let first = hash.as_bytes()[..16].try_into().expect("16 of 32 bytes");
-            sum = sum.wrapping_add(u128::from_le_bytes(first));
-        }
-        sum
+        let at = self.frame.at([0, y, z]);
+        let cells = match self.frame.format {
+            Format::Float => Cells::Float(&self.state.plane::<f32>(field)[at..]),
+            Format::Bit => Cells::Bit(&self.state.plane::<u64>(field)[at..]),
+        };
+        of_row(key, &self.frame, &|at| self.stepper.hidden(at), field, [y, z], cells)
     }
+}
+
+/// Cells of a row from the first that the tile owns on, as they are in memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Cells<'a> {
+    Float(&'a [f32]),
+    Bit(&'a [u64]),
+}
+
+pub(crate) fn key() -> [u8; 32] {
+    blake3::derive_key(CONTEXT, &[])
+}
+
+/// The part of one field of one owned row, which is local y and z. `hidden`: as [`Stepper::hidden`](super::rule::Stepper).
+pub(crate) fn of_row(
+    key: &[u8; 32],
+    frame: &Frame,
+    hidden: &dyn Fn([usize; 3]) -> u64,
+    field: usize,
+    [y, z]: [isize; 2],
+    row: Cells<'_>,
+) -> u128 {
+    let [_, global_y, global_z] = frame.global([0, y, z]).expect("owned cells are in the grid");
+    let [width, rows, _] = frame.grid.size();
+    let runs_before = (global_z * rows + global_y) * width.div_ceil(RUN);
+    let mut sum = 0u128;
+    // The field, the run, and its cells.
+    let mut text = [0; 16 + 4 * RUN];
+    text[..8].copy_from_slice(&(field as u64).to_le_bytes());
+    for x in (0..frame.size[0] as usize).step_by(RUN) {
+        let global_x = frame.owned.start[0] + x;
+        let count = (frame.size[0] as usize - x).min(RUN);
+        text[8..16].copy_from_slice(&((runs_before + global_x / RUN) as u64).to_le_bytes());
+        let hidden = hidden([global_x, global_y, global_z]);
+        let len = match row {
+            Cells::Float(cells) => {
+                for (i, (cell, bytes)) in cells[x..x + count].iter().zip(text[16..].chunks_exact_mut(4)).enumerate() {
+                    let cell = if hidden >> i & 1 == 1 { 0.0 } else { *cell };
+                    bytes.copy_from_slice(&cell.to_le_bytes());
+                }
+                4 * count
+            }
+            Cells::Bit(cells) => {
+                text[16..24].copy_from_slice(&(bits(&cells[x / 64..], 0, count) & !hidden).to_le_bytes());
+                8
+            }
+        };
+        let hash = blake3::keyed_hash(key, &text[..16 + len]);
+        let first = hash.as_bytes()[..16].try_into().expect("16 of 32 bytes");
+        sum = sum.wrapping_add(u128::from_le_bytes(first));
+    }
+    sum
 }

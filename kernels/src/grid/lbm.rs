@@ -7,10 +7,10 @@
 use super::rule::CellMap;
 use super::{AXES, Face, Grid, GridError};
 
-mod collision;
-mod d2q9;
-mod d3q19;
-mod edges;
+pub(crate) mod collision;
+pub(crate) mod d2q9;
+pub(crate) mod d3q19;
+pub(crate) mod edges;
 mod flow;
 
 pub(crate) use flow::{Flow, Lattice};

@@ -57,6 +57,11 @@ impl Life {
         Ok(Self { birth: counts(&birth)?, survival: counts(&survival)? })
     }
 
+    /// Bit n: born, and survives, with n neighbours.
+    pub(crate) fn counts(&self) -> (u16, u16) {
+        (self.birth, self.survival)
+    }
+
     pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
         if grid.dimensions() != 2 {
             let what = format!("two dimensions, not {}", grid.dimensions());

@@ -32,9 +32,9 @@ use self::files::Files;
 use self::initial::Initial;
 use self::keys::{Document, Keys};
 use self::physics::Physics;
+use super::any_tile::GridTile;
 use super::lbm::SUBSONIC;
 use super::rule::Rule;
-use super::tile::Tile;
 use super::{Grid, GridError, SIZE_MAX};
 
 pub use output::{ANIMATION_FRAMES_MAX, Colours, FRAME_SIZE_MAX, FRAMES_MAX, OUTPUTS_MAX, OutputKind, OutputSpec};
@@ -249,8 +249,11 @@ impl Simulation {
     }
 
     /// Sets a tile's cells to what they are before the first step.
-    pub fn load(&self, tile: &mut Tile) {
-        tile.load(&mut |at, cell| self.initial.set(at, cell));
+    ///
+    /// # Errors
+    /// The tile's device failed.
+    pub fn load(&self, tile: &mut dyn GridTile) -> Result<(), GridError> {
+        tile.load(&mut |at, cell| self.initial.set(at, cell))
     }
 
     /// What can be looked at.

@@ -190,7 +190,7 @@ impl Tile {
             return Err(GridError::Parts { left: self.fresh });
         }
         self.stepper.fill(&self.frame, &mut self.state);
-        for strip in self.cut().0 {
+        for strip in self.frame.cut().0 {
             self.compute(threads, &strip);
         }
         self.half = true;
@@ -205,7 +205,7 @@ impl Tile {
         if !self.half {
             return Err(GridError::Parts { left: self.fresh });
         }
-        let interior = self.cut().1;
+        let interior = self.frame.cut().1;
         self.compute(threads, &interior);
         self.half = false;
         self.finish();
@@ -244,27 +244,6 @@ impl Tile {
             self.fresh -= 1;
             self.strips.iter_mut().for_each(|strips| strips.arrived = false);
         }
-    }
-
-    /// The owned cells as strips along neighbours, in whole blocks, and what is left between them.
-    fn cut(&self) -> (Vec<Span>, Span) {
-        let mut rest = self.frame.span(0);
-        let mut strips = Vec::new();
-        for axis in [2, 1, 0] {
-            let block = if axis == 0 { self.frame.format.block() as isize } else { 1 };
-            let (size, [low, high]) = (self.frame.size[axis], self.frame.halo[axis]);
-            let start = ((low + block - 1) / block * block).min(size);
-            let end = ((size - high) / block * block).max(start);
-            for range in [0..start, end..size] {
-                let mut strip = rest.clone();
-                strip.0[axis] = range;
-                if !strip.is_empty() {
-                    strips.push(strip);
-                }
-            }
-            rest.0[axis] = start..end;
-        }
-        (strips, rest)
     }
 
     fn compute(&mut self, threads: &mut Threads, span: &Span) {

@@ -261,7 +261,7 @@ fn examples_are_in_order() {
         );
         let region = simulation.grid().region();
         let mut tile = Tile::new(simulation.grid(), simulation.rule(), region, 1).unwrap();
-        simulation.load(&mut tile);
+        simulation.load(&mut tile).unwrap();
         tile.advance(&mut Threads::new(1).unwrap(), 3).unwrap();
         assert_eq!(tile.first_not_finite().unwrap(), None, "{name}");
         for spec in simulation.outputs() {

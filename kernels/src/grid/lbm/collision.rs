@@ -23,17 +23,17 @@ pub(super) const POPULATIONS_MAX: usize = 19;
 /// Coefficients of the collision where rates are the same everywhere and no force acts. Those of mass and of momentum add
 /// up exactly, like the weights below.
 #[derive(Clone, Copy)]
-pub(super) struct Plain {
+pub(crate) struct Plain {
     /// Of the rest population and of the shared rest in it.
-    pub(super) keep_rest: f32,
-    pub(super) rest: f32,
+    pub(crate) keep_rest: f32,
+    pub(crate) rest: f32,
     /// Of sums: themselves, the shared rest (straight, diagonal), j·u (straight, diagonal).
-    pub(super) keep_even: f32,
-    pub(super) even: [f32; 2],
-    pub(super) energy: [f32; 2],
+    pub(crate) keep_even: f32,
+    pub(crate) even: [f32; 2],
+    pub(crate) energy: [f32; 2],
     /// Of differences: themselves, and j (straight, diagonal).
-    pub(super) keep_odd: f32,
-    pub(super) odd: [f32; 2],
+    pub(crate) keep_odd: f32,
+    pub(crate) odd: [f32; 2],
 }
 
 impl Plain {
@@ -83,10 +83,10 @@ impl Plain {
 
 /// Multiples of a direction's weight whose sums are exact in `f32`: else each step would lose a little of the mass and of the
 /// momentum, always in the same sense.
-pub(super) struct Weights {
-    pub(super) two: f32,
-    pub(super) six: f32,
-    pub(super) nine: f32,
+pub(crate) struct Weights {
+    pub(crate) two: f32,
+    pub(crate) six: f32,
+    pub(crate) nine: f32,
 }
 
 /// What all pairs of a block share. Functions and not closures: those would not be compiled for the instruction set.

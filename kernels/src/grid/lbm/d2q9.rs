@@ -4,10 +4,11 @@ use super::{D2Q9, Directions, Fluid, Lattice};
 use crate::cpu::simd::Simd;
 
 /// 2^-27 is what all multiples of 1/9 near 1/9 can be written in.
-const STRAIGHT: Weights = Weights { two: 2.0 * (14_913_081.0 / (1 << 27) as f32), six: 2.0 / 3.0, nine: 1.0 };
-const DIAGONAL: Weights =
+pub(crate) const STRAIGHT: Weights =
+    Weights { two: 2.0 * (14_913_081.0 / (1 << 27) as f32), six: 2.0 / 3.0, nine: 1.0 };
+pub(crate) const DIAGONAL: Weights =
     Weights { two: 2.0 * (3_728_270.0 / (1 << 27) as f32), six: (1.0 - STRAIGHT.six) / 2.0, nine: 0.25 };
-const REST: f32 = 4.0 * (14_913_081.0 / (1 << 27) as f32);
+pub(crate) const REST: f32 = 4.0 * (14_913_081.0 / (1 << 27) as f32);
 
 impl Lattice for Fluid {
     const DIRECTIONS: &'static Directions = &D2Q9;

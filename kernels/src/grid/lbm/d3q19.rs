@@ -4,12 +4,12 @@ use super::collision::{Part, Weights, load, put, share};
 use super::{D3Q19, Directions, Fluid3, Lattice};
 use crate::cpu::simd::Simd;
 
-const STRAIGHT: Weights =
+pub(crate) const STRAIGHT: Weights =
     Weights { two: 2.0 * (3728270.0 / (1 << 26) as f32), six: 5592405.0 / (1 << 24) as f32, nine: 0.5 };
-const DIAGONAL: Weights =
+pub(crate) const DIAGONAL: Weights =
     Weights { two: 2.0 * (3728270.0 / (1 << 27) as f32), six: (1.0 - STRAIGHT.six) / 4.0, nine: 0.25 };
 /// What those of the others leave of 1.
-const REST: f32 = 11184812.0 / (1 << 25) as f32;
+pub(crate) const REST: f32 = 11184812.0 / (1 << 25) as f32;
 
 /// Sum and difference of the pair that begins with a direction.
 #[inline(always)]

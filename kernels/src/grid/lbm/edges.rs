@@ -10,7 +10,7 @@ use crate::grid::rule::CellMap;
 use crate::grid::state::units;
 
 /// The edges of one tile.
-pub(super) struct Edges {
+pub(crate) struct Edges {
     directions: &'static Directions,
     /// By direction: what bounces back into it.
     links: Vec<Vec<Link>>,
@@ -41,7 +41,7 @@ struct Open {
 
 /// What is known at an open face: the velocity into the grid and along the face's axes, or the density.
 #[derive(Clone, Copy)]
-enum Given {
+pub(crate) enum Given {
     Velocity([f32; 3]),
     Density(f32),
 }
@@ -184,6 +184,17 @@ impl Edges {
         self.solid.get(row * words + x as usize / 64).copied().unwrap_or(0)
     }
 
+    /// What bounces back: the direction, where from in the plane of the opposite one, where to, what is added.
+    pub(crate) fn bounces(&self) -> impl Iterator<Item = (usize, usize, usize, f32)> {
+        let links = self.links.iter().enumerate();
+        links.flat_map(|(i, links)| links.iter().map(move |link| (i, link.from, link.to, link.add)))
+    }
+
+    /// The cells at open faces, face by face.
+    pub(crate) fn openings(&self) -> impl Iterator<Item = (&Turn, impl Iterator<Item = (usize, Given)>)> {
+        self.open.iter().map(|(turn, cells)| (turn, cells.iter().map(|open| (open.cell, open.given))))
+    }
+
     pub(super) fn fill(&self, frame: &Frame, state: &mut Planes) {
         self.wrap(frame, state);
         let planes = state.shared();
@@ -240,17 +251,18 @@ impl Edges {
 }
 
 /// Directions as seen from an open face.
-struct Turn {
+#[derive(Clone, Debug)]
+pub(crate) struct Turn {
     /// Those along the face, rest first, and those that leave.
-    along: Vec<usize>,
-    leaving: Vec<usize>,
+    pub(crate) along: Vec<usize>,
+    pub(crate) leaving: Vec<usize>,
     /// The one that comes straight in, its opposite, and what it gains of the flow.
-    straight: (usize, usize, f32),
+    pub(crate) straight: (usize, usize, f32),
     /// Those that come in aslant, their opposites, the axis and the sense along it.
-    aslant: Vec<(usize, usize, usize, f32)>,
+    pub(crate) aslant: Vec<(usize, usize, usize, f32)>,
     /// By axis along the face: the axis, directions along it and against it.
-    axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
-    axis: usize,
+    pub(crate) axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
+    pub(crate) axis: usize,
 }
 
 impl Turn {

@@ -28,13 +28,13 @@ pub(crate) trait Lattice: 'static {
 
 /// The method on one tile.
 pub(crate) struct Flow<const D: usize> {
-    edges: Edges,
+    pub(crate) edges: Edges,
     /// Half the rates of the even and of the odd parts.
-    half: [f32; 2],
-    plain: Plain,
+    pub(crate) half: [f32; 2],
+    pub(crate) plain: Plain,
     /// Rates by cell.
-    halves: Option<Planes>,
-    force: [f32; 3],
+    pub(crate) halves: Option<Planes>,
+    pub(crate) force: [f32; 3],
     frame: Frame,
     stream: bool,
 }

@@ -1,8 +1,7 @@
 //! What of a grid can be looked at: quantities from a tile's fields, thinned for pictures, and put together from many tiles.
 use super::physics::Kind;
 use super::{OutputSpec, Simulation, SimulationError};
-use crate::grid::frame::Format;
-use crate::grid::tile::Tile;
+use crate::grid::any_tile::Fields;
 use crate::grid::{Face, GridError, Region};
 
 /// What one can look at.
@@ -80,7 +79,7 @@ impl Simulation {
     /// No tile has such a quantity by itself (see [`Self::needs`]), or the tile does not own the region.
     pub fn sample(
         &self,
-        tile: &Tile,
+        tile: &dyn Fields,
         quantity: &str,
         region: Region,
         stride: usize,
@@ -127,7 +126,7 @@ impl Simulation {
     }
 
     /// What stays the same while nothing crosses a face, or is good to watch: its name and the fields whose totals
-    /// ([`Tile::total`]) add up to it. A fluid's mass is what it has above density 1.
+    /// ([`Tile::total`](crate::grid::tile::Tile::total)) add up to it. A fluid's mass is what it has above density 1.
     pub fn totals(&self) -> Vec<(String, Vec<usize>)> {
         match &self.physics.kind {
             Kind::Life => vec![("population".into(), vec![0])],
@@ -175,74 +174,41 @@ fn flowing(
 
 /// Of each block the value of its first cell.
 fn pick(
-    tile: &Tile,
+    tile: &dyn Fields,
     fields: &[usize],
     region: Region,
     stride: usize,
     value: &mut dyn FnMut(&[f32]) -> f32,
 ) -> Result<Vec<f32>, SimulationError> {
-    tile.whole()?;
     let to = blocks(region, stride);
     let mut values = vec![0.0; to.cells()];
     let mut cell = vec![0.0; fields.len()];
-    let mut rows = vec![Vec::new(); fields.len()];
-    for z in region.start[2]..region.end[2] {
-        for y in (region.start[1].next_multiple_of(stride)..region.end[1]).step_by(stride) {
-            fields.iter().zip(&mut rows).for_each(|(field, row)| read(tile, *field, region, [y, z], row));
-            let start = place(to, [0, y / stride, z]);
-            for x in (region.start[0].next_multiple_of(stride)..region.end[0]).step_by(stride) {
-                cell.iter_mut().zip(&rows).for_each(|(cell, row)| *cell = row[x - region.start[0]]);
-                values[start + x / stride - to.start[0]] = value(&cell);
-            }
+    tile.rows(fields, region, stride, &mut |[y, z], rows| {
+        let start = place(to, [0, y / stride, z]);
+        for x in (region.start[0].next_multiple_of(stride)..region.end[0]).step_by(stride) {
+            cell.iter_mut().zip(rows).for_each(|(cell, row)| *cell = row[x - region.start[0]]);
+            values[start + x / stride - to.start[0]] = value(&cell);
         }
-    }
+    })?;
     Ok(values)
 }
 
 /// Of each block the number of living cells.
-fn count(tile: &Tile, region: Region, stride: usize) -> Result<Vec<f32>, SimulationError> {
-    tile.whole()?;
+fn count(tile: &dyn Fields, region: Region, stride: usize) -> Result<Vec<f32>, SimulationError> {
     let to = blocks(region, stride);
     let mut values = vec![0.0; to.cells()];
-    let mut row = Vec::new();
-    for z in region.start[2]..region.end[2] {
-        for y in region.start[1]..region.end[1] {
-            read(tile, 0, region, [y, z], &mut row);
-            let start = place(to, [0, y / stride, z]);
-            let (mut block, mut left) = (start, stride - region.start[0] % stride);
-            for alive in &row {
-                if left == 0 {
-                    (block, left) = (block + 1, stride);
-                }
-                values[block] += alive;
-                left -= 1;
+    tile.rows(&[0], region, 1, &mut |[y, z], rows| {
+        let start = place(to, [0, y / stride, z]);
+        let (mut block, mut left) = (start, stride - region.start[0] % stride);
+        for alive in rows.iter().flatten() {
+            if left == 0 {
+                (block, left) = (block + 1, stride);
             }
+            values[block] += alive;
+            left -= 1;
         }
-    }
+    })?;
     Ok(values)
-}
-
-/// A field of a region's row; cells that the rule hides are 0. The same as [`Tile::read`], by rows rather than by cells.
-fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut Vec<f32>) {
-    let (start, end) = (region.start[0], region.end[0]);
-    let at = tile.frame.local([start, y, z]);
-    let first = tile.frame.at(at);
-    row.clear();
-    match tile.frame.format {
-        Format::Float => row.extend_from_slice(&tile.state.plane::<f32>(field)[first..first + end - start]),
-        Format::Bit => {
-            let words = &tile.state.plane::<u64>(field)[first..];
-            let skipped = at[0].rem_euclid(64) as usize;
-            row.extend((skipped..skipped + end - start).map(|bit| (words[bit / 64] >> (bit % 64) & 1) as f32));
-        }
-    }
-    for word in start / 64..end.div_ceil(64) {
-        let hidden = tile.stepper.hidden([64 * word, y, z]);
-        if hidden != 0 {
-            let cells = (64 * word).max(start)..(64 * word + 64).min(end);
-            cells.filter(|x| hidden >> (x % 64) & 1 == 1).for_each(|x| row[x - start] = 0.0);
-        }
-    }
 }
 
 /// Where in a box the row of a block begins.

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::grid::Region;
-use crate::grid::tile::Threads;
+use crate::grid::tile::{Threads, Tile};
 
 mod bad;
 mod expressions;
@@ -26,7 +26,7 @@ fn job(text: &str, files: &[(&str, &[u8])]) -> Simulation {
 
 fn loaded(simulation: &Simulation, region: Region) -> Tile {
     let mut tile = Tile::new(simulation.grid(), simulation.rule(), region, 1).unwrap();
-    simulation.load(&mut tile);
+    simulation.load(&mut tile).unwrap();
     tile
 }
 

@@ -1,0 +1,99 @@
+//! A tile on a device as the rest of the program sees it.
+use cubecl::prelude::*;
+
+use super::GpuTile;
+use crate::grid::any_tile::{Fields, GridTile, TakeRow};
+use crate::grid::tile::Threads;
+use crate::grid::{GridError, Link, Region};
+
+impl<R: Runtime> Fields for GpuTile<R> {
+    fn region(&self) -> Region {
+        self.region()
+    }
+
+    fn fields(&self) -> usize {
+        self.fields()
+    }
+
+    fn rows(&self, fields: &[usize], region: Region, every: usize, row: TakeRow<'_>) -> Result<(), GridError> {
+        self.read_rows(fields, region, every, row)
+    }
+}
+
+impl<R: Runtime> GridTile for GpuTile<R> {
+    fn steps(&self) -> u64 {
+        self.steps()
+    }
+
+    fn left(&self) -> usize {
+        self.left()
+    }
+
+    fn is_detached(&self) -> bool {
+        true
+    }
+
+    fn wait(&self) -> Result<(), GridError> {
+        self.wait()
+    }
+
+    fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) -> Result<(), GridError> {
+        self.load(cell)
+    }
+
+    fn advance(&mut self, _threads: &mut Threads, steps: usize) -> Result<(), GridError> {
+        self.advance(steps)
+    }
+
+    fn strips(&mut self, _threads: &mut Threads) -> Result<(), GridError> {
+        self.strips()
+    }
+
+    fn interior(&mut self, _threads: &mut Threads) -> Result<(), GridError> {
+        self.interior()
+    }
+
+    fn link(&mut self, links: &[Link]) -> Result<(), GridError> {
+        self.link(links)
+    }
+
+    fn bytes_out(&self, link: usize) -> Result<usize, GridError> {
+        self.bytes_out(link)
+    }
+
+    fn bytes_in(&self, link: usize) -> Result<usize, GridError> {
+        self.bytes_in(link)
+    }
+
+    fn pack(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
+        self.pack(link)
+    }
+
+    fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {
+        self.unpack(link, strip)
+    }
+
+    fn save(&self, region: Region) -> Result<Vec<u8>, GridError> {
+        self.save(region)
+    }
+
+    fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError> {
+        self.restore(region, bytes)
+    }
+
+    fn resume(&mut self, step: u64) {
+        self.resume(step);
+    }
+
+    fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
+        self.state_hash(threads)
+    }
+
+    fn total(&self, field: usize) -> Result<i128, GridError> {
+        self.total(field)
+    }
+
+    fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
+        self.first_not_finite()
+    }
+}

@@ -1,0 +1,404 @@
+//! What a device reaches with grids: cells a second of each rule beside a plain copy measured in the same run.
+use std::sync::Arc;
+use std::time::Instant;
+
+use cubecl::prelude::*;
+use serde::Serialize;
+
+use super::GpuTile;
+use super::check::Mesh;
+use super::collision::Form;
+use super::memory::{Buffer, address, check, element, failed, over};
+use super::place::{Ends, Memory};
+use super::{d2q9, d3q19};
+use crate::grid::frame::{Format, Frame};
+use crate::grid::lbm::{Collision, Fluid, Fluid3};
+use crate::grid::life::Life;
+use crate::grid::rule::{CellMap, Rule};
+use crate::grid::rule_file::TextRule;
+use crate::grid::scalar::{GrayScott, Heat, Wave};
+use crate::grid::{Face, Grid, GridError};
+
+/// One figure.
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    /// The rule and its form, or what was copied.
+    pub what: String,
+    /// Cells along x, y and z.
+    pub size: [usize; 3],
+    /// Units of a cube, and rows of a unit.
+    pub shape: String,
+    /// Tiles, and devices that they are on.
+    pub tiles: usize,
+    /// How many devices.
+    pub devices: usize,
+    /// Median time of a step.
+    pub microseconds: f64,
+    /// Millions of cells a second.
+    pub mlups: f64,
+    /// Bytes that a step of a cell must move, and what that makes a second.
+    pub bytes_a_cell: f64,
+    /// In gigabytes.
+    pub gb_per_s: f64,
+    /// Of the copy.
+    pub share_of_copy: f64,
+}
+
+/// Measurements, of which the median counts.
+const REPEATS: usize = 5;
+/// How long one measurement lasts at least.
+const SECONDS: f64 = 0.08;
+/// Bytes copied: far beyond any cache.
+const COPY_BYTES: usize = 1 << 30;
+
+/// What is measured: a rule on a grid with that many bytes a cell-step.
+struct Subject {
+    what: &'static str,
+    grid: Grid,
+    rule: Rule,
+    bytes: f64,
+}
+
+/// Everything at sizes of `scale` times the usual ones (a power of two, 1 for a large GPU), figure by figure.
+///
+/// # Errors
+/// The device's.
+pub fn figures<R: Runtime>(
+    clients: &[ComputeClient<R>],
+    scale: f64,
+    only: &str,
+    tell: &mut dyn FnMut(&Figure),
+) -> Result<(), String> {
+    let client = &clients[0];
+    let copy = copy(client, ((COPY_BYTES as f64 * scale.min(1.0)) as usize).max(1 << 22))?;
+    tell(&copy);
+    for subject in subjects(scale).into_iter().filter(|subject| subject.what.contains(only)) {
+        match one_tile(client, &subject, copy.gb_per_s) {
+            Ok(all) => all.iter().for_each(&mut *tell),
+            Err(error) => tell(&failure(&subject, &error)),
+        }
+    }
+    for (edges, side) in [(512.0, 8192.0), (256.0, 4096.0)] {
+        let whole = |cells: f64, by: f64| ((cells * by) as usize).max(64).next_multiple_of(64);
+        let (cube, square) = ([whole(edges, scale.cbrt()); 3], [whole(side, scale.sqrt()); 2]);
+        if "d3q19, 16 bits".contains(only) {
+            small_or_whole::<R, half::f16>(client, &cube, true, copy.gb_per_s, tell)?;
+        }
+        if "d2q9, 16 bits".contains(only) {
+            small_or_whole::<R, half::f16>(client, &square, true, copy.gb_per_s, tell)?;
+        }
+    }
+    for subject in meshed(scale).into_iter().filter(|subject| subject.what.contains(only)) {
+        for (tiles, devices) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 8)] {
+            if devices <= clients.len() {
+                for depth in [1, 4] {
+                    match several(&clients[..devices], &subject, tiles, depth, copy.gb_per_s) {
+                        Ok(figure) => tell(&figure),
+                        Err(error) => tell(&failure(&subject, &error)),
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn failure(subject: &Subject, error: &GridError) -> Figure {
+    let what = format!("FAILED {}: {error}", subject.what);
+    let (size, nan) = (subject.grid.size(), f64::NAN);
+    let shape = String::new();
+    Figure {
+        what,
+        size,
+        shape,
+        tiles: 0,
+        devices: 0,
+        microseconds: nan,
+        mlups: nan,
+        bytes_a_cell: subject.bytes,
+        gb_per_s: nan,
+        share_of_copy: nan,
+    }
+}
+
+/// A copy of so many bytes, 16 a unit.
+fn copy<R: Runtime>(client: &ComputeClient<R>, bytes: usize) -> Result<Figure, String> {
+    let text = |error: GridError| error.to_string();
+    let bytes = bytes / 4096 * 4096;
+    let (from, to) = (client.empty(bytes), client.empty(bytes));
+    let seconds = timed(client, &mut |times| {
+        (0..times).for_each(|_| crate::gpu::copy(client, &from, &to, bytes / 4));
+        Ok(())
+    });
+    let seconds = seconds.map_err(text)?;
+    let gb_per_s = 2e-9 * bytes as f64 / seconds;
+    let (size, shape) = ([bytes / 4, 1, 1], String::new());
+    Ok(Figure {
+        what: "copy".into(),
+        size,
+        shape,
+        tiles: 1,
+        devices: 1,
+        microseconds: 1e6 * seconds,
+        mlups: 1e-6 * size[0] as f64 / seconds,
+        bytes_a_cell: 8.0,
+        gb_per_s,
+        share_of_copy: 1.0,
+    })
+}
+
+/// One tile, with cubes of several shapes.
+fn one_tile<R: Runtime>(client: &ComputeClient<R>, subject: &Subject, copy: f64) -> Result<Vec<Figure>, GridError> {
+    let Subject { grid, rule, .. } = subject;
+    let mut tile = GpuTile::new(client, grid, rule, grid.region(), 1, usize::MAX)?;
+    stir(client, &tile);
+    let mut figures = Vec::new();
+    for (cube, rows) in shapes(rule) {
+        tile.motion.shape(cube, rows);
+        let seconds = timed(client, &mut |times| tile.advance(times))?;
+        figures.push(subject.figure(seconds, format!("{}x{} {rows}", cube[0], cube[1]), (1, 1), copy));
+    }
+    drop(tile);
+    client.memory_cleanup();
+    Ok(figures)
+}
+
+/// Fluid in a cube or a square, whole and with numbers of 16 bits.
+fn small_or_whole<R: Runtime, S: Float>(
+    client: &ComputeClient<R>,
+    size: &[usize],
+    enlarged: bool,
+    copy: f64,
+    tell: &mut dyn FnMut(&Figure),
+) -> Result<(), String> {
+    let text = |error: GridError| error.to_string();
+    let grid = Grid::periodic(size).map_err(text)?;
+    let frame = Frame::new(&grid, grid.region(), 1, 1, Format::Float).map_err(text)?;
+    let (memory, span) = (Memory::new(&frame), frame.span(0));
+    let fields = if size.len() == 3 { 19 } else { 9 };
+    let (len, bytes) = (fields * memory.plane, if enlarged { 2 } else { 4 });
+    let what = match (fields, enlarged) {
+        (9, _) => "d2q9, 16 bits",
+        (_, true) => "d3q19, 16 bits",
+        (_, false) => "d3q19",
+    };
+    let subject = Subject { what, grid, rule: Rule::Life(Life::CONWAY), bytes: (2 * fields * bytes) as f64 };
+    let [one, two] = [0; 2].map(|_| Buffer::new(client, len * bytes / 4));
+    let mut states = [one.map_err(text)?, two.map_err(text)?];
+    let halves = Buffer::from_elements(client, &[0; 4]).map_err(text)?;
+    let form = Form { field: false, force: false, enlarged, ends: Ends::new(&frame) };
+    // Coefficients of no fluid, but of a stable one.
+    let numbers = [0.5, 0.2, 0.25, 0.02, 0.01, 0.1, 0.05, 0.25, 0.1, 0.05, 0.25, 0.25, 0.0, 0.0, 0.0];
+    for cube in [[128, 1], [256, 1], [512, 1], [1024, 1], [256, 2], [128, 2]] {
+        let dim = CubeDim::new_2d(cube[0], cube[1]);
+        let seconds = timed(client, &mut |times| {
+            for _ in 0..times {
+                let [from, to] = [&states[0], &states[1]];
+                if fields == 19 {
+                    d3q19::launch::<R, S>(client, &memory, &span, [from, to], len, &halves, &numbers, form, dim);
+                } else {
+                    d2q9::launch::<R, S>(client, &memory, &span, [from, to], len, &halves, &numbers, form, dim);
+                }
+                states.swap(0, 1);
+            }
+            Ok(())
+        });
+        tell(&subject.figure(seconds.map_err(text)?, format!("{}x{} 1", cube[0], cube[1]), (1, 1), copy));
+    }
+    drop(states);
+    client.memory_cleanup();
+    Ok(())
+}
+
+/// Several tiles in a row along y, exchanging halos every `depth` steps.
+fn several<R: Runtime>(
+    clients: &[ComputeClient<R>],
+    subject: &Subject,
+    tiles: usize,
+    depth: usize,
+    copy: f64,
+) -> Result<Figure, GridError> {
+    let [_, height, _] = subject.grid.size();
+    let cuts: Vec<usize> = (1..tiles).map(|i| height * i / tiles).collect();
+    let mut mesh = Mesh::empty(clients, &subject.grid, &subject.rule, [&[], &cuts, &[]], depth)?;
+    mesh.tiles.iter().for_each(|tile| stir(&tile.client, tile));
+    mesh.begin()?;
+    let seconds = timed_all(clients, &mut |times| mesh.cycles(times.div_ceil(depth)), depth)?;
+    clients.iter().for_each(ComputeClient::memory_cleanup);
+    Ok(subject.figure(seconds, format!("halo {depth}"), (tiles, clients.len()), copy))
+}
+
+/// The median time of one step, after one that compiles.
+fn timed<R: Runtime>(
+    client: &ComputeClient<R>,
+    steps: &mut dyn FnMut(usize) -> Result<(), GridError>,
+) -> Result<f64, GridError> {
+    timed_all(std::slice::from_ref(client), steps, 1)
+}
+
+fn timed_all<R: Runtime>(
+    clients: &[ComputeClient<R>],
+    steps: &mut dyn FnMut(usize) -> Result<(), GridError>,
+    multiple: usize,
+) -> Result<f64, GridError> {
+    let mut run = |count: usize| {
+        let start = Instant::now();
+        steps(count)?;
+        for client in clients {
+            check(client)?;
+            cubecl::future::block_on(client.sync()).map_err(failed)?;
+        }
+        Ok(start.elapsed().as_secs_f64())
+    };
+    run(2 * multiple)?;
+    let (mut count, mut seconds) = (multiple, 0.0);
+    while seconds < SECONDS / 4.0 && count < 1 << 16 {
+        count *= 2;
+        seconds = run(count)?;
+    }
+    let count = ((SECONDS / seconds * count as f64).ceil() as usize).next_multiple_of(multiple);
+    let mut all = Vec::new();
+    for _ in 0..REPEATS {
+        all.push(run(count)? / count as f64);
+    }
+    all.sort_by(f64::total_cmp);
+    Ok(all[REPEATS / 2])
+}
+
+impl Subject {
+    fn figure(&self, seconds: f64, shape: String, (tiles, devices): (usize, usize), copy: f64) -> Figure {
+        let size = self.grid.size();
+        let mlups = 1e-6 * size.iter().product::<usize>() as f64 / seconds;
+        let gb_per_s = 1e-3 * mlups * self.bytes;
+        Figure {
+            what: self.what.into(),
+            size,
+            shape,
+            tiles,
+            devices,
+            microseconds: 1e6 * seconds,
+            mlups,
+            bytes_a_cell: self.bytes,
+            gb_per_s,
+            share_of_copy: gb_per_s / copy / devices as f64,
+        }
+    }
+}
+
+/// Units of a cube and rows of a unit that are worth a try.
+fn shapes(rule: &Rule) -> Vec<([u32; 2], usize)> {
+    let plain = |cubes: &[[u32; 2]]| cubes.iter().map(|&cube| (cube, 1)).collect();
+    match rule {
+        Rule::Life(_) => {
+            let cubes = [[32, 8], [64, 4], [128, 1], [256, 1]];
+            cubes.into_iter().flat_map(|cube| [4, 8, 16].map(|rows| (cube, rows))).collect()
+        }
+        Rule::D2q9(_) | Rule::D3q19(_) => plain(&[[128, 1], [256, 1], [512, 1], [1024, 1], [256, 2], [64, 4]]),
+        Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => {
+            plain(&[[32, 8], [64, 4], [128, 2], [256, 1], [64, 8]])
+        }
+    }
+}
+
+fn subjects(scale: f64) -> Vec<Subject> {
+    let side = |cells: usize| ((cells as f64 * scale.sqrt()) as usize).max(256).next_multiple_of(64);
+    let edge = |cells: usize| ((cells as f64 * scale.cbrt()) as usize).max(64).next_multiple_of(64);
+    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a size that is possible");
+    let space = |cells: usize| Grid::periodic(&[edge(cells); 3]).expect("a size that is possible");
+    let new = |what, grid, rule, bytes| Subject { what, grid, rule, bytes };
+    let (life, heat) = (Rule::Life(Life::CONWAY), Rule::Heat(Heat { rate: 0.1 }));
+    let wave = Rule::Wave(Wave { speed: 0.4 });
+    let reaction = Rule::GrayScott(GrayScott { diffusion: [0.12, 0.06], feed: 0.04, kill: 0.06 });
+    let text = TextRule::parse(GRAY_SCOTT).map_or_else(|_| reaction.clone(), Rule::Text);
+    let trt = Fluid { collision: Collision::Trt { magic: 3.0 / 16.0 }, ..Fluid::new(0.6) };
+    let omega = Some(Arc::new(|at: [usize; 3]| 1.2 + 1e-3 * (at[0] % 64) as f32) as CellMap<f32>);
+    let posts = |[x, y, _]: [usize; 3]| (x % 64).abs_diff(32).pow(2) + (y % 64).abs_diff(32).pow(2) < 100;
+    let channel = |cells: usize| {
+        let flow = [Face::Inlet { velocity: [0.05, 0.0, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
+        Grid::new(&[side(cells); 2], &[flow, [Face::Wall; 2]]).expect("a grid that is possible")
+    };
+    let trt3 = Fluid3 { collision: trt.collision, ..Fluid3::new(0.6) };
+    let balls = |at: [usize; 3]| at.iter().map(|at| (at % 64).abs_diff(32).pow(2)).sum::<usize>() < 100;
+    let flow = [Face::Inlet { velocity: [0.05, 0.0, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
+    let duct = Grid::new(&[edge(512); 3], &[flow, [Face::Wall; 2], [Face::Wall; 2]]).expect("a grid that is possible");
+    let with = |fluid: Fluid| Rule::D2q9(fluid);
+    let mut all = vec![
+        new("d2q9 plain", plane(8192), with(trt.clone()), 72.0),
+        new("d2q9 plain", plane(4096), with(trt.clone()), 72.0),
+        new("d2q9 plain", plane(1024), with(trt.clone()), 72.0),
+        new("d2q9 force", plane(8192), with(Fluid { force: [1e-6, 0.0], ..trt.clone() }), 72.0),
+        new("d2q9 rates by cell", plane(8192), with(Fluid { omega, ..trt.clone() }), 80.0),
+        new("d2q9 mask of posts", plane(8192), with(Fluid { solid: Some(Arc::new(posts)), ..trt.clone() }), 72.0),
+        new("d2q9 channel", channel(8192), with(trt.clone()), 72.0),
+        new("d2q9 channel", channel(1024), with(trt), 72.0),
+        new("d3q19", space(512), Rule::D3q19(trt3.clone()), 152.0),
+        new("d3q19", space(256), Rule::D3q19(trt3.clone()), 152.0),
+        new(
+            "d3q19 mask of balls",
+            space(512),
+            Rule::D3q19(Fluid3 { solid: Some(Arc::new(balls)), ..trt3.clone() }),
+            152.0,
+        ),
+        new("d3q19 channel", duct, Rule::D3q19(trt3), 152.0),
+        new("heat 2-D", plane(16384), heat.clone(), 8.0),
+        new("heat 3-D", space(768), heat, 8.0),
+        new("wave 2-D", plane(16384), wave.clone(), 16.0),
+        new("wave 3-D", space(640), wave, 16.0),
+        new("gray-scott 2-D", plane(16384), reaction.clone(), 16.0),
+        new("gray-scott 2-D from text", plane(16384), text, 16.0),
+        new("gray-scott 3-D", space(640), reaction, 16.0),
+    ];
+    all.extend([4096, 16384, 65536, 131_072].map(|cells| new("life", plane(cells), life.clone(), 0.25)));
+    all
+}
+
+/// The built-in rule with the same numbers.
+pub(super) const GRAY_SCOTT: &str = "fields u v
+param du = 0.12
+param dv = 0.06
+param feed = 0.04
+param kill = 0.06
+let reaction = u * v * v
+u' = u + du * lap(u) - reaction + feed * (1 - u)
+v' = v + dv * lap(v) + reaction - (feed + kill) * v
+";
+
+/// What is cut into tiles.
+fn meshed(scale: f64) -> Vec<Subject> {
+    let side = |cells: usize| ((cells as f64 * scale.sqrt()) as usize).max(256).next_multiple_of(64);
+    let plane = |cells: usize| Grid::periodic(&[side(cells); 2]).expect("a size that is possible");
+    vec![
+        Subject { what: "d2q9 in tiles", grid: plane(8192), rule: Rule::D2q9(Fluid::new(0.6)), bytes: 72.0 },
+        Subject { what: "d2q9 in tiles", grid: plane(2048), rule: Rule::D2q9(Fluid::new(0.6)), bytes: 72.0 },
+        Subject { what: "life in tiles", grid: plane(65536), rule: Rule::Life(Life::CONWAY), bytes: 0.25 },
+    ]
+}
+
+/// A state in which something happens, made on the device: noise, little of it where numbers are floats.
+fn stir<R: Runtime>(client: &ComputeClient<R>, tile: &GpuTile<R>) {
+    let len = tile.state.len;
+    let (cubes, dim) = over(len);
+    let bits = tile.frame.format == Format::Bit;
+    // SAFETY: units beyond the last element do nothing.
+    unsafe {
+        noise::launch_unchecked::<R>(client, cubes, dim, address(client, len), tile.state.arg(), len, bits);
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn noise(to: &mut Array<u32>, len: usize, #[comptime] bits: bool) {
+    let i = element();
+    if i < len {
+        let mut v = u32::cast_from(i) * 0x9e37_79b9u32;
+        v = (v ^ (v >> 16u32)) * 0x85eb_ca6bu32;
+        v = (v ^ (v >> 13u32)) * 0xc2b2_ae35u32;
+        v = v ^ (v >> 16u32);
+        if comptime!(bits) {
+            to[i] = v;
+        } else {
+            // Between -1e-3 and 1e-3.
+            let number = (f32::cast_from(v >> 8u32) - 8_388_608.0f32) * 1.2e-10f32;
+            to[i] = u32::reinterpret(number);
+        }
+    }
+}

@@ -1,0 +1,428 @@
+//! Whether a device computes what the processor does, and the same bits however the grid is cut: for tests and for the
+//! self-test on a machine that has the device.
+use std::sync::Arc;
+
+use cubecl::prelude::*;
+
+use super::GpuTile;
+use super::bench::GRAY_SCOTT;
+use super::memory::always_wide;
+use crate::grid::any_tile::Fields;
+use crate::grid::frame::Format;
+use crate::grid::lbm::{Collision, Fluid, Fluid3};
+use crate::grid::life::Life;
+use crate::grid::rule::{CellMap, Rule};
+use crate::grid::rule_file::TextRule;
+use crate::grid::scalar::{GrayScott, Heat, Wave};
+use crate::grid::tile::{Threads, Tile};
+use crate::grid::{Face, Grid, GridError, Link, Region, links};
+
+/// One check and what came of it.
+#[derive(Clone, Debug)]
+pub struct Check {
+    /// What was compared.
+    pub name: String,
+    /// What was found, or what is wrong.
+    pub outcome: Result<String, String>,
+}
+
+/// A rule on a grid from a state: what is checked.
+pub(super) struct Case {
+    pub(super) name: String,
+    pub(super) grid: Grid,
+    pub(super) rule: Rule,
+    /// Sets a cell's fields from its place.
+    pub(super) init: Init,
+}
+
+pub(super) type Init = Box<dyn Fn([usize; 3], &mut [f32])>;
+
+/// Steps of each check.
+const STEPS: usize = 9;
+/// How far numbers may be from the processor's, of the largest number of the field.
+const TOLERANCE: f32 = 2e-6;
+
+/// Runs all checks; with several clients (one a device) tiles are dealt out among them.
+pub fn checks<R: Runtime>(clients: &[ComputeClient<R>]) -> Vec<Check> {
+    checks_named(clients, "")
+}
+
+/// Runs the checks with these letters in their names.
+pub fn checks_named<R: Runtime>(clients: &[ComputeClient<R>], part: &str) -> Vec<Check> {
+    let cases: Vec<Case> = cases().into_iter().filter(|case| case.name.contains(part)).collect();
+    let outcome = |case: &Case| check(clients, case);
+    let mut all: Vec<Check> =
+        cases.iter().map(|case| Check { name: case.name.clone(), outcome: outcome(case) }).collect();
+    if clients.iter().all(|client| client.properties().supports_address(AddressType::U64)) {
+        always_wide(true);
+        for case in cases.iter().step_by(4) {
+            all.push(Check { name: format!("{}, 64-bit places", case.name), outcome: outcome(case) });
+        }
+        always_wide(false);
+    }
+    all
+}
+
+/// Against the processor, then cut in various ways at various depths.
+pub(super) fn check<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<String, String> {
+    let text = |error: GridError| error.to_string();
+    let mut threads = Threads::new(1).map_err(|error| error.to_string())?;
+    let mut exact = Tile::new(&case.grid, &case.rule, case.grid.region(), 1).map_err(text)?;
+    exact.load(&mut |at, cell| (case.init)(at, cell));
+    let before = exact.state_hash(&mut threads).map_err(text)?;
+    exact.advance(&mut threads, STEPS).map_err(text)?;
+    let expected = exact.state_hash(&mut threads).map_err(text)?;
+    if before == expected {
+        return Err("nothing happens in this case".into());
+    }
+    let mut one = Mesh::new(clients, case, [&[], &[], &[]], 1).map_err(text)?;
+    if one.hash(&mut threads).map_err(text)? != before {
+        return Err("the state that was loaded has another hash than the processor's".into());
+    }
+    one.advance(STEPS).map_err(text)?;
+    let found = one.hash(&mut threads).map_err(text)?;
+    // Populations are kept less their weights, but rounded where they are added to them.
+    let least = if matches!(case.rule, Rule::D2q9(_) | Rule::D3q19(_)) { 0.1f32 } else { 1e-3 };
+    let mut far = 0f32;
+    for field in 0..exact.fields() {
+        let (device, host) = (one.tiles[0].read(field, case.grid.region()), exact.read(field, case.grid.region()));
+        let (device, host) = (device.map_err(text)?, host.map_err(text)?);
+        let largest = host.iter().fold(least, |most, value| most.max(value.abs()));
+        for (i, (device, host)) in device.iter().zip(&host).enumerate() {
+            let off = (device - host).abs() / largest;
+            // What is no number is far as well.
+            if off > TOLERANCE || off.is_nan() {
+                let [width, height, _] = case.grid.size();
+                let at = [i % width, i / width % height, i / width / height];
+                return Err(format!("field {field} at {at:?} is {device}, on the processor {host}"));
+            }
+            far = far.max(off);
+        }
+    }
+    if case.rule.format() == Format::Bit && found != expected {
+        return Err("another hash than the processor's".into());
+    }
+    let mut ways = 1;
+    for (cut, depth) in cuts(&case.grid) {
+        let cut = [&cut[0][..], &cut[1], &cut[2]];
+        let mut mesh = Mesh::new(clients, case, cut, depth).map_err(text)?;
+        mesh.advance(STEPS).map_err(text)?;
+        if mesh.hash(&mut threads).map_err(text)? != found {
+            return Err(format!("another hash than uncut when cut at {cut:?} with halos of {depth} steps"));
+        }
+        ways += 1;
+    }
+    saved(clients, case).map_err(text)?;
+    let same = if found == expected { ", the processor's bits" } else { "" };
+    Ok(format!("{ways} ways the same bits, {far:.1e} from the processor{same}"))
+}
+
+/// What a tile saves another goes on from.
+fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), GridError> {
+    let failed = |what: &str| Err(GridError::Device { what: what.into() });
+    let all = case.grid.region();
+    let mut one = Mesh::new(clients, case, [&[], &[], &[]], 1)?;
+    one.advance(3)?;
+    let mut two = Mesh::new(clients, case, [&[], &[], &[]], 1)?;
+    let middle = Region { start: [0; 3], end: [64, all.end[1] / 2, all.end[2]] };
+    two.tiles[0].restore(all, &one.tiles[0].save(all)?)?;
+    let part = one.tiles[0].save(middle)?;
+    two.tiles[0].restore(middle, &part)?;
+    if two.tiles[0].save(all)? != one.tiles[0].save(all)? || two.tiles[0].save(middle)? != part {
+        return failed("what was saved did not come back");
+    }
+    let mut exact = Tile::new(&case.grid, &case.rule, all, 1)?;
+    exact.restore(all, &one.tiles[0].save(all)?)?;
+    for field in 0..case.rule.fields() {
+        if exact.total(field)? != one.tiles[0].total(field)? {
+            return failed("a total is not the processor's");
+        }
+    }
+    // Rows of a part, by rows and all at once.
+    let (part, last) = (Region { start: [5, 1, 0], end: [71, all.end[1], all.end[2]] }, case.rule.fields() - 1);
+    for every in [1, 3] {
+        let mut rows = Vec::new();
+        one.tiles[0].rows(&[last, 0], part, every, &mut |at, cells| rows.push((at, cells.to_vec())))?;
+        for ([y, z], cells) in &rows {
+            let row = Region { start: [5, *y, *z], end: [71, y + 1, z + 1] };
+            if *cells != [one.tiles[0].read(last, row)?, one.tiles[0].read(0, row)?] {
+                return failed("rows are not what is read by cells");
+            }
+        }
+        if rows.len() != all.end[2] * (1..all.end[1]).filter(|y| y % every == 0).count() {
+            return failed("rows are missing");
+        }
+    }
+    if one.tiles[0].first_not_finite()?.is_some() {
+        return failed("a number is said to be none");
+    }
+    Ok(())
+}
+
+fn cuts(grid: &Grid) -> Vec<([Vec<usize>; 3], usize)> {
+    let [_, height, deep] = grid.size();
+    let mut all = vec![
+        ([vec![], vec![height / 3], vec![]], 1),
+        ([vec![64], vec![], vec![]], 2),
+        ([vec![64, 128], vec![], vec![]], 3),
+        ([vec![128], vec![height / 2], vec![]], 4),
+        ([vec![], vec![10, 22], vec![]], 2),
+    ];
+    if deep > 1 {
+        all.push(([vec![], vec![], vec![deep / 2]], 2));
+        all.push(([vec![64], vec![height / 2], vec![deep / 3 + 1]], 3));
+    }
+    all
+}
+
+/// Tiles that exchange strips as nodes would.
+pub(super) struct Mesh<R: Runtime> {
+    pub(super) tiles: Vec<GpuTile<R>>,
+    links: Vec<Vec<(usize, Link)>>,
+    depth: usize,
+}
+
+impl<R: Runtime> Mesh<R> {
+    pub(super) fn new(
+        clients: &[ComputeClient<R>],
+        case: &Case,
+        cuts: [&[usize]; 3],
+        depth: usize,
+    ) -> Result<Self, GridError> {
+        let mut mesh = Self::empty(clients, &case.grid, &case.rule, cuts, depth)?;
+        mesh.tiles.iter_mut().try_for_each(|tile| tile.load(&mut |at, cell| (case.init)(at, cell)))?;
+        Ok(mesh)
+    }
+
+    /// All cells zero. `cuts`: where each axis is cut.
+    pub(super) fn empty(
+        clients: &[ComputeClient<R>],
+        grid: &Grid,
+        rule: &Rule,
+        cuts: [&[usize]; 3],
+        depth: usize,
+    ) -> Result<Self, GridError> {
+        let bounds: [Vec<usize>; 3] = std::array::from_fn(|axis| [&[0], cuts[axis], &[grid.size()[axis]]].concat());
+        let mut regions = Vec::new();
+        for z in bounds[2].windows(2) {
+            for y in bounds[1].windows(2) {
+                regions.extend(
+                    bounds[0].windows(2).map(|x| Region { start: [x[0], y[0], z[0]], end: [x[1], y[1], z[1]] }),
+                );
+            }
+        }
+        let of = |me| links(grid, &regions, me, depth * rule.radius());
+        let links: Vec<Vec<(usize, Link)>> = (0..regions.len()).map(of).collect();
+        let mut tiles = Vec::new();
+        for (me, &region) in regions.iter().enumerate() {
+            let client = &clients[me % clients.len()];
+            let mut tile = GpuTile::new(client, grid, rule, region, depth, usize::MAX)?;
+            let links: Vec<Link> = links[me].iter().map(|(_, link)| *link).collect();
+            tile.link(&links)?;
+            tiles.push(tile);
+        }
+        Ok(Self { tiles, links, depth })
+    }
+
+    /// The first exchange.
+    pub(super) fn begin(&mut self) -> Result<(), GridError> {
+        self.exchange()
+    }
+
+    /// So many cycles of `depth` steps, each with its exchange.
+    pub(super) fn cycles(&mut self, count: usize) -> Result<(), GridError> {
+        if self.tiles.len() == 1 && self.links[0].is_empty() {
+            return self.tiles[0].advance(count * self.depth);
+        }
+        for _ in 0..count {
+            for tile in &mut self.tiles {
+                tile.advance(self.depth - 1)?;
+                tile.strips()?;
+            }
+            self.tiles.iter_mut().try_for_each(GpuTile::interior)?;
+            self.exchange()?;
+        }
+        Ok(())
+    }
+
+    fn exchange(&mut self) -> Result<(), GridError> {
+        let mut strips = Vec::new();
+        for (me, links) in self.links.iter().enumerate() {
+            for (number, (peer, link)) in links.iter().enumerate() {
+                let back = link.shift.map(|shift| -shift);
+                let me_there = self.tiles[me].region();
+                let there = self.links[*peer]
+                    .iter()
+                    .position(|(other, link)| *other == me && link.shift == back && link.region == me_there);
+                let there = there.ok_or(GridError::NoLink { link: number, links: links.len() })?;
+                strips.push((*peer, there, self.tiles[me].pack(number)?));
+            }
+        }
+        strips.iter().try_for_each(|(peer, link, strip)| self.tiles[*peer].unpack(*link, strip))
+    }
+
+    /// Every cycle's last step in two parts, strips first.
+    pub(super) fn advance(&mut self, steps: usize) -> Result<(), GridError> {
+        self.begin()?;
+        self.cycles(steps / self.depth)?;
+        self.tiles.iter_mut().try_for_each(|tile| tile.advance(steps % self.depth))
+    }
+
+    pub(super) fn hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
+        self.tiles.iter().try_fold(0u128, |sum, tile| Ok(sum.wrapping_add(tile.state_hash(threads)?)))
+    }
+}
+
+/// A pseudo-random number between 0 and 1 of a place.
+fn noise([x, y, z]: [usize; 3], salt: u64) -> f32 {
+    let mut v = x as u64 ^ (y as u64) << 20 ^ (z as u64) << 40 ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for _ in 0..3 {
+        v = (v ^ v >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ v >> 27;
+    }
+    (v >> 40) as f32 / (1u64 << 24) as f32
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let random: fn() -> Init =
+        || Box::new(|at, cell| cell.iter_mut().zip(0..).for_each(|(cell, salt)| *cell = noise(at, salt)));
+    // Little enough of it that the reaction stays tame.
+    let little: fn() -> Init =
+        || Box::new(|at, cell| cell.iter_mut().zip(0..).for_each(|(cell, salt)| *cell = 0.4 * noise(at, salt)));
+    let soup: fn() -> Init = || Box::new(|at, cell| cell[0] = f32::from(noise(at, 1) < 0.4));
+    let (plane, space) = ([192, 44], [192, 30, 14]);
+    let wall = [Face::Wall; 2];
+    let given = |values: [f32; 2]| Face::Fixed(std::array::from_fn(|field| values[field % 2]));
+    let fixed = [given([1.0, 0.25]), given([-0.5, 0.75])];
+    let mixed = [fixed, [Face::Periodic; 2], wall];
+    let new = |size: &[usize], faces: &[[Face; 2]]| Grid::new(size, faces).expect("a grid that is possible");
+    let periodic = |size: &[usize]| Grid::periodic(size).expect("a grid that is possible");
+    let high_life = Life::parse("B36/S23").unwrap_or(Life::CONWAY);
+    let odd = Life::parse("B0123478/S34678").unwrap_or(Life::CONWAY);
+    let (heat, wave) = (Rule::Heat(Heat { rate: 0.11 }), Rule::Wave(Wave { speed: 0.4 }));
+    let reaction = Rule::GrayScott(GrayScott { diffusion: [0.12, 0.06], feed: 0.04, kill: 0.06 });
+    let mut all = Vec::new();
+    let mut add = |name: &str, grid: Grid, rule: &Rule, init: Init| {
+        all.push(Case { name: name.into(), grid, rule: rule.clone(), init });
+    };
+    add("life, periodic", periodic(&[200, 44]), &Rule::Life(Life::CONWAY), soup());
+    add("life, whole words", periodic(&[192, 44]), &Rule::Life(Life::CONWAY), soup());
+    add("life B36/S23, walls", new(&[230, 44], &[wall; 2]), &Rule::Life(high_life), soup());
+    add("life B0123478/S34678", new(&[224, 44], &[wall, [Face::Periodic; 2]]), &Rule::Life(odd), soup());
+    for (name, rule, random) in [("heat", &heat, random), ("wave", &wave, random), ("gray-scott", &reaction, little)] {
+        add(&format!("{name}, periodic"), periodic(&plane), rule, random());
+        add(&format!("{name}, faces"), new(&[200, 44], &mixed[..2]), rule, random());
+        add(&format!("{name}, walls"), new(&plane, &[wall; 2]), rule, random());
+        add(&format!("{name}, periodic, 3-D"), periodic(&space), rule, random());
+        add(&format!("{name}, faces, 3-D"), new(&space, &mixed), rule, random());
+    }
+    for (name, text, size, faces) in [
+        ("gray-scott, ", GRAY_SCOTT, &plane[..], &[[Face::Periodic; 2], wall][..]),
+        ("gray-scott, fixed", GRAY_SCOTT, &plane, &[fixed, [Face::Periodic; 2]]),
+        ("far", FAR, &plane, &[[Face::Periodic; 2]; 2]),
+        ("far, walls", FAR, &plane, &[wall, fixed]),
+        ("far, more walls", FAR, &plane, &[fixed, wall]),
+        ("3-D", SPACE, &space, &[wall, [Face::Periodic; 2], fixed]),
+        ("3-D, turned", SPACE, &space, &[[Face::Periodic; 2], fixed, wall]),
+    ] {
+        let rule = Rule::Text(TextRule::parse(text).expect("a rule that is possible"));
+        add(&format!("text, {name}"), new(size, faces), &rule, little());
+    }
+    for (name, grid, fluid) in fluids() {
+        let exact = fluid.clone();
+        let init: Init = Box::new(move |at, cell| {
+            let some = |salt| f64::from(noise(at, salt)) - 0.5;
+            cell.copy_from_slice(&exact.cell(1.0 + 0.02 * some(1), [0.1 * some(2), 0.1 * some(3)], [[0.0; 2]; 2]));
+        });
+        add(&format!("d2q9, {name}"), grid, &Rule::D2q9(fluid), init);
+    }
+    for (name, grid, fluid) in fluids_in_space() {
+        let exact = fluid.clone();
+        let init: Init = Box::new(move |at, cell| {
+            let some = |salt| f64::from(noise(at, salt)) - 0.5;
+            let velocity = [2, 3, 4].map(|salt| 0.1 * some(salt));
+            cell.copy_from_slice(&exact.cell(1.0 + 0.02 * some(1), velocity, [[0.0; 3]; 3]));
+        });
+        add(&format!("d3q19, {name}"), grid, &Rule::D3q19(fluid), init);
+    }
+    all
+}
+
+/// Looks two cells far and round corners; `c` is looked at where it is only, `d` becomes what `c` was.
+const FAR: &str = "\
+fields a b c d
+param rate = 0.1
+let wide = a[2, 0] + a[-2, 0] + a[0, 2] + a[0, -2] - 4 * a
+let bent = b[1, 1] - b[-1, 2]
+let calm = exp(-abs(bent)) / (1 + sqrt(c * c))
+a' = a + rate * wide / 4 + select(d > 0.2 && !(c < 0.1), 0.01, -0.01) * calm
+b' = max(min(b + 0.2 * dx(a) - 0.1 * dy(b), 1), 0)
+c' = c * 0.5
+d' = c + (floor(4 * d) == 1) / 8
+";
+/// In space, all around.
+const SPACE: &str = "\
+dimensions 3
+fields u v
+u' = u + 0.02 * (neighbours(u) - 26 * u) + 0.1 * v
+v' = 0.9 * v - 0.05 * u * dz(u) + 0.01 * u[0, 1, 1]
+";
+
+fn fluids() -> Vec<(&'static str, Grid, Fluid)> {
+    let new = |faces: [[Face; 2]; 2]| Grid::new(&[192, 44], &faces).expect("a grid that is possible");
+    let (wall, open) = ([Face::Wall; 2], [Face::Periodic; 2]);
+    let trt = |tau| Fluid { collision: Collision::Trt { magic: 3.0 / 16.0 }, ..Fluid::new(tau) };
+    let omega = Some(Arc::new(|at| 1.2 + 0.6 * noise(at, 9)) as CellMap<f32>);
+    let disc = |[x, y, _]: [usize; 3]| (x as i64 - 70).pow(2) + (y as i64 - 20).pow(2) < 60;
+    let corner = move |[x, y, z]: [usize; 3]| disc([x, y, z]) || (x > 180 && y > 30) || (x < 3 && y > 36);
+    let lid = [Face::Wall, Face::Moving { velocity: [0.1, 0.0, 0.0] }];
+    let side = [Face::Moving { velocity: [0.0, -0.05, 0.0] }, Face::Wall];
+    let flow = [Face::Inlet { velocity: [0.08, 0.01, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
+    let even = [Face::Outlet { density: 0.99 }, Face::Inlet { velocity: [-0.05, 0.0, 0.0], parabola: false }];
+    let up = [Face::Inlet { velocity: [0.0, 0.04, 0.0], parabola: false }, Face::Outlet { density: 1.0 }];
+    let down = [Face::Outlet { density: 1.0 }, Face::Inlet { velocity: [0.01, -0.04, 0.0], parabola: true }];
+    let force = [1e-4, 2e-5];
+    vec![
+        ("periodic", new([open; 2]), Fluid::new(0.7)),
+        ("periodic, two rates", new([open; 2]), trt(0.6)),
+        ("rates by cell", new([open; 2]), Fluid { omega: omega.clone(), ..trt(0.8) }),
+        ("force", new([open, wall]), Fluid { force, ..trt(0.8) }),
+        ("force, rates by cell", new([wall, open]), Fluid { force, omega: omega.clone(), ..Fluid::new(0.8) }),
+        ("cavity", new([side, lid]), Fluid::new(0.6)),
+        ("mask", new([open; 2]), Fluid { solid: Some(Arc::new(corner)), ..trt(0.6) }),
+        ("mask and walls", new([wall, lid]), Fluid { solid: Some(Arc::new(corner)), force, ..trt(0.6) }),
+        ("channel", new([flow, wall]), Fluid { solid: Some(Arc::new(disc)), ..trt(0.6) }),
+        ("channel, the other way", new([even, open]), Fluid { omega, ..Fluid::new(0.9) }),
+        ("upwards", new([open, up]), Fluid::new(0.7)),
+        ("downwards", new([wall, down]), trt(0.7)),
+    ]
+}
+
+fn fluids_in_space() -> Vec<(&'static str, Grid, Fluid3)> {
+    let new = |faces: [[Face; 2]; 3]| Grid::new(&[192, 30, 14], &faces).expect("a grid that is possible");
+    let (wall, open) = ([Face::Wall; 2], [Face::Periodic; 2]);
+    let trt = |tau| Fluid3 { collision: Collision::Trt { magic: 3.0 / 16.0 }, ..Fluid3::new(tau) };
+    let omega = Some(Arc::new(|at| 1.2 + 0.6 * noise(at, 9)) as CellMap<f32>);
+    let ball = |[x, y, z]: [usize; 3]| (x as i64 - 70).pow(2) + (y as i64 - 14).pow(2) + (z as i64 - 6).pow(2) < 20;
+    let corner = move |[x, y, z]: [usize; 3]| ball([x, y, z]) || (x > 180 && y > 20 && z > 8) || (x < 3 && z < 4);
+    let lid = [Face::Wall, Face::Moving { velocity: [0.1, 0.02, 0.0] }];
+    let side = [Face::Moving { velocity: [0.0, -0.05, 0.03] }, Face::Wall];
+    let flow = [Face::Inlet { velocity: [0.08, 0.01, -0.02], parabola: true }, Face::Outlet { density: 1.0 }];
+    let even = [Face::Outlet { density: 0.99 }, Face::Inlet { velocity: [-0.05, 0.0, 0.0], parabola: false }];
+    let across = [Face::Inlet { velocity: [0.01, 0.04, 0.0], parabola: false }, Face::Outlet { density: 1.0 }];
+    let up = [Face::Outlet { density: 1.0 }, Face::Inlet { velocity: [0.01, 0.02, -0.04], parabola: true }];
+    let force = [1e-4, 2e-5, -3e-5];
+    let solid: Option<CellMap<bool>> = Some(Arc::new(corner));
+    vec![
+        ("periodic", new([open; 3]), Fluid3::new(0.7)),
+        ("periodic, two rates", new([open; 3]), trt(0.6)),
+        ("rates by cell", new([open; 3]), Fluid3 { omega: omega.clone(), ..trt(0.8) }),
+        ("force, rates by cell", new([wall, open, open]), Fluid3 { force, omega: omega.clone(), ..trt(0.8) }),
+        ("cavity", new([side, wall, lid]), Fluid3::new(0.6)),
+        ("mask", new([open; 3]), Fluid3 { solid: solid.clone(), ..trt(0.6) }),
+        ("mask and walls", new([open, wall, lid]), Fluid3 { solid: solid.clone(), force, ..trt(0.6) }),
+        ("channel", new([flow, wall, wall]), Fluid3 { solid, ..trt(0.6) }),
+        ("channel, the other way", new([even, open, wall]), Fluid3 { omega, ..Fluid3::new(0.9) }),
+        ("across", new([open, across, open]), Fluid3::new(0.7)),
+        ("upwards", new([wall, open, up]), trt(0.7)),
+    ]
+}

@@ -1,0 +1,259 @@
+//! What cells of a fluid pull from where no fluid is, on a device: walls, masks and open faces write it into the places
+//! beyond, before a step, as `grid/lbm/edges.rs` does. Other ends of periodic axes are found by the step itself.
+#![expect(clippy::needless_range_loop, reason = "kernels loop over numbers only")]
+use std::sync::Arc;
+
+use cubecl::prelude::*;
+
+use super::collision::{get, put};
+use super::memory::{Buffer, address, element, over};
+use super::place::Memory;
+use crate::grid::GridError;
+use crate::grid::frame::Frame;
+use crate::grid::lbm::Directions;
+use crate::grid::lbm::edges::{Edges as Known, Given, Turn as KnownTurn};
+
+/// Lists of a tile's edges.
+pub(super) struct Edges {
+    /// Four words each: from, to, the two directions in bytes, what is added.
+    bounces: Option<Buffer>,
+    openings: Vec<Opening>,
+}
+
+/// An open face.
+struct Opening {
+    turn: Turn,
+    /// By cell: the place of each direction, then what is given: its kind, and a number for each axis.
+    cells: Buffer,
+}
+
+/// Words of a bounce, and of what is given at an open face.
+const BOUNCE: usize = 4;
+const GIVEN: usize = 4;
+/// Kinds of what is given.
+const VELOCITY: u32 = 0;
+const DENSITY: u32 = 1;
+
+/// Directions as seen from an open face: part of a kernel's code, cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Turn(Arc<Inner>);
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Inner {
+    /// Directions of the lattice.
+    count: usize,
+    axis: usize,
+    along: Vec<usize>,
+    leaving: Vec<usize>,
+    /// A direction that comes in, its opposite, and the bits of what it gains of the flow.
+    straight: (usize, usize, u32),
+    /// Those that come in aslant, their opposites, the entry of `axes` and whether they go along it.
+    aslant: Vec<(usize, usize, usize, bool)>,
+    axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
+}
+
+impl Turn {
+    fn new(turn: &KnownTurn, count: usize) -> Self {
+        let (straight, opposite, share) = turn.straight;
+        let entry = |axis: usize| turn.axes.iter().position(|(other, ..)| *other == axis).unwrap_or(0);
+        let aslant = turn.aslant.iter().map(|&(i, opposite, axis, sense)| (i, opposite, entry(axis), sense > 0.0));
+        Self(Arc::new(Inner {
+            count,
+            axis: turn.axis,
+            along: turn.along.clone(),
+            leaving: turn.leaving.clone(),
+            straight: (straight, opposite, share.to_bits()),
+            aslant: aslant.collect(),
+            axes: turn.axes.clone(),
+        }))
+    }
+}
+
+impl Edges {
+    pub(super) fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        edges: &Known,
+        directions: &Directions,
+        frame: &Frame,
+        memory: &Memory,
+    ) -> Result<Self, GridError> {
+        let wrapped = |place: usize| memory.wrapped(frame, place) as u32;
+        let mut words = Vec::new();
+        for (i, from, to, add) in edges.bounces() {
+            words.extend([from as u32, wrapped(to), (i | directions.opposite[i] << 8) as u32, add.to_bits()]);
+        }
+        let list = |words: &[u32]| match words.is_empty() {
+            true => Ok(None),
+            false => Buffer::from_elements(client, words).map(Some),
+        };
+        let bounces = list(&words)?;
+        let (row, layer) = (memory.row as isize, memory.layer as isize);
+        let mut openings = Vec::new();
+        for (turn, cells) in edges.openings() {
+            let mut words = Vec::new();
+            for (cell, given) in cells {
+                words.extend(directions.c.iter().map(|c| {
+                    let [x, y, z] = c.map(isize::from);
+                    wrapped((cell as isize - (x + y * row + z * layer)) as usize)
+                }));
+                match given {
+                    Given::Velocity(velocity) => words.extend([&[VELOCITY], &velocity.map(f32::to_bits)[..]].concat()),
+                    Given::Density(density) => words.extend([DENSITY, density.to_bits(), 0, 0]),
+                }
+            }
+            if let Some(cells) = list(&words)? {
+                openings.push(Opening { turn: Turn::new(turn, directions.c.len()), cells });
+            }
+        }
+        Ok(Self { bounces, openings })
+    }
+
+    /// Makes what is pulled from beyond the edges. `S`: what `len` numbers of the state are stored as, `enlarged` if with 16
+    /// bits.
+    pub(super) fn fill<R: Runtime, S: Float>(
+        &self,
+        client: &ComputeClient<R>,
+        (state, len, enlarged): (&Buffer, usize, bool),
+        memory: &Memory,
+    ) {
+        let wide = address(client, len);
+        // SAFETY: the length is that of the allocation, and entries name places of the state.
+        let arg = || unsafe { ArrayArg::from_raw_parts(state.handle.clone(), len) };
+        if let Some(list) = &self.bounces {
+            let count = list.len / BOUNCE;
+            let (cubes, dim) = over(count);
+            // SAFETY: units beyond the last entry do nothing.
+            unsafe {
+                bounce::launch_unchecked::<S, R>(
+                    client,
+                    cubes,
+                    dim,
+                    wide,
+                    list.arg(),
+                    arg(),
+                    memory.plane,
+                    count,
+                    enlarged,
+                );
+            }
+        }
+        for Opening { turn, cells } in &self.openings {
+            let count = cells.len / (turn.0.count + GIVEN);
+            let (cubes, dim) = over(count);
+            // SAFETY: as above.
+            unsafe {
+                open::launch_unchecked::<S, R>(
+                    client,
+                    cubes,
+                    dim,
+                    wide,
+                    cells.arg(),
+                    arg(),
+                    memory.plane,
+                    count,
+                    turn.clone(),
+                    enlarged,
+                );
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn bounce<S: Float>(list: &Array<u32>, state: &mut Array<S>, plane: usize, count: usize, #[comptime] enlarged: bool) {
+    let i = element();
+    if i < count {
+        let at = i * 4;
+        let planes = list[at + 2];
+        let from = (planes >> 8u32) as usize * plane + list[at] as usize;
+        let to = (planes & 255u32) as usize * plane + list[at + 1] as usize;
+        put::<S>(state, to, get::<S>(state, from, enlarged) + f32::reinterpret(list[at + 3]), enlarged);
+    }
+}
+
+/// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum along
+/// the face is set right by what comes in aslant.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn open<S: Float>(
+    list: &Array<u32>,
+    state: &mut Array<S>,
+    plane: usize,
+    count: usize,
+    #[comptime] turn: Turn,
+    #[comptime] enlarged: bool,
+) {
+    let i = element();
+    if i < count {
+        let at = i * comptime!(turn.0.count + 4);
+        let given = at + comptime!(turn.0.count + 1);
+        let along = sum::<S>(list, state, at, plane, comptime!(turn.0.along.clone()), enlarged);
+        let leaving = along + 2.0f32 * sum::<S>(list, state, at, plane, comptime!(turn.0.leaving.clone()), enlarged);
+        let mut density = f32::reinterpret(list[given]);
+        let mut into = 1.0f32 - (1.0f32 + leaving) / density;
+        let is_velocity = list[given - 1] == comptime!(VELOCITY);
+        if is_velocity {
+            into = f32::reinterpret(list[given + comptime!(turn.0.axis)]);
+            density = (1.0f32 + leaving) / (1.0f32 - into);
+        }
+        let flow = density * into;
+        let mut turns = Sequence::<f32>::new();
+        let axes = comptime!(turn.0.axes.len());
+        #[unroll]
+        for k in 0..axes {
+            let axis = comptime!(turn.0.axes[k].0);
+            let with = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].1.clone()), enlarged);
+            let against = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].2.clone()), enlarged);
+            let slip = select(is_velocity, f32::reinterpret(list[given + axis]), 0.0f32);
+            turns.push(0.5f32 * (density * slip - (with - against)));
+        }
+        let (straight, opposite) = comptime!((turn.0.straight.0, turn.0.straight.1));
+        let share = comptime!(f32::from_bits(turn.0.straight.2));
+        let back = pulled::<S>(list, state, at, plane, opposite, enlarged);
+        put::<S>(state, place(list, at, plane, straight), back + flow * share, enlarged);
+        let aslant = comptime!(turn.0.aslant.len());
+        #[unroll]
+        for k in 0..aslant {
+            let (i, opposite) = comptime!((turn.0.aslant[k].0, turn.0.aslant[k].1));
+            let turned = *turns.index(comptime!(turn.0.aslant[k].2));
+            let back = pulled::<S>(list, state, at, plane, opposite, enlarged) + flow * comptime!(1.0f32 / 6.0);
+            let value = if comptime!(turn.0.aslant[k].3) { back + turned } else { back - turned };
+            put::<S>(state, place(list, at, plane, i), value, enlarged);
+        }
+    }
+}
+
+#[cube]
+fn sum<S: Float>(
+    list: &Array<u32>,
+    state: &Array<S>,
+    at: usize,
+    plane: usize,
+    #[comptime] which: Vec<usize>,
+    #[comptime] enlarged: bool,
+) -> f32 {
+    let count = comptime!(which.len());
+    let mut sum = 0.0f32;
+    #[unroll]
+    for k in 0..count {
+        sum += pulled::<S>(list, state, at, plane, comptime!(which[k]), enlarged);
+    }
+    sum
+}
+
+#[cube]
+fn pulled<S: Float>(
+    list: &Array<u32>,
+    state: &Array<S>,
+    at: usize,
+    plane: usize,
+    #[comptime] i: usize,
+    #[comptime] enlarged: bool,
+) -> f32 {
+    get::<S>(state, place(list, at, plane, i), enlarged)
+}
+
+/// Where the population of a direction is.
+#[cube]
+fn place(list: &Array<u32>, at: usize, plane: usize, #[comptime] i: usize) -> usize {
+    i * plane + list[at + i] as usize
+}

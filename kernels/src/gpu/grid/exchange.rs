@@ -1,0 +1,329 @@
+//! What a tile on a device sends and receives: one kernel gathers the strips for all neighbours, one puts a strip in.
+//!
+//! Which element goes where is a list on the device, made once from the boxes of `grid/halo.rs`; strips are the same bytes
+//! as those of a tile on a processor.
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+
+use cubecl::bytes::Bytes;
+use cubecl::prelude::*;
+use cubecl::server::{Handle, ServerError};
+
+use super::memory::{Buffer, address, element, failed, over};
+use super::place::Memory;
+use crate::grid::GridError;
+use crate::grid::frame::{Format, Frame, Span};
+use crate::grid::halo::Strips;
+
+/// The links of a tile and their lists.
+pub(super) struct Exchange {
+    pub(super) strips: Vec<Strips>,
+    format: Format,
+    /// What goes out, link after link.
+    out: Option<List>,
+    /// What comes in, by link.
+    into: Vec<Option<List>>,
+    pub(super) packed: Packed,
+}
+
+/// Entries of four words: floats are (element of the field, field, 0, 0); bits are (word, bit of it, mask, 0) on the way
+/// out and (word, bit of the strip, mask, 0) on the way in.
+struct List {
+    entries: Buffer,
+    count: usize,
+    /// Words of the strips, one before and one after them for bits.
+    words: usize,
+}
+
+type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
+
+/// Strips on their way from the device.
+pub(super) enum Packed {
+    Nothing,
+    Coming(Coming),
+    Here(Vec<Vec<u8>>),
+}
+
+impl Exchange {
+    pub(super) fn none(format: Format) -> Self {
+        Self { strips: Vec::new(), format, out: None, into: Vec::new(), packed: Packed::Nothing }
+    }
+
+    pub(super) fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        frame: &Frame,
+        memory: &Memory,
+        strips: Vec<Strips>,
+    ) -> Result<Self, GridError> {
+        let format = frame.format;
+        let mut out = Vec::new();
+        for strip in &strips {
+            (0..).zip(&strip.out).for_each(|(field, span)| leaving(format, memory, field, span, &mut out));
+        }
+        let words = out.len() / 4;
+        let out = List::new(client, &out, words)?;
+        let into = strips.iter().map(|strip| {
+            let (mut entries, mut bits) = (Vec::new(), 32);
+            for (field, span) in (0..).zip(&strip.into) {
+                coming(format, memory, field, span, &mut entries, &mut bits);
+            }
+            let words = if format == Format::Bit { bits / 32 + 1 } else { entries.len() / 4 };
+            List::new(client, &entries, words)
+        });
+        Ok(Self { into: into.collect::<Result<_, _>>()?, strips, format, out, packed: Packed::Nothing })
+    }
+
+    pub(super) fn is_fetched(&self) -> bool {
+        !matches!(self.packed, Packed::Nothing)
+    }
+
+    /// What was packed is of an earlier state.
+    pub(super) fn forget(&mut self) {
+        if let Packed::Coming(coming) = std::mem::replace(&mut self.packed, Packed::Nothing) {
+            // A read that is given up would leave its memory mapped, and the next one that gets that memory fails. Whether
+            // the device is well is asked elsewhere.
+            let _ = cubecl::future::block_on(coming);
+        }
+    }
+
+    /// Begins to fetch the strips of a state for all neighbours.
+    pub(super) fn fetch<R: Runtime>(&mut self, client: &ComputeClient<R>, state: &Buffer, plane: usize) {
+        let Some(list) = &self.out else {
+            self.packed = Packed::Here(vec![Vec::new(); self.strips.len()]);
+            return;
+        };
+        let strips = Buffer { handle: client.empty(4 * list.count), len: list.count };
+        let (cubes, dim) = over(list.count);
+        let wide = address(client, state.len);
+        let (entries, from, to) = (list.entries.arg(), state.arg(), strips.arg());
+        // SAFETY: entries name elements of the state; units beyond the last entry do nothing.
+        unsafe {
+            match self.format {
+                Format::Float => {
+                    gather_floats::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, plane, list.count)
+                }
+                Format::Bit => {
+                    gather_bits::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, list.count);
+                }
+            }
+        }
+        // Copied after what is launched by now and before what is launched later.
+        self.packed = Packed::Coming(submitted(client.clone(), strips.handle));
+    }
+
+    /// The strip for a neighbour, of the state that was fetched.
+    pub(super) fn packed(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
+        if let Packed::Coming(coming) = &mut self.packed {
+            let bytes = cubecl::future::block_on(coming.as_mut());
+            let bytes = bytes.map_err(failed).map(|mut all| all.pop());
+            self.packed = Packed::Nothing;
+            let bytes = bytes?.ok_or_else(|| GridError::Device { what: "a read came back empty".into() })?;
+            self.packed = Packed::Here(self.part(&bytes));
+        }
+        match &self.packed {
+            Packed::Here(strips) if link < strips.len() => Ok(strips[link].clone()),
+            Packed::Here(_) | Packed::Nothing | Packed::Coming(_) => {
+                Err(GridError::NoLink { link, links: self.strips.len() })
+            }
+        }
+    }
+
+    /// From rows of whole words to rows of whole bytes, one strip for each link.
+    fn part(&self, mut words: &[u8]) -> Vec<Vec<u8>> {
+        let mut parted = Vec::new();
+        for strip in &self.strips {
+            let mut bytes = Vec::with_capacity(strip.bytes_out);
+            match self.format {
+                Format::Float => {
+                    let (ours, rest) = words.split_at(strip.bytes_out.min(words.len()));
+                    bytes.extend_from_slice(ours);
+                    words = rest;
+                }
+                Format::Bit => {
+                    for span in strip.out.iter().filter(|span| !span.is_empty()) {
+                        let (row, kept) = (span.len(0).div_ceil(32) * 4, span.len(0).div_ceil(8));
+                        for _ in span.rows() {
+                            let (ours, rest) = words.split_at(row.min(words.len()));
+                            bytes.extend_from_slice(&ours[..kept.min(ours.len())]);
+                            words = rest;
+                        }
+                    }
+                }
+            }
+            parted.push(bytes);
+        }
+        parted
+    }
+
+    /// Puts the strip of a neighbour, of the right length, into a state.
+    pub(super) fn insert<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        link: usize,
+        strip: &[u8],
+        state: &Buffer,
+        plane: usize,
+    ) {
+        let Some(Some(list)) = self.into.get(link) else { return };
+        let padded;
+        let words = match self.format {
+            Format::Float => strip,
+            Format::Bit => {
+                padded = self.pad(link, strip, list.words);
+                &padded
+            }
+        };
+        let from = Buffer { handle: client.create_from_slice(words), len: list.words };
+        let (cubes, dim) = over(list.count);
+        let wide = address(client, state.len);
+        let (entries, from, to) = (list.entries.arg(), from.arg(), state.arg());
+        // SAFETY: entries name elements of the state and of the strip; units beyond the last entry do nothing.
+        unsafe {
+            match self.format {
+                Format::Float => scatter_floats::launch_unchecked::<R>(
+                    client, cubes, dim, wide, entries, from, to, plane, list.count,
+                ),
+                Format::Bit => {
+                    scatter_bits::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, list.count);
+                }
+            }
+        }
+    }
+
+    /// From rows of whole bytes to rows of whole words, with a word before and after them all.
+    fn pad(&self, link: usize, mut strip: &[u8], words: usize) -> Vec<u8> {
+        let mut padded = Vec::with_capacity(4 * words);
+        padded.resize(4, 0);
+        for span in self.strips[link].into.iter().filter(|span| !span.is_empty()) {
+            let (row, kept) = (span.len(0).div_ceil(32) * 4, span.len(0).div_ceil(8));
+            for _ in span.rows() {
+                let (ours, rest) = strip.split_at(kept.min(strip.len()));
+                padded.extend_from_slice(ours);
+                padded.resize(padded.len() + row - kept, 0);
+                strip = rest;
+            }
+        }
+        padded.resize(4 * words, 0);
+        padded
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        self.forget();
+    }
+}
+
+/// A read that is with the device already, whenever it is awaited.
+fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
+    let mut coming: Coming = Box::pin(async move {
+        let read = client.read_async(vec![handle]);
+        // The first poll ends here, before the one that may block.
+        let mut first = true;
+        poll_fn(|_| if std::mem::take(&mut first) { Poll::Pending } else { Poll::Ready(()) }).await;
+        read.await
+    });
+    let polled = coming.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    debug_assert!(polled.is_pending());
+    coming
+}
+
+impl List {
+    fn new<R: Runtime>(client: &ComputeClient<R>, entries: &[u32], words: usize) -> Result<Option<Self>, GridError> {
+        if entries.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(Self { entries: Buffer::from_elements(client, entries)?, count: entries.len() / 4, words }))
+    }
+}
+
+/// The places of what leaves: floats one by one, bits by 32 along rows.
+fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>) {
+    if span.is_empty() {
+        return;
+    }
+    let range = span.0[0].clone();
+    for (y, z) in span.rows() {
+        let at = |x: isize| memory.at([x, y, z]) as u32;
+        match format {
+            Format::Float => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
+            Format::Bit => {
+                for x in range.clone().step_by(32) {
+                    let count = (range.end - x).min(32) as u32;
+                    entries.extend([at(x), x.rem_euclid(32) as u32, u32::MAX >> (32 - count), 0]);
+                }
+            }
+        }
+    }
+}
+
+/// The places of what comes: floats one by one, bits by the words that hold them. `bits`: of the strip so far.
+fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>, bits: &mut usize) {
+    if span.is_empty() {
+        return;
+    }
+    let range = span.0[0].clone();
+    for (y, z) in span.rows() {
+        let at = |x: isize| memory.at([x, y, z]) as u32;
+        match format {
+            Format::Float => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
+            Format::Bit => {
+                let first = range.start.div_euclid(32) * 32;
+                for x in (first..range.end).step_by(32) {
+                    let (skipped, count) = ((range.start - x).max(0) as u32, (range.end - x).min(32) as u32);
+                    let mask = u32::MAX >> (32 - count) & u32::MAX << skipped;
+                    // There is a word before the strip, so this is not negative.
+                    let bit = (*bits as isize + x - range.start) as u32;
+                    entries.extend([at(x), bit, mask, 0]);
+                }
+                *bits += range.len().next_multiple_of(32);
+            }
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn gather_floats(entries: &Array<u32>, from: &Array<f32>, to: &mut Array<f32>, plane: usize, count: usize) {
+    let i = element();
+    if i < count {
+        to[i] = from[entries[4 * i + 1] as usize * plane + entries[4 * i] as usize];
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn scatter_floats(entries: &Array<u32>, from: &Array<f32>, to: &mut Array<f32>, plane: usize, count: usize) {
+    let i = element();
+    if i < count {
+        let at = entries[4 * i + 1] as usize * plane + entries[4 * i] as usize;
+        to[at] = from[i];
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn gather_bits(entries: &Array<u32>, from: &Array<u32>, to: &mut Array<u32>, count: usize) {
+    let i = element();
+    if i < count {
+        to[i] = two_words(from, entries[4 * i] as usize, entries[4 * i + 1]) & entries[4 * i + 2];
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn scatter_bits(entries: &Array<u32>, from: &Array<u32>, to: &mut Array<u32>, count: usize) {
+    let i = element();
+    if i < count {
+        let (at, bit, mask) = (entries[4 * i] as usize, entries[4 * i + 1], entries[4 * i + 2]);
+        let value = two_words(from, (bit / 32u32) as usize, bit % 32u32);
+        to[at] = (to[at] & !mask) | (value & mask);
+    }
+}
+
+/// 32 bits from bit `shift` of a word on.
+#[cube]
+fn two_words(words: &Array<u32>, at: usize, shift: u32) -> u32 {
+    let mut found = words[at] >> shift;
+    if shift > 0u32 {
+        found |= words[at + 1] << (32u32 - shift);
+    }
+    found
+}

@@ -1,0 +1,83 @@
+//! A fluid on one tile of a device: what both lattices share around their kernels.
+use cubecl::prelude::*;
+
+use super::collision::{Form, Weights};
+use super::edges::Edges;
+use super::memory::{Buffer, units};
+use super::place::{Ends, Memory};
+use super::{d2q9, d3q19};
+use crate::grid::GridError;
+use crate::grid::frame::{Frame, Span};
+use crate::grid::lbm::{self, Lattice, LatticeFluid};
+
+/// What moves a fluid.
+pub(super) struct Flow {
+    form: Form,
+    /// In the order of [`super::collision::Numbers`].
+    numbers: [f32; 15],
+    /// Half the rates of the even and of the odd parts, by cell; something small if they are the same everywhere.
+    halves: Buffer,
+    edges: Edges,
+    three: bool,
+    /// Units of a cube.
+    pub(super) cube: CubeDim,
+}
+
+impl Flow {
+    pub(super) fn new<R: Runtime, const D: usize>(
+        client: &ComputeClient<R>,
+        flow: &lbm::Flow<D>,
+        frame: &Frame,
+        memory: &Memory,
+    ) -> Result<Self, GridError>
+    where
+        LatticeFluid<D>: Lattice,
+    {
+        let halves = match &flow.halves {
+            None => Buffer::from_elements(client, &[0; 4])?,
+            Some(planes) => {
+                let halves = Buffer::new(client, 2 * memory.plane)?;
+                for half in 0..2 {
+                    halves.write(client, half * memory.plane, bytemuck::cast_slice(planes.plane::<f32>(half)));
+                }
+                halves
+            }
+        };
+        let plain = &flow.plain;
+        let [[e0, e1], [n0, n1], [o0, o1]] = [plain.even, plain.energy, plain.odd];
+        let ([even, odd], [fx, fy, fz]) = (flow.half, flow.force);
+        let (keep_rest, rest, keep_even, keep_odd) = (plain.keep_rest, plain.rest, plain.keep_even, plain.keep_odd);
+        let numbers = [keep_rest, rest, keep_even, e0, e1, n0, n1, keep_odd, o0, o1, even, odd, fx, fy, fz];
+        let form = Form {
+            field: flow.halves.is_some(),
+            force: flow.force != [0.0; 3],
+            enlarged: false,
+            ends: Ends::new(frame).wraps_only(),
+        };
+        let edges = Edges::new(client, &flow.edges, LatticeFluid::<D>::DIRECTIONS, frame, memory)?;
+        // Long rows: what is read of one is next to what is read of the next.
+        let cube = CubeDim::new_2d(units(client, if flow.halves.is_some() { 256 } else { 512 }), 1);
+        Ok(Self { form, numbers, halves, edges, three: D == 3, cube })
+    }
+
+    /// Makes what is pulled from beyond the tile's edges.
+    pub(super) fn prepare<R: Runtime>(&self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
+        self.edges.fill::<R, f32>(client, (state, state.len, false), memory);
+    }
+
+    pub(super) fn launch<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        memory: &Memory,
+        span: &Span,
+        [from, to]: [&Buffer; 2],
+    ) {
+        let launch = if self.three { d3q19::launch::<R, f32> } else { d2q9::launch::<R, f32> };
+        launch(client, memory, span, [from, to], from.len, &self.halves, &self.numbers, self.form, self.cube);
+    }
+}
+
+/// As kernels take them.
+pub(super) const fn weights(of: &lbm::collision::Weights) -> Weights {
+    (of.two, of.six, of.nine)
+}

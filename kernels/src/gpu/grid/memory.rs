@@ -1,0 +1,188 @@
+//! Memory of a tile on a device: counted before it is asked for, proven by a kernel and a read, filled and read by parts.
+//!
+//! A device does not say that it has no memory: what cannot be allocated makes later launches do nothing and later reads
+//! return whatever was there. So every allocation is written by a kernel and read back, and no read is trusted after a
+//! failed flush.
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::grid::GridError;
+
+/// Units of a cube of kernels that run over memory and not over cells.
+const UNITS: u32 = 256;
+/// Cubes along x of such a launch: the smallest grid that Vulkan guarantees is 65,535 wide.
+const ACROSS: usize = 32_768;
+/// What is written at the end of an allocation.
+const STAMP: u32 = 0x6d65_7368;
+
+/// A buffer of elements of 32 bits on a device.
+#[derive(Clone, Debug)]
+pub(super) struct Buffer {
+    pub(super) handle: Handle,
+    pub(super) len: usize,
+}
+
+impl Buffer {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// The device allows no such buffer, or has no memory for it.
+    pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Result<Self, GridError> {
+        check_len(client, len)?;
+        // Exactly so much: the pools for short-lived memory round up to their pages.
+        let handle = client.memory_persistent_allocation((), |()| client.empty(4 * len)).map_err(failed)?;
+        let buffer = Self { handle, len };
+        buffer.fill(client, 0, 0..len);
+        buffer.fill(client, STAMP, len - 1..len);
+        check(client)?;
+        let found = buffer.read(client, len - 1..len);
+        if !matches!(found, Ok(ref bytes) if bytes[..] == STAMP.to_le_bytes()) {
+            return Err(GridError::Memory { bytes: 4 * len });
+        }
+        buffer.fill(client, 0, len - 1..len);
+        Ok(buffer)
+    }
+
+    /// Of these elements, which must not be empty.
+    pub(super) fn from_elements<R: Runtime>(client: &ComputeClient<R>, elements: &[u32]) -> Result<Self, GridError> {
+        check_len(client, elements.len())?;
+        let handle = client.create_from_slice(bytemuck::cast_slice(elements));
+        Ok(Self { handle, len: elements.len() })
+    }
+
+    pub(super) fn arg<R: Runtime>(&self) -> ArrayArg<R> {
+        // SAFETY: the length is that of the allocation; kernels stay below it.
+        unsafe { ArrayArg::from_raw_parts(self.handle.clone(), self.len) }
+    }
+
+    /// Some elements.
+    pub(super) fn part(&self, range: std::ops::Range<usize>) -> Handle {
+        let (start, end) = (4 * range.start as u64, 4 * (self.len - range.end) as u64);
+        self.handle.clone().offset_start(start).offset_end(end)
+    }
+
+    /// Bytes of some elements.
+    pub(super) fn read<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        range: std::ops::Range<usize>,
+    ) -> Result<Vec<u8>, GridError> {
+        let bytes = client.read_one(self.part(range.clone())).map_err(failed)?;
+        if bytes.len() != 4 * range.len() {
+            return Err(GridError::Device { what: format!("{} bytes came for {range:?}", bytes.len()) });
+        }
+        Ok(bytes.to_vec())
+    }
+
+    /// Sets elements from `at` on.
+    pub(super) fn write<R: Runtime>(&self, client: &ComputeClient<R>, at: usize, bytes: &[u8]) {
+        let len = bytes.len() / 4;
+        debug_assert!(at + len <= self.len, "{at} + {len} of {}", self.len);
+        let from = client.create_from_slice(bytes);
+        let (count, dim) = over(len);
+        // SAFETY: within both; units beyond `len` do nothing.
+        unsafe {
+            put::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                address(client, self.len),
+                ArrayArg::from_raw_parts(from, len),
+                self.arg(),
+                at,
+                len,
+            );
+        }
+    }
+
+    fn fill<R: Runtime>(&self, client: &ComputeClient<R>, value: u32, range: std::ops::Range<usize>) {
+        let (count, dim) = over(range.len());
+        // SAFETY: within the buffer; units beyond the range do nothing.
+        unsafe {
+            set::launch_unchecked::<R>(
+                client,
+                count,
+                dim,
+                address(client, self.len),
+                self.arg(),
+                value,
+                range.start,
+                range.len(),
+            );
+        }
+    }
+}
+
+/// Whether a device allows a buffer of so many elements.
+pub(super) fn check_len<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Result<(), GridError> {
+    let properties = client.properties();
+    // Vulkan binds no larger ones; on CUDA it is only what a pool gives.
+    let most = if properties.supports_address(AddressType::U64) {
+        isize::MAX as usize
+    } else {
+        (properties.memory.max_page_size as usize).min(u32::MAX as usize)
+    };
+    if 4 * len > most { Err(GridError::Buffer { bytes: 4 * len, most }) } else { Ok(()) }
+}
+
+/// How kernels count elements: with 32 bits as long as that is enough.
+pub(super) fn address<R: Runtime>(client: &ComputeClient<R>, len: usize) -> AddressType {
+    let long = len > u32::MAX as usize || ALWAYS_WIDE.load(Ordering::Relaxed);
+    if long && client.properties().supports_address(AddressType::U64) { AddressType::U64 } else { AddressType::U32 }
+}
+
+/// For checks: counts with 64 bits wherever the device can, as for the largest tiles.
+pub(super) fn always_wide(yes: bool) {
+    ALWAYS_WIDE.store(yes, Ordering::Relaxed);
+}
+
+static ALWAYS_WIDE: AtomicBool = AtomicBool::new(false);
+
+/// So many units of a cube, or as many as the device can have.
+pub(super) fn units<R: Runtime>(client: &ComputeClient<R>, wanted: u32) -> u32 {
+    wanted.min(client.properties().hardware.max_units_per_cube)
+}
+
+/// Cubes and their size for one unit for each of `len` elements.
+pub(super) fn over(len: usize) -> (CubeCount, CubeDim) {
+    let cubes = len.div_ceil(UNITS as usize).max(1);
+    let across = cubes.min(ACROSS);
+    let down = cubes.div_ceil(across);
+    // 32,768 × 32,768 × 256 units are more elements than any device holds.
+    (CubeCount::Static(across as u32, down as u32, 1), CubeDim::new_1d(UNITS))
+}
+
+/// The element of a unit of such a launch.
+#[cube]
+pub(super) fn element() -> usize {
+    (CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * CUBE_DIM_X as usize + UNIT_POS_X as usize
+}
+
+/// Submits what is queued and asks whether the device is well.
+pub(super) fn check<R: Runtime>(client: &ComputeClient<R>) -> Result<(), GridError> {
+    client.flush().map_err(failed)
+}
+
+pub(super) fn failed(error: impl std::fmt::Debug) -> GridError {
+    // The first line is the reason; a backtrace follows.
+    let text = format!("{error:?}");
+    GridError::Device { what: text.chars().take(300).collect() }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn put(from: &Array<u32>, to: &mut Array<u32>, at: usize, len: usize) {
+    let i = element();
+    if i < len {
+        to[at + i] = from[i];
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn set(to: &mut Array<u32>, value: u32, at: usize, len: usize) {
+    let i = element();
+    if i < len {
+        to[at + i] = value;
+    }
+}

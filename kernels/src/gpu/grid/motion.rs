@@ -1,0 +1,111 @@
+//! Which kernels move a tile: from a rule and the tile's geometry to what a step launches.
+use cubecl::prelude::*;
+
+use super::flow::Flow;
+use super::life::{Counts, Life};
+use super::memory::{Buffer, units};
+use super::place::{Ends, Memory};
+use super::scalar::{Kind, Scalar};
+use super::text::Text;
+use crate::grid::GridError;
+use crate::grid::frame::{Frame, Span};
+use crate::grid::lbm;
+use crate::grid::rule::{Rule, Stepper};
+
+/// A rule on a device.
+pub(super) enum Motion {
+    Life(Life),
+    Scalar(Scalar),
+    Fluid(Box<Flow>),
+    Text(Box<Text>),
+}
+
+/// Bytes of a tile of Life that has more than enough rows for all units of a device.
+const LARGE: usize = 16 << 20;
+
+impl Motion {
+    /// With the rule as it is on a processor, which knows what is hidden and what travels.
+    pub(super) fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        rule: &Rule,
+        frame: &Frame,
+        memory: &Memory,
+    ) -> Result<(Self, Box<dyn Stepper>), GridError> {
+        let (ends, three) = (Ends::new(frame), frame.grid.dimensions() == 3);
+        let cube = CubeDim::new_2d(units(client, 256) / 2, 2);
+        let scalar = |kind, parameters| Self::Scalar(Scalar { kind, parameters, ends, three, cube });
+        let motion = match rule {
+            Rule::Life(life) => {
+                let (birth, survival) = life.counts();
+                let valid = (frame.size[0] as u32 - 1) % 32 + 1;
+                // Rows of a unit share sums, but on a small tile there are too few units then.
+                let each = if frame.plane_bytes() > LARGE { 16 } else { 4 };
+                let cube = CubeDim::new_2d(128, 1);
+                Self::Life(Life { counts: Counts { birth, survival }, ends, valid, cube, each })
+            }
+            Rule::Heat(heat) => scalar(Kind::Heat, [heat.rate, 0.0, 0.0, 0.0]),
+            Rule::Wave(wave) => scalar(Kind::Wave, [wave.speed * wave.speed, 0.0, 0.0, 0.0]),
+            Rule::GrayScott(rule) => {
+                let [u, v] = rule.diffusion;
+                scalar(Kind::GrayScott, [u, v, rule.feed, -(rule.feed + rule.kill)])
+            }
+            Rule::Text(text) => Self::Text(Box::new(Text::new(client, text, frame)?)),
+            Rule::D2q9(fluid) => {
+                let flow = lbm::Flow::new(fluid, frame)?;
+                let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
+                return Ok((motion, Box::new(flow)));
+            }
+            Rule::D3q19(fluid) => {
+                let flow = lbm::Flow::new(fluid, frame)?;
+                let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
+                return Ok((motion, Box::new(flow)));
+            }
+        };
+        Ok((motion, rule.stepper(frame)?))
+    }
+
+    /// Cubes of another shape, and rows of a unit where there are several: nothing but the time changes.
+    pub(super) fn shape(&mut self, cube: [u32; 2], rows: usize) {
+        let cube_dim = CubeDim::new_2d(cube[0], cube[1]);
+        match self {
+            Self::Life(life) => (life.cube, life.each) = (cube_dim, rows),
+            Self::Scalar(scalar) => scalar.cube = cube_dim,
+            Self::Fluid(flow) => flow.cube = cube_dim,
+            Self::Text(text) => text.cube = cube_dim,
+        }
+    }
+
+    /// Bytes on the device beside the two states.
+    pub(super) fn bytes(rule: &Rule, frame: &Frame) -> usize {
+        let by_cell = match rule {
+            Rule::D2q9(fluid) => fluid.omega.is_some(),
+            Rule::D3q19(fluid) => fluid.omega.is_some(),
+            Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => false,
+        };
+        if by_cell { 2 * frame.plane_bytes() } else { 0 }
+    }
+
+    /// What has to be done to a state before a step is computed from it.
+    pub(super) fn prepare<R: Runtime>(&self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
+        match self {
+            Self::Fluid(flow) => flow.prepare(client, state, memory),
+            Self::Life(_) | Self::Scalar(_) | Self::Text(_) => {}
+        }
+    }
+
+    /// Computes cells of the next state.
+    pub(super) fn launch<R: Runtime>(
+        &self,
+        client: &ComputeClient<R>,
+        memory: &Memory,
+        span: &Span,
+        states: [&Buffer; 2],
+    ) {
+        match self {
+            Self::Life(life) => life.launch(client, memory, span, states),
+            Self::Scalar(scalar) => scalar.launch(client, memory, span, states),
+            Self::Fluid(flow) => flow.launch(client, memory, span, states),
+            Self::Text(text) => text.launch(client, memory, span, states),
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Tiles on a device of a known kind: where the kernels of grids are compiled for CUDA and for Vulkan.
+use cubecl::cuda::{CudaDevice, CudaRuntime};
+use cubecl::prelude::*;
+use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
+
+use super::GpuTile;
+use crate::grid::any_tile::GridTile;
+use crate::grid::rule::Rule;
+use crate::grid::{Grid, GridError, Region};
+
+/// A tile on an NVIDIA GPU, all cells zero. `free`: bytes of its memory that the tile may take.
+///
+/// # Errors
+/// As [`GpuTile::new`].
+pub fn cuda_tile(
+    number: usize,
+    (grid, rule): (&Grid, &Rule),
+    region: Region,
+    depth: usize,
+    free: usize,
+) -> Result<Box<dyn GridTile>, GridError> {
+    tile::<CudaRuntime>(&CudaDevice::new(number), (grid, rule), region, depth, free)
+}
+
+/// A tile on a Vulkan device, all cells zero. `free`: bytes of its memory that the tile may take.
+///
+/// # Errors
+/// As [`GpuTile::new`].
+pub fn vulkan_tile(
+    device: &WgpuDevice,
+    (grid, rule): (&Grid, &Rule),
+    region: Region,
+    depth: usize,
+    free: usize,
+) -> Result<Box<dyn GridTile>, GridError> {
+    tile::<WgpuRuntime>(device, (grid, rule), region, depth, free)
+}
+
+fn tile<R: Runtime>(
+    device: &R::Device,
+    (grid, rule): (&Grid, &Rule),
+    region: Region,
+    depth: usize,
+    free: usize,
+) -> Result<Box<dyn GridTile>, GridError> {
+    Ok(Box::new(GpuTile::<R>::new(&R::client(device), grid, rule, region, depth, free)?))
+}

@@ -1,0 +1,209 @@
+//! Which cells a launch computes, where they are in memory, and what is beyond the ends of a tile.
+//!
+//! Kernels count cells from the beginning of memory along each axis, halo and padding included, so nothing is negative.
+//! Ghosts are not made: who looks beyond an end of a tile finds the cell by arithmetic (`Beyond`).
+use cubecl::prelude::*;
+
+use crate::grid::Face;
+use crate::grid::frame::{Format, Frame, Span};
+use crate::grid::rule_file::FIELDS_MAX;
+
+/// What a cell at an end of the tile sees beyond it. Part of a kernel's code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Beyond {
+    /// Cells that are in memory: a halo.
+    Cells,
+    /// The other end of the axis.
+    Wrap,
+    /// Itself: no flux. For Life: dead cells.
+    Wall,
+    /// These values, as bits, one a field.
+    Fixed([u32; FIELDS_MAX]),
+}
+
+/// By axis, at the low and at the high end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Ends(pub(super) [[Beyond; 2]; 3]);
+
+impl Ends {
+    pub(super) fn new(frame: &Frame) -> Self {
+        let end = |axis: usize, side: usize| match frame.face(axis, side) {
+            Some(Face::Fixed(values)) => Beyond::Fixed(values.map(f32::to_bits)),
+            Some(Face::Periodic | Face::Wall | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. }) => {
+                Beyond::Wall
+            }
+            None if frame.wraps[axis] => Beyond::Wrap,
+            None => Beyond::Cells,
+        };
+        Self(std::array::from_fn(|axis| [end(axis, 0), end(axis, 1)]))
+    }
+
+    /// Only whether an axis is closed upon itself: for rules whose faces are made before the step.
+    pub(super) fn wraps_only(self) -> Self {
+        let keep = |end: Beyond| if end == Beyond::Wrap { end } else { Beyond::Cells };
+        Self(self.0.map(|ends| ends.map(keep)))
+    }
+}
+
+/// The cells of a launch and the tile around them, in elements along x and in rows and layers of memory.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct Place {
+    /// The first cell.
+    pub(super) x: u32,
+    pub(super) y: u32,
+    pub(super) z: u32,
+    /// How many: elements of a row, rows of a layer, rows of all layers.
+    pub(super) nx: u32,
+    pub(super) ny: u32,
+    pub(super) rows: u32,
+    /// Elements from a row, a layer and a plane to the next.
+    pub(super) row: usize,
+    pub(super) layer: usize,
+    pub(super) plane: usize,
+    /// The first and the last element of the tile's own along each axis.
+    pub(super) left: u32,
+    pub(super) right: u32,
+    pub(super) low: u32,
+    pub(super) high: u32,
+    pub(super) near: u32,
+    pub(super) far: u32,
+}
+
+/// Memory of a tile as kernels see it: elements of 32 bits (or 16), bits by 32 in a word.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Memory {
+    /// Elements of a tile's row before its first cell.
+    pub(super) left: usize,
+    pub(super) row: usize,
+    pub(super) layer: usize,
+    /// Elements of a field.
+    pub(super) plane: usize,
+    /// Cells of an element.
+    pub(super) cells: usize,
+    ring: [[isize; 2]; 3],
+    size: [isize; 3],
+}
+
+impl Memory {
+    pub(super) fn new(frame: &Frame) -> Self {
+        // A `u64` is two words here, the low one first.
+        let (words, cells) = match frame.format {
+            Format::Float => (1, 1),
+            Format::Bit => (2, 32),
+        };
+        let [row, layer] = frame.strides().map(|stride| stride as usize * words);
+        let [_, low, near] = frame.ring.map(|[low, _]| low);
+        let left = frame.at([0, -low, -near]) * words;
+        let plane = frame.plane_bytes() / 4;
+        Self { left, row, layer, plane, cells, ring: frame.ring, size: frame.size }
+    }
+
+    /// The element of a field that holds a cell.
+    pub(super) fn at(&self, [x, y, z]: [isize; 3]) -> usize {
+        let x = self.left as isize + x.div_euclid(self.cells as isize);
+        (x + (y + self.ring[1][0]) * self.row as isize + (z + self.ring[2][0]) * self.layer as isize) as usize
+    }
+
+    /// The place in a field where a cell beyond the end of an axis that is closed upon itself really is.
+    pub(super) fn wrapped(&self, frame: &Frame, place: usize) -> usize {
+        let [_, low, near] = self.ring.map(|[low, _]| low);
+        let (z, rest) = (place / self.layer, place % self.layer);
+        let (y, x) = (rest / self.row, rest % self.row);
+        let mut at = [x as isize - self.left as isize, y as isize - low, z as isize - near];
+        for (axis, at) in at.iter_mut().enumerate().filter(|(axis, _)| frame.wraps[*axis]) {
+            *at = at.rem_euclid(self.size[axis]);
+        }
+        self.at(at)
+    }
+
+    /// What a launch over these cells, and what shares their words, is given.
+    pub(super) fn place<R: Runtime>(&self, span: &Span) -> PlaceLaunch<R> {
+        let cells = self.cells as isize;
+        let element = |x: isize| (self.left as isize + x.div_euclid(cells)) as u32;
+        let [low, near] = [self.ring[1][0], self.ring[2][0]];
+        let [x, y, z] = &span.0;
+        let first = element(x.start);
+        PlaceLaunch::new(
+            first,
+            (y.start + low) as u32,
+            (z.start + near) as u32,
+            element(x.end - 1) + 1 - first,
+            y.len() as u32,
+            (y.len() * z.len()) as u32,
+            self.row,
+            self.layer,
+            self.plane,
+            element(0),
+            element(self.size[0] - 1),
+            low as u32,
+            (self.size[1] - 1 + low) as u32,
+            near as u32,
+            (self.size[2] - 1 + near) as u32,
+        )
+    }
+
+    /// Cubes of `dim` units for a launch over these cells, `each` rows a unit; beyond what one axis of a grid holds, rows go
+    /// on along the next.
+    pub(super) fn cubes(&self, span: &Span, dim: CubeDim, each: usize) -> CubeCount {
+        let cells = self.cells as isize;
+        let [x, y, z] = &span.0;
+        let across = (x.end - 1).div_euclid(cells) + 1 - x.start.div_euclid(cells);
+        let rows = (y.len() * z.len()).div_ceil(each).div_ceil(dim.y as usize);
+        let down = rows.min(ROWS_MAX);
+        CubeCount::Static((across as u32).div_ceil(dim.x), down as u32, rows.div_ceil(down) as u32)
+    }
+}
+
+/// Cubes along y: the smallest grid that Vulkan guarantees is 65,535 high.
+const ROWS_MAX: usize = 32_768;
+
+/// The row of a launch that a unit computes, or the first of its `each` rows.
+#[cube]
+pub(super) fn unit_row() -> u32 {
+    (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * CUBE_DIM_Y + UNIT_POS_Y
+}
+
+/// One element on along an axis: towards the high end, or the low one.
+#[cube]
+pub(super) fn next_to(
+    at: usize,
+    position: u32,
+    first: u32,
+    last: u32,
+    stride: usize,
+    #[comptime] beyond: Beyond,
+    #[comptime] up: bool,
+) -> usize {
+    let end = if comptime!(up) { last } else { first };
+    let onwards = if comptime!(up) { at + stride } else { at - stride };
+    match beyond {
+        Beyond::Cells => onwards,
+        Beyond::Fixed(_) => onwards,
+        Beyond::Wall => select(position == end, at, onwards),
+        Beyond::Wrap => {
+            let across = (last - first) as usize * stride;
+            let other = if comptime!(up) { at - across } else { at + across };
+            select(position == end, other, onwards)
+        }
+    }
+}
+
+/// A value that was read one element on: what it is if that is beyond a face with a value of its own.
+#[cube]
+pub(super) fn or_fixed(
+    value: f32,
+    position: u32,
+    end: u32,
+    #[comptime] beyond: Beyond,
+    #[comptime] field: usize,
+) -> f32 {
+    match beyond {
+        Beyond::Fixed(bits) => {
+            let fixed = comptime!(f32::from_bits(bits[field]));
+            select(position == end, fixed.runtime(), value)
+        }
+        Beyond::Cells => value,
+        Beyond::Wall => value,
+        Beyond::Wrap => value,
+    }
+}

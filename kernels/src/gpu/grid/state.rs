@@ -1,0 +1,407 @@
+//! A tile's own cells as a whole: set, read, saved, restored, summed and hashed, some rows at a time.
+use std::ops::Range;
+use std::sync::Mutex;
+
+use cubecl::prelude::*;
+
+use super::GpuTile;
+use super::memory::{Buffer, address, check, element, failed, over};
+use super::place::Memory;
+use crate::grid::any_tile::{TakeRow, hide};
+use crate::grid::frame::Format;
+use crate::grid::halo::{bits, set_bits};
+use crate::grid::hash::{self, Cells};
+use crate::grid::tile::Threads;
+use crate::grid::{GridError, Region};
+
+/// Bytes of rows that are moved at once.
+const CHUNK_BYTES: usize = 16 << 20;
+/// Rows that are asked for at once: each is a copy of its own.
+const ROWS_AT_ONCE: usize = 256;
+/// Totals are counted in units of 2^-40, as on a processor.
+const TOTAL_SCALE: f64 = (1u64 << 40) as f64;
+
+/// Whole rows of one field and layer as they are in memory.
+enum Rows {
+    Float(Vec<f32>),
+    Bit(Vec<u64>),
+}
+
+impl<R: Runtime> GpuTile<R> {
+    /// Sets all owned cells; `cell` is given global coordinates and writes the fields. What it knew of its neighbours is
+    /// void.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) -> Result<(), GridError> {
+        let mut values = vec![0.0; self.fields];
+        for (z, rows) in self.chunks(self.region()) {
+            let mut chunks: Vec<Rows> = (0..self.fields).map(|_| self.empty(rows.len())).collect();
+            for y in rows.clone() {
+                for x in 0..self.frame.size[0] {
+                    values.fill(0.0);
+                    cell(self.frame.global([x, y, z]).expect("owned cells are in the grid"), &mut values);
+                    let (row, x) = ((y - rows.start) as usize, x as usize);
+                    for (chunk, &value) in chunks.iter_mut().zip(&values) {
+                        match chunk {
+                            Rows::Float(cells) => cells[self.start(row) + x] = value,
+                            Rows::Bit(words) => {
+                                words[self.start(row) + x / 64] |= u64::from(value != 0.0) << (x % 64);
+                            }
+                        }
+                    }
+                }
+            }
+            for (field, chunk) in chunks.iter().enumerate() {
+                self.upload(field, z, rows.start, chunk);
+            }
+            check(&self.client)?;
+        }
+        (self.step, self.half) = (0, false);
+        self.await_halo();
+        Ok(())
+    }
+
+    /// One field of a region of owned cells, x innermost; bits are 0 and 1, cells that the rule hides are 0.
+    ///
+    /// # Errors
+    /// The tile does not own the region, the rule has no such field, a step is half made, or the device failed.
+    pub fn read(&self, field: usize, region: Region) -> Result<Vec<f32>, GridError> {
+        self.own(field, region)?;
+        let mut values = Vec::with_capacity(region.cells());
+        let from = region.start[0] - self.frame.owned.start[0];
+        for (z, rows) in self.chunks(region) {
+            let chunk = self.download(field, z, rows.clone())?;
+            for (row, y) in rows.enumerate() {
+                let [_, y, z] = self.frame.global([0, y, z]).expect("owned cells are in the grid");
+                for x in region.start[0]..region.end[0] {
+                    let local = from + (x - region.start[0]);
+                    let value = match &chunk {
+                        Rows::Float(cells) => cells[self.start(row) + local],
+                        Rows::Bit(words) => (words[self.start(row) + local / 64] >> (local % 64) & 1) as f32,
+                    };
+                    let hidden = self.stepper.hidden([x / 64 * 64, y, z]) >> (x % 64) & 1 == 1;
+                    values.push(if hidden { 0.0 } else { value });
+                }
+            }
+        }
+        Ok(values)
+    }
+
+    /// Rows of some fields, as [`crate::grid::any_tile::Fields::rows`]: many are asked for at once.
+    pub(super) fn read_rows(
+        &self,
+        fields: &[usize],
+        region: Region,
+        every: usize,
+        call: TakeRow<'_>,
+    ) -> Result<(), GridError> {
+        self.own(fields.iter().copied().max().unwrap_or(0), region)?;
+        let [from, low, near] = self.frame.owned.start;
+        let (from, width) = (region.start[0] - from, region.size()[0]);
+        let rows_of = |z| (region.start[1].next_multiple_of(every)..region.end[1]).step_by(every).map(move |y| [y, z]);
+        let all: Vec<[usize; 2]> = (region.start[2]..region.end[2]).flat_map(rows_of).collect();
+        let mut cells = vec![Vec::new(); fields.len()];
+        let at_once = (CHUNK_BYTES / (4 * self.memory.row * fields.len().max(1))).clamp(1, ROWS_AT_ONCE);
+        for some in all.chunks(at_once) {
+            let handles = some.iter().flat_map(|&[y, z]| {
+                let first = move |field: &usize| self.first(*field, (y - low) as isize, (z - near) as isize);
+                fields.iter().map(move |field| self.state.part(first(field)..first(field) + self.memory.row))
+            });
+            let bytes = cubecl::future::block_on(self.client.read_async(handles.collect())).map_err(failed)?;
+            for (at, rows) in some.iter().zip(bytes.chunks(fields.len())) {
+                for (row, cells) in rows.iter().zip(&mut cells) {
+                    cells.clear();
+                    match self.frame.format {
+                        Format::Float => {
+                            let start = 4 * (self.memory.left + from);
+                            let row = row.get(start..start + 4 * width).ok_or_else(short)?;
+                            cells.extend(bytemuck::pod_collect_to_vec::<u8, f32>(row));
+                        }
+                        Format::Bit => {
+                            let row = row.get(4 * self.memory.left..).ok_or_else(short)?;
+                            let bit = |x: usize| f32::from(row.get(x / 8).copied().unwrap_or(0) >> (x % 8) & 1);
+                            cells.extend((from..from + width).map(bit));
+                        }
+                    }
+                    hide(&*self.stepper, region, *at, cells);
+                }
+                call(*at, &cells);
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of [`Self::save`] for a region.
+    pub fn saved_len(&self, region: Region) -> usize {
+        let [width, height, depth] = region.size();
+        self.saved_row(width) * height * depth * self.fields
+    }
+
+    /// The state of a region of owned cells, the same bytes as [`crate::grid::tile::Tile::save`].
+    ///
+    /// # Errors
+    /// The tile does not own the region, a step is half made, or the device failed.
+    pub fn save(&self, region: Region) -> Result<Vec<u8>, GridError> {
+        self.own(0, region)?;
+        let mut bytes = Vec::with_capacity(self.saved_len(region));
+        let (from, width) = (region.start[0] - self.frame.owned.start[0], region.size()[0]);
+        for field in 0..self.fields {
+            for (z, rows) in self.chunks(region) {
+                let chunk = self.download(field, z, rows.clone())?;
+                for row in 0..rows.len() {
+                    match &chunk {
+                        Rows::Float(cells) => {
+                            let row = &cells[self.start(row) + from..][..width];
+                            bytes.extend_from_slice(bytemuck::cast_slice(row));
+                        }
+                        Rows::Bit(words) => {
+                            for done in (0..width).step_by(64) {
+                                let count = (width - done).min(64);
+                                let word = bits(&words[self.start(row)..], from + done, count);
+                                bytes.extend_from_slice(&word.to_le_bytes()[..count.div_ceil(8)]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Puts a region back as it was saved, by whatever tile. When all is back, [`Self::resume`] says at which step.
+    ///
+    /// # Errors
+    /// The tile does not own the region, the bytes are of another length, or a step is half made: nothing is changed then.
+    /// Or the device failed.
+    pub fn restore(&mut self, region: Region, bytes: &[u8]) -> Result<(), GridError> {
+        self.own(0, region)?;
+        let expected = self.saved_len(region);
+        if bytes.len() != expected {
+            return Err(GridError::Saved { expected, found: bytes.len() });
+        }
+        let (from, width) = (region.start[0] - self.frame.owned.start[0], region.size()[0]);
+        let whole = width == self.frame.size[0] as usize;
+        let mut saved = bytes.chunks_exact(self.saved_row(width));
+        for field in 0..self.fields {
+            for (z, rows) in self.chunks(region) {
+                // Of whole rows nothing is kept: halos are void now.
+                let mut chunk = if whole { self.empty(rows.len()) } else { self.download(field, z, rows.clone())? };
+                for (row, saved) in (0..rows.len()).zip(&mut saved) {
+                    let start = self.start(row);
+                    match &mut chunk {
+                        Rows::Float(cells) => {
+                            let cells = bytemuck::cast_slice_mut(&mut cells[start + from..][..width]);
+                            cells.copy_from_slice(saved);
+                        }
+                        Rows::Bit(words) => {
+                            for (i, part) in saved.chunks(8).enumerate() {
+                                let mut word = [0; 8];
+                                word[..part.len()].copy_from_slice(part);
+                                let count = (width - 64 * i).min(64);
+                                set_bits(&mut words[start..], from + 64 * i, count, u64::from_le_bytes(word));
+                            }
+                        }
+                    }
+                }
+                self.upload(field, z, rows.start, &chunk);
+            }
+            check(&self.client)?;
+        }
+        self.await_halo();
+        Ok(())
+    }
+
+    /// Says that its cells, loaded or restored, are those after so many steps.
+    pub fn resume(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// This tile's part of the grid's state hash, as [`crate::grid::tile::Tile::state_hash`].
+    ///
+    /// # Errors
+    /// A step is half made, or the device failed.
+    pub fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
+        self.whole()?;
+        let (key, total) = (hash::key(), Mutex::new(0u128));
+        let (frame, memory, stepper) = (&self.frame, self.memory, &*self.stepper);
+        for field in 0..self.fields {
+            for (z, rows) in self.chunks(self.region()) {
+                let chunk = self.download(field, z, rows.clone())?;
+                threads.pool().run(rows.len(), 1, &|_, range| {
+                    let mut sum = 0u128;
+                    for row in range {
+                        let cells = match &chunk {
+                            Rows::Float(cells) => Cells::Float(&cells[start(&memory, frame.format, row)..]),
+                            Rows::Bit(words) => Cells::Bit(&words[start(&memory, frame.format, row)..]),
+                        };
+                        let (hidden, y) = (|at| stepper.hidden(at), rows.start + row as isize);
+                        sum = sum.wrapping_add(hash::of_row(&key, frame, &hidden, field, [y, z], cells));
+                    }
+                    let mut total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    *total = total.wrapping_add(sum);
+                });
+            }
+        }
+        Ok(total.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    /// The sum of a field over the owned cells, as [`crate::grid::tile::Tile::total`].
+    ///
+    /// # Errors
+    /// No such field, a step is half made, or the device failed.
+    pub fn total(&self, field: usize) -> Result<i128, GridError> {
+        self.own(field, self.region())?;
+        if let Some(total) = self.total_on_device(field)? {
+            return Ok(total);
+        }
+        let mut total = 0i128;
+        self.each_row(field, &mut |_, row| {
+            let sum = row.iter().map(|&cell| (f64::from(cell) * TOTAL_SCALE).round_ties_even() as i128);
+            total = total.wrapping_add(sum.fold(0, i128::wrapping_add));
+            true
+        })?;
+        Ok(total)
+    }
+
+    /// The first owned cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field. Quick
+    /// where there is none: the device looks.
+    ///
+    /// # Errors
+    /// A step is half made, or the device failed.
+    pub fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
+        self.whole()?;
+        if self.frame.format == Format::Bit || !self.any_not_finite()? {
+            return Ok(None);
+        }
+        let mut first: Option<([usize; 3], usize)> = None;
+        for field in 0..self.fields {
+            self.each_row(field, &mut |[x, y, z], row| {
+                if let Some(there) = row.iter().position(|cell| !cell.is_finite()) {
+                    let found = ([x + there, y, z], field);
+                    let order = |([x, y, z], field): ([usize; 3], usize)| [z, y, x, field];
+                    first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
+                }
+                row.iter().all(|cell| cell.is_finite())
+            })?;
+        }
+        Ok(first)
+    }
+
+    /// Whether anything in the state's memory is no number; cells of halos and ghosts count, too.
+    fn any_not_finite(&self) -> Result<bool, GridError> {
+        let found = Buffer::from_elements(&self.client, &[0])?;
+        let (cubes, dim) = over(self.state.len);
+        // SAFETY: units beyond the last element do nothing.
+        unsafe {
+            not_finite::launch_unchecked::<R>(
+                &self.client,
+                cubes,
+                dim,
+                address(&self.client, self.state.len),
+                self.state.arg(),
+                found.arg(),
+                self.state.len,
+            );
+        }
+        check(&self.client)?;
+        Ok(found.read(&self.client, 0..1)? != [0; 4])
+    }
+
+    /// Calls with where a row begins and its cells, until that says no.
+    fn each_row(&self, field: usize, call: &mut dyn FnMut([usize; 3], &[f32]) -> bool) -> Result<(), GridError> {
+        let Region { start, end } = self.region();
+        let [x, width] = [start[0], end[0] - start[0]];
+        for (z, rows) in self.chunks(self.region()) {
+            let (y, z) = (start[1] + rows.start as usize, start[2] + z as usize);
+            let region = Region { start: [x, y, z], end: [end[0], y + rows.len(), z + 1] };
+            let cells = self.read(field, region)?;
+            for (row, cells) in cells.chunks(width).enumerate() {
+                if !call([x, y + row, z], cells) {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn own(&self, field: usize, region: Region) -> Result<(), GridError> {
+        self.whole()?;
+        if field >= self.fields {
+            return Err(GridError::Field { field, fields: self.fields });
+        }
+        let tile = self.frame.owned;
+        let empty = region.cells() == 0;
+        if empty || !tile.contains(&region) { Err(GridError::Region { region, tile }) } else { Ok(()) }
+    }
+
+    fn saved_row(&self, width: usize) -> usize {
+        match self.frame.format {
+            Format::Float => 4 * width,
+            Format::Bit => width.div_ceil(8),
+        }
+    }
+
+    /// The rows of a region of owned cells by layer, some at a time.
+    fn chunks(&self, region: Region) -> Vec<(isize, Range<isize>)> {
+        let [_, y, z] = self.frame.within(region).0;
+        let count = (CHUNK_BYTES / (4 * self.memory.row)).max(1);
+        let of_layer = |z| y.clone().step_by(count).map(move |first| (z, first));
+        let all = z.flat_map(of_layer);
+        all.map(|(z, first)| (z, first..y.end.min(first + count as isize))).collect()
+    }
+
+    fn start(&self, row: usize) -> usize {
+        start(&self.memory, self.frame.format, row)
+    }
+
+    fn empty(&self, rows: usize) -> Rows {
+        match self.frame.format {
+            Format::Float => Rows::Float(vec![0.0; rows * self.memory.row]),
+            Format::Bit => Rows::Bit(vec![0; rows * self.memory.row / 2]),
+        }
+    }
+
+    /// The element with which a row begins, padding included.
+    fn first(&self, field: usize, y: isize, z: isize) -> usize {
+        field * self.memory.plane + self.memory.at([0, y, z]) - self.memory.left
+    }
+
+    fn download(&self, field: usize, z: isize, rows: Range<isize>) -> Result<Rows, GridError> {
+        let first = self.first(field, rows.start, z);
+        let bytes = self.state.read(&self.client, first..first + rows.len() * self.memory.row)?;
+        Ok(match self.frame.format {
+            Format::Float => Rows::Float(bytemuck::pod_collect_to_vec(&bytes)),
+            Format::Bit => Rows::Bit(bytemuck::pod_collect_to_vec(&bytes)),
+        })
+    }
+
+    fn upload(&self, field: usize, z: isize, y: isize, rows: &Rows) {
+        let bytes: &[u8] = match rows {
+            Rows::Float(cells) => bytemuck::cast_slice(cells),
+            Rows::Bit(words) => bytemuck::cast_slice(words),
+        };
+        self.state.write(&self.client, self.first(field, y, z), bytes);
+    }
+}
+
+fn short() -> GridError {
+    GridError::Device { what: "fewer bytes came than were asked for".into() }
+}
+
+/// Where the first owned cell of a row of a chunk is.
+fn start(memory: &Memory, format: Format, row: usize) -> usize {
+    let words = if format == Format::Bit { 2 } else { 1 };
+    (row * memory.row + memory.left) / words
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn not_finite(cells: &Array<u32>, found: &mut Array<u32>, len: usize) {
+    let i = element();
+    if i < len {
+        // All bits of the exponent: compilers that assume finite arithmetic cannot optimise this away.
+        if (cells[i] & 0x7f80_0000u32) == 0x7f80_0000u32 {
+            found[0] = 1u32;
+        }
+    }
+}

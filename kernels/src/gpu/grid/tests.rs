@@ -1,0 +1,29 @@
+//! Tiles on the machine's Vulkan device (Mesa's software one will do).
+use std::panic::catch_unwind;
+
+use cubecl::wgpu::WgpuRuntime;
+
+use super::check::checks;
+use super::*;
+
+type Client = ComputeClient<WgpuRuntime>;
+
+/// `None`, with a word about it, where no Vulkan driver is installed and none is required.
+fn vulkan() -> Option<Client> {
+    let client = catch_unwind(|| WgpuRuntime::client(&Default::default())).ok();
+    if client.is_none() {
+        let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));
+        assert!(!required, "MESHNODE_REQUIRE names vulkan, but no Vulkan driver was found");
+        eprintln!("SKIPPED: no Vulkan driver on this machine");
+    }
+    client
+}
+
+#[test]
+fn the_same_as_on_the_processor_and_the_same_bits_however_it_is_cut() {
+    let Some(client) = vulkan() else { return };
+    let all = checks(&[client]);
+    let wrong: Vec<String> =
+        all.iter().filter_map(|check| Some(format!("{}: {}", check.name, check.outcome.as_ref().err()?))).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
