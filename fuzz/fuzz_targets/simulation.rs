@@ -27,7 +27,7 @@ fn open(bytes: &[u8]) {
         return;
     }
     let Ok(mut tile) = Tile::new(simulation.grid(), simulation.rule(), region, 1) else { return };
-    simulation.load(&mut tile);
+    simulation.load(&mut tile).expect("a processor does not fail");
     for output in simulation.outputs() {
         let shown = simulation.shown(output);
         let mut mosaic = Mosaic::new(&simulation, &output.quantity, shown).expect("a quantity of the simulation");

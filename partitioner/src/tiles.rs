@@ -566,7 +566,8 @@ pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, r
 }
 
 /// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
-/// another machine where there is one, with the fewest tiles to look after, the fastest of these.
+/// another machine where there is one, with the fewest tiles to look after, the fastest of these. `fleet` is the mesh as it
+/// would be if nobody held anything of the job.
 pub fn standbys(
     work: &GridWork,
     owners: &[(DeviceId, Block)],
@@ -583,9 +584,12 @@ pub fn standbys(
             continue;
         }
         let bytes = tile_bytes(work, block, depth);
+        // The fleet is as it would be without the job.
         let taken = |id: DeviceId| {
-            let blocks = chosen.iter().filter(|(_, by)| *by == id).filter_map(|(of, _)| owners.get(usize::from(*of)));
-            blocks.map(|(_, block)| tile_bytes(work, block, depth)).fold(0, u64::saturating_add)
+            let owned = owners.iter().filter(|(owner, _)| *owner == id).map(|(_, block)| block);
+            let guarded = kept.iter().chain(&chosen).filter(|(_, by)| *by == id);
+            let guarded = guarded.filter_map(|(of, _)| owners.get(usize::from(*of))).map(|(_, block)| block);
+            owned.chain(guarded).map(|block| tile_bytes(work, block, depth)).fold(0, u64::saturating_add)
         };
         let tiles_of = |id: DeviceId| {
             let owned = owners.iter().filter(|(owner, _)| *owner == id).count();

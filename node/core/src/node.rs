@@ -5,7 +5,7 @@
 //! Next: `membership.rs`.
 use crate::codec::{self, Datagram};
 use crate::config::Config;
-use crate::failover::{Failover, FailoverOutput};
+use crate::failover::Failover;
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
 use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
@@ -24,6 +24,7 @@ use alloc::collections::VecDeque;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 
 mod grids;
+mod losses;
 mod planning;
 
 /// A node of the mesh: the whole of what it decides.
@@ -532,32 +533,6 @@ impl Node {
             // Heartbeats come through; what is sent does not.
             LivenessOutput::Back { node, .. } if self.links.is_told(node) => {}
             LivenessOutput::Back { job, node } => self.report(job, node, Duration::ZERO),
-        }
-    }
-
-    /// Tells the head that a neighbour (or the head itself) is silent, or (with no silence) heard again.
-    fn report(&mut self, job: JobId, node: NodeId, silent: Duration) {
-        let head = self.head_of(job).filter(|&(head, _)| head != self.me);
-        if let Some((head, epoch)) = head {
-            let silent_ms = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
-            self.send(head, Message::Silent { job, epoch, node, silent_ms });
-        }
-    }
-
-    fn route_failover(&mut self, output: FailoverOutput) {
-        match output {
-            FailoverOutput::Lost { job, node, silent_ms } => self.notify(Event::Lost { job, node, silent_ms }),
-            FailoverOutput::Replan { job } => {
-                let lost = self.failover.excluded(self.now, job).collect();
-                self.jobs.handle_replan(self.now, job, &lost);
-                self.grids.handle_replan(self.now, job, &lost);
-            }
-            FailoverOutput::StandbyLost { job, node } => {
-                self.jobs.handle_standby_lost(self.now, job, node);
-                self.grids.handle_standby_lost(self.now, job, node);
-            }
-            FailoverOutput::Strike { job, reason } => self.jobs.handle_strike(self.now, job, &reason),
-            FailoverOutput::Refused { from, what } => self.refused(Some(from), what),
         }
     }
 

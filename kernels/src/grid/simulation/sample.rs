@@ -158,7 +158,7 @@ impl Part {
 
 /// Of each block what its first cell has of a fluid.
 fn flowing(
-    tile: &Tile,
+    tile: &dyn Fields,
     region: Region,
     stride: usize,
     part: Part,

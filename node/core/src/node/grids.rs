@@ -118,8 +118,11 @@ impl Node {
             GridOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             GridOutput::Message { to, job, epoch, say } => self.send(to, message(job, epoch, say)),
             GridOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),
-            GridOutput::Standbys { job, work, owners, depth, kept } => {
-                let fleet = self.fleet_for(job, &[]);
+            GridOutput::Standbys { job, work, owners, depth, kept, resident, without } => {
+                let mut fleet = self.fleet_for(job, &resident);
+                for device in &mut fleet.devices {
+                    device.excluded |= without.contains(&device.id.into());
+                }
                 let chosen = standbys(&work, &owners, depth, &fleet, HEADROOM_PERCENT, &kept);
                 self.grids.handle_standbys(self.now, job, &chosen);
             }

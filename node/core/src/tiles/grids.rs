@@ -44,7 +44,17 @@ pub enum GridOutput {
     /// These take part under this epoch.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
     /// Choose standbys for these tiles, besides those there are.
-    Standbys { job: JobId, work: Box<GridWork>, owners: Vec<(DeviceId, Block)>, depth: u32, kept: Vec<(u16, DeviceId)> },
+    Standbys {
+        job: JobId,
+        work: Box<GridWork>,
+        owners: Vec<(DeviceId, Block)>,
+        depth: u32,
+        kept: Vec<(u16, DeviceId)>,
+        /// What nodes hold of the job.
+        resident: Vec<(NodeId, u64)>,
+        /// Nodes that could not stand by.
+        without: BTreeSet<NodeId>,
+    },
     /// Fetch what an owner put aside (answer: `handle_collected`).
     Collect { job: JobId, from: NodeId, tile: u16, step: u32, kind: SaveKind, bytes: u64 },
     /// All tiles' parts of a checkpoint are on disk: make it the one to go back to (answer: `handle_kept`).

@@ -1,16 +1,20 @@
 //! One simulation from its submission to its last step.
+mod guard;
+mod view;
+
 use super::super::message::{TileMessage, TileReady};
 use super::super::order::{GridSpec, Report, SaveKind, Tier, TileFigures, TileOrder, TileStart};
 use super::collect::Collected;
 use super::{GridEvent, GridOutput, Ids, Unprepared};
-use crate::id::{Epoch, JobId, NodeId};
+use crate::id::{Epoch, NodeId};
 use crate::limits::{COLLECT_RETRY, DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
 use crate::output::{Event, Record};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
-use partitioner::DeviceId;
 use partitioner::tiles::{Block, GridError, GridPlan};
+
+pub use view::{GridJobView, GridState, TileView};
 
 /// A simulation that this node coordinates.
 #[derive(Debug)]
@@ -37,6 +41,8 @@ pub(super) struct GridJob {
     computed: bool,
     standbys_at: Option<Instant>,
     waiting: bool,
+    /// Nodes that could not stand by, under the present placement.
+    unfit: BTreeSet<NodeId>,
     /// All is computed, but something that was put aside has not come: it is not waited for for ever.
     lingers: Option<Instant>,
 }
@@ -91,61 +97,6 @@ struct Standby {
     told: bool,
 }
 
-/// What a grid job is doing, in a word.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GridState {
-    /// A cut is looked for, or agreed on.
-    Planning,
-    /// Tiles are loaded.
-    Loading,
-    /// Steps are made.
-    Running,
-    /// It cannot go on now, and why.
-    Degraded(String),
-}
-
-/// A grid job, for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GridJobView {
-    /// Its id.
-    pub job: JobId,
-    /// Its name.
-    pub name: String,
-    /// Under which placement.
-    pub epoch: Epoch,
-    /// What it is doing.
-    pub state: GridState,
-    /// Steps that all tiles have made.
-    pub step: u32,
-    /// Steps in all.
-    pub steps: u32,
-    /// Steps between exchanges.
-    pub depth: u32,
-    /// Predicted nanoseconds of a step.
-    pub step_ns: u64,
-    /// The last checkpoint.
-    pub checkpoint: Option<u32>,
-    /// Its tiles.
-    pub tiles: Vec<TileView>,
-}
-
-/// A tile of a grid job, for people.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TileView {
-    /// Who computes it.
-    pub owner: NodeId,
-    /// Which cells.
-    pub block: Block,
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// Steps made.
-    pub step: u32,
-    /// What it has spent.
-    pub figures: TileFigures,
-    /// Who stands by, and the step of what it has.
-    pub standby: Option<(NodeId, Option<u32>)>,
-}
-
 impl GridJob {
     pub(super) fn new(me: NodeId, spec: GridSpec) -> Self {
         let start = spec.resume.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
@@ -166,6 +117,7 @@ impl GridJob {
             computed: false,
             standbys_at: None,
             waiting: false,
+            unfit: BTreeSet::new(),
             lingers: None,
             spec,
         }
@@ -189,37 +141,6 @@ impl GridJob {
 
     pub(super) fn skip_epochs(&mut self, theirs: Epoch) {
         self.epoch.counter = self.epoch.counter.max(theirs.counter);
-    }
-
-    pub(super) fn view(&self) -> GridJobView {
-        GridJobView {
-            job: self.spec.job,
-            name: self.spec.name.clone(),
-            epoch: self.epoch,
-            state: match &self.phase {
-                Phase::Planning { .. } | Phase::Persisting { .. } => GridState::Planning,
-                Phase::Preparing { .. } => GridState::Loading,
-                Phase::Running => GridState::Running,
-                Phase::Degraded { reason, .. } => GridState::Degraded(reason.clone()),
-            },
-            step: self.step(),
-            steps: self.spec.schedule.steps,
-            depth: self.depth,
-            step_ns: self.step_ns,
-            checkpoint: self.checkpoint,
-            tiles: self
-                .tiles
-                .iter()
-                .map(|tile| TileView {
-                    owner: tile.owner,
-                    block: tile.block,
-                    bytes: tile.bytes,
-                    step: tile.step,
-                    figures: tile.figures,
-                    standby: tile.standby.map(|standby| (standby.node, standby.step)),
-                })
-                .collect(),
-        }
     }
 
     /// Steps that all tiles have made.
@@ -247,6 +168,18 @@ impl GridJob {
     ) {
         let token = ids.next();
         self.phase = Phase::Planning { token };
+        out.push_back(GridOutput::Plan {
+            token,
+            job: Some(self.spec.job),
+            work: Box::new(self.spec.work.clone()),
+            depth: self.spec.depth,
+            resident: self.resident(),
+            without: without.clone(),
+        });
+    }
+
+    /// Bytes that nodes hold of the job.
+    fn resident(&self) -> Vec<(NodeId, u64)> {
         let mut resident: BTreeMap<NodeId, u64> = BTreeMap::new();
         for tile in &self.tiles {
             let standby = tile.standby.filter(|standby| standby.prepared).map(|standby| standby.node);
@@ -254,14 +187,7 @@ impl GridJob {
                 *resident.entry(node).or_default() += tile.bytes;
             }
         }
-        out.push_back(GridOutput::Plan {
-            token,
-            job: Some(self.spec.job),
-            work: Box::new(self.spec.work.clone()),
-            depth: self.spec.depth,
-            resident: resident.into_iter().collect(),
-            without: without.clone(),
-        });
+        resident.into_iter().collect()
     }
 
     pub(super) fn handle_planned(
@@ -312,6 +238,7 @@ impl GridJob {
 
     fn mint(&mut self, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         self.epoch.counter += 1;
+        self.unfit.clear();
         let seq = ids.next();
         self.phase = Phase::Persisting { seq };
         out.push_back(GridOutput::Persist { seq, record: Record::Epoch { job: self.spec.job, epoch: self.epoch } });
@@ -415,7 +342,8 @@ impl GridJob {
         let known = self.tiles.get_mut(usize::from(tile))?;
         if known.standby.is_some_and(|standby| standby.node == from) {
             known.standby = None;
-            return Some(Unprepared { reason: reason.into(), failed: false });
+            self.unfit.insert(from);
+            return None;
         }
         (known.owner == from).then(|| Unprepared { reason: reason.into(), failed: false })
     }
@@ -480,59 +408,6 @@ impl GridJob {
         } else if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
             self.standbys_at = Some(now + STANDBY_RETRY);
         }
-    }
-
-    // ---- standbys
-
-    fn lacks_standbys(&self) -> bool {
-        self.spec.tier != Tier::None && self.tiles.iter().any(|tile| tile.standby.is_none())
-    }
-
-    fn look_for_standbys(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
-        self.standbys_at = None;
-        if !self.lacks_standbys() || self.phase != Phase::Running || self.computed {
-            return;
-        }
-        let kept = self.tiles.iter().enumerate();
-        let kept = kept.filter_map(|(tile, known)| Some((tile as u16, DeviceId::from(known.standby?.node)))).collect();
-        out.push_back(GridOutput::Standbys {
-            job: self.spec.job,
-            work: Box::new(self.spec.work.clone()),
-            owners: self.tiles.iter().map(|tile| (tile.owner.into(), tile.block)).collect(),
-            depth: self.depth,
-            kept,
-        });
-        self.standbys_at = Some(now + STANDBY_RETRY * 5);
-    }
-
-    pub(super) fn handle_standbys(&mut self, now: Instant, chosen: &[(u16, DeviceId)], out: &mut VecDeque<GridOutput>) {
-        for &(tile, device) in chosen {
-            let Some(known) = self.tiles.get_mut(usize::from(tile)).filter(|tile| tile.standby.is_none()) else {
-                continue;
-            };
-            known.standby = Some(Standby { node: device.into(), prepared: false, step: None, asked: now, told: false });
-            self.ask_standby(now, usize::from(tile), out);
-        }
-        self.watch(out);
-    }
-
-    /// Asks a tile's standby to have it.
-    fn ask_standby(&mut self, now: Instant, tile: usize, out: &mut VecDeque<GridOutput>) {
-        let Some(standby) = self.tiles[tile].standby.as_mut().filter(|standby| !standby.prepared) else { return };
-        standby.asked = now;
-        let node = standby.node;
-        let order = self.order(tile, Some(self.spec.tier), TileStart::Snapshot);
-        self.say(node, TileMessage::Prepare(order), out);
-        let (job, stage) = (self.spec.job, tile as u16);
-        out.push_back(GridOutput::Notify(Event::Standby { job, stage, node, current: false }));
-    }
-
-    pub(super) fn handle_standby_lost(&mut self, now: Instant, node: NodeId, out: &mut VecDeque<GridOutput>) {
-        for tile in &mut self.tiles {
-            tile.standby = tile.standby.filter(|standby| standby.node != node);
-        }
-        self.standbys_at = Some(now + STANDBY_RETRY);
-        self.watch(out);
     }
 
     // ---- what participants say
