@@ -208,9 +208,9 @@ impl Submissions {
                     submission.tell(event);
                 }
             }
-            Event::Lost { job, .. } => {
+            Event::Lost { job, silent_ms, .. } => {
                 if let Some(submission) = self.find(*job) {
-                    submission.lost();
+                    submission.lost(Duration::from_millis(*silent_ms));
                 }
             }
             _ => {}
@@ -392,10 +392,12 @@ impl Submission {
         self.changed.send_modify(|count| *count += 1);
     }
 
-    fn lost(&self) {
+    /// A node is lost that has been silent for so long: what waits for it has waited since then.
+    fn lost(&self, silent: Duration) {
         let mut state = self.lock();
         state.told.losses += 1;
-        state.told.stalled_since.get_or_insert_with(Instant::now);
+        let since = Instant::now();
+        state.told.stalled_since.get_or_insert(since.checked_sub(silent).unwrap_or(since));
     }
 
     /// A part of a checkpoint or of an output is here.

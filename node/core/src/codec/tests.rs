@@ -3,9 +3,13 @@ use super::*;
 use crate::config::Capacity;
 use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::message::{Position, Prepare, Sampling};
+use crate::tiles::message::{TileMessage, TileReady};
+use crate::tiles::order::{Report, SaveKind, Schedule, Tier, TileFigures, TileOrder, TileStart};
+use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec;
 use core::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use partitioner::tiles::{Block, GridWork};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -45,6 +49,56 @@ fn messages() -> Vec<Message> {
         Message::Fetched { job, epoch, result: Ok(1 << 28) },
         Message::Challenge { job, epoch, nonce: u64::MAX - 5 },
         Message::Challenged { job, epoch, nonce: 3, result: Err(String::from("busy")) },
+    ]
+    .into_iter()
+    .chain(tile_messages().into_iter().map(|say| Message::Tile { job, epoch, say: Box::new(say) }))
+    .collect()
+}
+
+/// One of each that is said about simulations.
+fn tile_messages() -> Vec<TileMessage> {
+    let block = |from, to| Block { from: [0, from, 0], to: [128, to, 1] };
+    let work = GridWork {
+        size: [128, 100, 1],
+        periodic: [true, false, false],
+        radius: 1,
+        state_bits: 576,
+        traffic_bits: 576,
+        face_bits: 96,
+        cell_bits: 288,
+        align_x: 64,
+        scratch_bytes: 1 << 24,
+    };
+    let order = TileOrder {
+        name: String::from("street"),
+        simulation: vec![1, 2, 3],
+        work,
+        depth: 4,
+        schedule: Schedule { steps: 1000, report_every: 100, checkpoint_every: Some(250), outputs: vec![10, 0] },
+        tiles: vec![(NodeId([1; 16]), block(0, 40)), (NodeId([2; 16]), block(40, 100))],
+        tile: 1,
+        standby: Some(Tier::Hot),
+        start: TileStart::Checkpoint { step: 250 },
+        bytes_max: 1 << 30,
+        step_ns: 1_000_000,
+    };
+    let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
+    let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
+    let kind = SaveKind::Output(3);
+    vec![
+        TileMessage::Prepare(Box::new(order)),
+        TileMessage::Prepared { tile: 1, result: Ok(TileReady { bytes: 1 << 20, step: 12, kept_from: 8 }) },
+        TileMessage::Prepared { tile: 1, result: Err(String::from("no room")) },
+        TileMessage::Go { at: vec![8, 12] },
+        TileMessage::Held { tile: 1, to: 0, step: 12, live: true, again: false },
+        TileMessage::Gap { tile: 1, from: 0 },
+        TileMessage::WantSnapshot { tile: 1 },
+        TileMessage::Saved { tile: 1, step: 12, kind, bytes: 4096 },
+        TileMessage::Taken { tile: 1, step: 12, kind: SaveKind::Snapshot },
+        TileMessage::Progress { tile: 1, step: 12, figures },
+        TileMessage::Report { tile: 0, step: 1000, report },
+        TileMessage::Failed { tile: 0, reason: String::from("device lost") },
+        TileMessage::End,
     ]
 }
 
@@ -115,7 +169,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_3() {
+fn golden_bytes_of_protocol_4() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -128,12 +182,12 @@ fn golden_bytes_of_protocol_3() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "030afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0310",
-            "0303fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "030105fb2c01",
-            "031001010101010101010101010101010101fc00d2496b032608080808080808",
-            "745cc104ed557e42",
+            "040afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
+            "0410",
+            "0403fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "040105fb2c01",
+            "041001010101010101010101010101010101fc00d2496b032608080808080808",
+            "bfc9ce1cde67d4d0",
         ]
     );
 }

@@ -272,6 +272,7 @@ impl Mesh {
             Output::Challenge { job, epoch, nonce } => {
                 self.post(Duration::from_millis(8), me, Input::Challenged { job, epoch, nonce, result: Ok(nonce) });
             }
+            Output::Grid(command) => panic!("no simulation was submitted here: {command:?}"),
             Output::Unload { job } => {
                 self.nodes.get_mut(&me).unwrap().stage.remove(&job);
                 self.tell_capacity(me);
