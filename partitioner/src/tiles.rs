@@ -164,7 +164,8 @@ impl Block {
 /// The cut with the least predicted time per step. `speeds`: cells a second that devices were measured at with this very rule;
 /// others are taken by their memory bandwidth. `depth`: as asked for, or chosen.
 ///
-/// Devices that do not help are left out. Ties go to fewer tiles, then to the shallower halo.
+/// Devices that do not help are left out. All tiles are on devices of one arithmetic, so that the result does not depend on the
+/// cut. Ties go to fewer tiles, then to the shallower halo.
 ///
 /// # Errors
 /// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
@@ -176,7 +177,28 @@ pub fn cut(
     depth: Option<u32>,
 ) -> Result<GridPlan, GridError> {
     validate(work)?;
-    let hands = hands(work, fleet, headroom_percent, speeds);
+    let kinds: BTreeSet<u64> = fleet.devices.iter().filter(|d| !d.excluded).map(|device| device.numerics).collect();
+    let of = |kind: u64| cut_for(work, fleet, headroom_percent, speeds, depth, kind);
+    let mut plans: Vec<_> = kinds.into_iter().map(of).collect();
+    // The quickest; else what the best of them lacks.
+    plans.sort_by_key(|plan| match plan {
+        Ok(plan) => (0, plan.step_ns),
+        Err(GridError::Packing { missing, .. } | GridError::Memory { missing, .. }) => (1, *missing),
+        Err(GridError::Invalid(_) | GridError::NoDevices | GridError::Depth { .. }) => (2, 0),
+    });
+    plans.into_iter().next().unwrap_or(Err(GridError::NoDevices))
+}
+
+fn cut_for(
+    work: &GridWork,
+    fleet: &Fleet,
+    headroom_percent: u8,
+    speeds: &[(DeviceId, u64)],
+    depth: Option<u32>,
+    numerics: u64,
+) -> Result<GridPlan, GridError> {
+    let mut hands = hands(work, fleet, headroom_percent, speeds);
+    hands.retain(|hand| hand.device.numerics == numerics);
     if hands.is_empty() {
         return Err(GridError::NoDevices);
     }
@@ -578,6 +600,7 @@ pub fn standbys(
 ) -> Vec<(u16, DeviceId)> {
     let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
     let machine = |id: DeviceId| fleet.device(id).map(|device| device.machine);
+    let numerics = |id: DeviceId| fleet.device(id).map(|device| device.numerics);
     for (tile, (owner, block)) in owners.iter().enumerate() {
         let tile = tile as u16;
         if kept.iter().any(|(of, _)| *of == tile) {
@@ -597,7 +620,8 @@ pub fn standbys(
         };
         let may = |device: &&Device| {
             let room = cost::usable_bytes(device, headroom_percent).saturating_sub(taken(device.id));
-            !device.excluded && device.id != *owner && device.bytes_per_second > 0 && room >= bytes
+            let same = numerics(*owner) == Some(device.numerics);
+            !device.excluded && device.id != *owner && same && device.bytes_per_second > 0 && room >= bytes
         };
         let best = fleet.devices.iter().filter(may).min_by_key(|device| {
             let same = machine(*owner) == Some(device.machine);

@@ -212,3 +212,22 @@ fn links_are_mirrored_and_cover_the_halo() {
     }
     assert!(all[0].iter().any(|link| link.gives && !link.takes), "a tile that wraps gives what it does not take");
 }
+
+#[test]
+fn tiles_and_their_standbys_are_of_one_arithmetic() {
+    let mut devices: Vec<Device> = (1..=6).map(|id| device(id, 20, 8 << 30)).collect();
+    // Three that compute otherwise, and faster.
+    for odd in &mut devices[3..] {
+        (odd.numerics, odd.bytes_per_second) = (9, 60_000_000_000);
+    }
+    let (fleet, work) = (fleet(devices, 0, 10_000_000_000), d2q9(4096, 4096));
+    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let kind = |id: DeviceId| fleet.device(id).unwrap().numerics;
+    assert!(plan.tiles().len() > 1 && plan.tiles().iter().all(|tile| kind(tile.device) == 9), "{plan:?}");
+    let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
+    let guards = standbys(&work, &owners, plan.depth(), &fleet, 10, &[]);
+    assert_eq!(guards.len(), owners.len());
+    for (tile, device) in guards {
+        assert!(kind(device) == 9 && device != owners[usize::from(tile)].0);
+    }
+}
