@@ -201,6 +201,7 @@ impl Submissions {
     }
 
     /// What the core told.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about simulations")]
     pub fn tell(&self, event: &Event) {
         match event {
             Event::Grid { job, event } => {

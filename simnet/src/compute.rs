@@ -32,6 +32,14 @@ impl Cargo {
     }
 }
 
+/// When a run's strips are made, elements and bytes of each, and when it ends with what.
+pub struct RunTimes {
+    pub(crate) strips: Instant,
+    pub(crate) sizes: Vec<(u32, u64)>,
+    pub(crate) ends: Instant,
+    pub(crate) done: Input,
+}
+
 /// The device of one host.
 #[derive(Debug)]
 pub struct Executor {
@@ -214,7 +222,7 @@ impl Executor {
     }
 
     /// `GridCommand::Run`: when its strips are made, when it is done, and with what.
-    pub fn run_tile(&mut self, now: Instant, run: &TileWork) -> Option<(Instant, Instant, Vec<(u32, u64)>, Input)> {
+    pub fn run_tile(&mut self, now: Instant, run: &TileWork) -> Option<RunTimes> {
         let strips = run.strips_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
         let cells = self.grids.cells_of(run).saturating_mul(u64::from(run.to - run.from));
         let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
@@ -234,7 +242,8 @@ impl Executor {
         });
         let (job, tile, work) = (run.job, run.tile, run.work);
         let done = Input::Grid(GridInput::Made { job, tile, work, result });
-        (!self.hung).then_some((begins + took / 2, self.busy_until, sizes, done))
+        let (strips, ends) = (begins + took / 2, self.busy_until);
+        (!self.hung).then_some(RunTimes { strips, sizes, ends, done })
     }
 
     /// `GridCommand::Share`.

@@ -223,7 +223,12 @@ fn told(world: &World, event: &Event) -> Option<String> {
                 let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
                 format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
             }
-            other => format!("{other:?}"),
+            GridEvent::Running { .. }
+            | GridEvent::Progress { .. }
+            | GridEvent::Report { .. }
+            | GridEvent::Checkpoint { .. }
+            | GridEvent::Waiting { .. }
+            | GridEvent::Ended { .. } => format!("{event:?}"),
         },
         Event::PlanReady { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })

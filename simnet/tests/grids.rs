@@ -236,7 +236,7 @@ fn whatever_strikes_the_hash_is_the_same() {
             room.notes.push(format!("{:?} {fault:?}", room.world.now()));
             room.world.strike(fault);
         }
-        println!("seed {seed}: {hosts} hosts, {tier:?}, depth {depth:?}, checkpoints {checkpoint:?}");
+        eprintln!("seed {seed}: {hosts} hosts, {tier:?}, depth {depth:?}, checkpoints {checkpoint:?}");
         room.finishes(ms(240_000));
     }
 }

@@ -235,7 +235,10 @@ impl Checkpoint {
     /// The disk; a box that is not in the grid.
     pub fn cells(&self, region: Region) -> Result<Vec<u8>, String> {
         let inside = self.parts.iter().filter_map(|(owned, _)| common(owned, &region)).map(|part| part.cells());
-        if region.cells() == 0 || inside.sum::<usize>() != region.cells() || (self.bits && region.start[0] % 8 != 0) {
+        if region.cells() == 0
+            || inside.sum::<usize>() != region.cells()
+            || (self.bits && !region.start[0].is_multiple_of(8))
+        {
             return Err(format!("{region:?} is not in the checkpoint's grid"));
         }
         let mut cells = vec![0; self.bytes(region) as usize];

@@ -32,15 +32,14 @@ impl World {
             }
             GridCommand::Keep { .. } => {}
             GridCommand::Run(run) => {
-                let Some((strips, done, sizes, made)) = self.hosts[id.index()].executor.run_tile(now, &run) else {
-                    return;
-                };
+                let Some(times) = self.hosts[id.index()].executor.run_tile(now, &run) else { return };
+                let sizes = times.sizes;
                 if !sizes.is_empty() {
                     let (job, tile, work) = (run.job, run.tile, run.work);
                     let input = Input::Grid(GridInput::Strips { job, tile, work, sizes });
-                    self.answer(id, strips.since(now), input);
+                    self.answer(id, times.strips.since(now), input);
                 }
-                self.answer(id, done.since(now), made);
+                self.answer(id, times.ends.since(now), times.done);
             }
             GridCommand::Share { tensor, also } => self.hosts[id.index()].executor.share(tensor, also),
             GridCommand::Collect { job, from, tile, step, kind, bytes } => {
