@@ -544,18 +544,16 @@ pub fn work(simulation: &Simulation) -> GridWork {
 
 /// What a tile takes besides its cells: masks, strips, frames.
 const SCRATCH_BYTES: u64 = 16 << 20;
-/// Cells computed between two views, for a screen that changes once or twice a second.
-const VIEW_CELLS: u64 = 100_000_000;
 
 fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume: Option<u32>) -> GridSpec {
     let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
-    let cells = simulation.grid().region().cells() as u64;
     let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
     if !kept {
         // Nobody keeps them: never made.
         outputs.iter_mut().for_each(|every| *every = 0);
     }
-    outputs.push(whole((VIEW_CELLS / cells.max(1)).max(1)));
+    // For whoever watches, with each report: what it takes is little beside that.
+    outputs.push(whole(simulation.check_every()));
     GridSpec {
         job,
         name: simulation.name().to_owned(),

@@ -127,7 +127,8 @@ pub(crate) async fn events<E: Engine>(
             }
             let _ = changes.borrow_and_update();
             let line = report(&submission, &names);
-            let over = submission.told().ended.is_some();
+            // Of this very report: the last line is the one that says how it ended.
+            let over = line["state"] == "done" || line["state"] == "failed";
             let next = if over { None } else { Some((submission, changes, false)) };
             Some((Ok::<_, Infallible>(format!("{line}\n")), next))
         }
@@ -264,7 +265,7 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
         "step": told.step, "steps": simulation.steps(), "from_step": submission.begun_at, "depth": told.depth,
         "seconds": seconds, "seconds_left": (rate > 0.0).then(|| left / rate), "steps_per_s": rate,
         "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
-        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_copy_bandwidth": share,
+        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
         "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
         "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
         "checkpoint": told.checkpoint, "out": submission.out, "tiles": tiles,
