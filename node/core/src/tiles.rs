@@ -514,6 +514,7 @@ impl Tiles {
         if now >= self.progress_at && !jobs.is_empty() {
             self.progress_at = now + TILE_PROGRESS;
             jobs.iter().for_each(|&job| self.tell_progress(job));
+            jobs.iter().for_each(|&job| self.ask_again(now, job));
         }
     }
 
@@ -523,6 +524,21 @@ impl Tiles {
         let held = shadows.then_some((self.held_at, "tiles: standbys say what they hold"));
         let progress = (!self.jobs.is_empty()).then_some((self.progress_at, "tiles: progress is told"));
         held.into_iter().chain(progress).min()
+    }
+
+    /// Owners that wait for strips for too long say what they hold: who sends goes on from there.
+    fn ask_again(&mut self, now: Instant, job: JobId) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        let mut say = Vec::new();
+        for run in held.runs.values_mut() {
+            let late = run.late(now);
+            let (tile, step, epoch) = (run.tile(), run.step, run.epoch);
+            let owners = late.into_iter().filter_map(|to| Some((run.order.owner(to)?, to)));
+            say.extend(
+                owners.map(|(node, to)| (node, epoch, TileMessage::Held { tile, to, step, live: true, again: true })),
+            );
+        }
+        say.into_iter().for_each(|(to, epoch, message)| self.say(to, job, epoch, message));
     }
 
     fn tell_progress(&mut self, job: JobId) {

@@ -85,6 +85,8 @@ impl Node {
             TilesOutput::Message { to, job, epoch, say } => return self.send(to, message(job, epoch, say)),
             TilesOutput::Stale { to, job, mine } => return self.send(to, Message::Stale { job, mine }),
             TilesOutput::Watch { job, epoch, nodes } => {
+                // Neighbours may never have had anything to say to each other.
+                nodes.iter().for_each(|&node| self.membership.connect(self.now, node));
                 return self.liveness.handle_watch(self.now, job, epoch, &nodes);
             }
             TilesOutput::Unwatch { job } => return self.liveness.handle_unwatch(job),

@@ -41,6 +41,9 @@ pub(super) struct TileRun {
     step_ns: u64,
     /// What was to be made at the step where it began has been.
     begun: bool,
+    /// When strips that do not come are asked for again, and how long to wait after that.
+    ask_at: Instant,
+    patience: Duration,
 }
 
 /// What a tile is doing.
@@ -129,6 +132,8 @@ impl TileRun {
             made_at: now,
             step_ns: order.step_ns,
             begun: false,
+            ask_at: now + STRIPS_LATE,
+            patience: STRIPS_LATE,
             order,
         }
     }
@@ -371,6 +376,7 @@ impl TileRun {
         out.push_back(TilesOutput::Returned { job });
         out.extend(busy.strips.iter().map(|&(_, tensor)| TilesOutput::Discard { tensor }));
         (self.step, self.begun, self.made_at) = (busy.to, true, now);
+        (self.ask_at, self.patience) = (now + STRIPS_LATE, STRIPS_LATE);
         if busy.steps > 0 {
             // The slower of what was lately seen: a budget is what a step takes at most.
             let took = nanos(now.since(busy.since)) / u64::from(busy.steps);
@@ -454,6 +460,19 @@ impl TileRun {
         }
     }
 
+    /// Neighbours whose strips have been waited for for so long that they may be lost.
+    pub(super) fn late(&mut self, now: Instant) -> BTreeSet<u16> {
+        let waits = self.state == State::Running && self.busy.is_none() && self.begun && !self.is_shadow();
+        if !waits || self.step >= self.order.schedule.steps || now < self.ask_at || self.saves_wait() {
+            return BTreeSet::new();
+        }
+        self.patience = (self.patience * 2).min(STRIPS_LATE * 8);
+        self.ask_at = now + self.patience;
+        let lacks = |(number, _): &(usize, &LinkRun)| !self.received.contains_key(&(self.step, *number as u16));
+        let takes = self.links.iter().enumerate().filter(|(_, link)| link.link.takes);
+        takes.filter(lacks).map(|(_, link)| link.link.peer).collect()
+    }
+
     /// Feeds the owners of the neighbours, which are so far.
     pub(super) fn feed_owners(&mut self, at: &[u32]) {
         for tile in self.peers() {
@@ -499,3 +518,7 @@ fn nanos(duration: Duration) -> u64 {
 
 /// What the first run may take: caches are cold, kernels may have to be compiled.
 const FIRST: Duration = Duration::from_secs(30);
+
+/// How long strips may take before they are asked for again: frames are lost with a connection that breaks, or that does not
+/// stand yet.
+const STRIPS_LATE: Duration = Duration::from_secs(1);
