@@ -61,24 +61,26 @@ pub struct Submission {
     pub out: Option<PathBuf>,
     /// The step that it began with.
     pub begun_at: u32,
-    submitted: Instant,
-    state: Mutex<State>,
+    /// Held for moments only: the thread that decides writes into it.
+    told: Mutex<Told>,
+    view: Mutex<Option<(u32, Arc<Field>)>>,
+    /// Held while the disk is written.
+    made: Mutex<Made>,
     /// Changes when something has happened.
     changed: watch::Sender<u64>,
 }
 
+/// What comes of a simulation, as far as it is here.
 #[derive(Default)]
-struct State {
-    told: Told,
-    /// The cut: owners and what they own.
-    tiles: Vec<(NodeId, Region)>,
+struct Made {
+    /// The cut that the parts are of.
+    cut: Vec<Region>,
     /// Outputs of which some tiles are here, by output and step.
     mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<u16>)>,
     /// Frames that are whole and could not be written yet.
     unwritten: BTreeMap<(u16, u32), Field>,
     writers: BTreeMap<u16, Writer>,
     checkpoints: Option<Checkpoints>,
-    view: Option<(u32, Arc<Field>)>,
 }
 
 /// What is known of a simulation.
@@ -164,14 +166,15 @@ impl Submissions {
         let job = JobId(u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().unwrap_or_default()));
         let begun_at = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
         let spec = spec(job, &simulation, bytes, out.is_some(), from.as_ref().map(|checkpoint| checkpoint.step));
-        let state = State { checkpoints, ..State::default() };
+        let made = Made { checkpoints, ..Made::default() };
         let submission = Arc::new(Submission {
             job,
             simulation,
             out,
             begun_at,
-            submitted: Instant::now(),
-            state: Mutex::new(state),
+            told: Mutex::default(),
+            view: Mutex::default(),
+            made: Mutex::new(made),
             changed: watch::channel(0).0,
         });
         let mut jobs = self.lock();
@@ -207,6 +210,10 @@ impl Submissions {
             Event::Grid { job, event } => {
                 if let Some(submission) = self.find(*job) {
                     submission.tell(event);
+                    if matches!(**event, GridEvent::Ended { .. }) {
+                        // The disk is not for the thread that decides.
+                        std::thread::spawn(move || submission.close());
+                    }
                 }
             }
             Event::Lost { job, silent_ms, .. } => {
@@ -302,10 +309,9 @@ impl Submissions {
     /// The disk.
     pub fn keep_checkpoint(&self, job: JobId, step: u32) -> Result<(), String> {
         let submission = self.find(job).ok_or("the job is over")?;
-        let mut state = submission.lock();
-        let regions: Vec<Region> = state.tiles.iter().map(|(_, region)| *region).collect();
-        match &mut state.checkpoints {
-            Some(checkpoints) => checkpoints.keep(step, &regions),
+        let cut = submission.cut();
+        match &mut submission.made().checkpoints {
+            Some(checkpoints) => checkpoints.keep(step, &cut),
             None => Ok(()),
         }
     }
@@ -318,12 +324,12 @@ impl Submissions {
 impl Submission {
     /// What is known of it.
     pub fn told(&self) -> Told {
-        self.lock().told.clone()
+        self.telling().clone()
     }
 
     /// What watchers see: a step, and a quantity thinned to fit a screen.
     pub fn view(&self) -> Option<(u32, Arc<Field>)> {
-        self.lock().view.clone()
+        self.view.lock().expect("no panics under this lock").clone()
     }
 
     /// Wakes when something has happened.
@@ -331,101 +337,104 @@ impl Submission {
         self.changed.subscribe()
     }
 
-    /// How long ago it was submitted.
-    pub fn age(&self) -> Duration {
-        self.submitted.elapsed()
-    }
-
     fn tell(&self, event: &GridEvent) {
-        let mut state = self.lock();
+        let mut told = self.telling();
         let now = Instant::now();
         match event {
             GridEvent::Placed { depth, step_ns, tiles, .. } => {
-                let tiles: Vec<(NodeId, Region)> = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
-                // Under the same cut parts that have come stay good: they would come again as they were.
-                if !tiles.iter().map(|(_, region)| region).eq(state.tiles.iter().map(|(_, region)| region)) {
-                    state.mosaics.clear();
-                }
-                state.tiles = tiles;
-                (state.told.depth, state.told.step_ns) = (*depth, *step_ns);
-                state.told.tiles = state.tiles.clone();
+                told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
+                (told.depth, told.step_ns) = (*depth, *step_ns);
             }
             GridEvent::Running { step, .. } => {
-                state.told.running_since.get_or_insert(now);
-                state.told.waiting = None;
-                state.told.step = *step;
+                told.running_since.get_or_insert(now);
+                told.waiting = None;
+                told.step = *step;
             }
             GridEvent::Progress { step } => {
-                if *step > state.told.step
-                    && let Some(since) = state.told.stalled_since.take()
+                if *step > told.step
+                    && let Some(since) = told.stalled_since.take()
                 {
-                    state.told.longest_stall = state.told.longest_stall.max(now - since);
+                    told.longest_stall = told.longest_stall.max(now - since);
                 }
-                state.told.step = *step;
+                told.step = *step;
             }
             GridEvent::Report { step, report } => {
-                state.told.first_totals.get_or_insert_with(|| report.totals.clone());
-                state.told.totals = Some((*step, report.totals.clone()));
+                told.first_totals.get_or_insert_with(|| report.totals.clone());
+                told.totals = Some((*step, report.totals.clone()));
                 if report.hash.is_some() {
-                    state.told.hash = report.hash;
-                    state.told.computed = Some(now);
-                    state.told.step = *step;
+                    told.hash = report.hash;
+                    told.computed = Some(now);
+                    told.step = *step;
                 }
             }
             GridEvent::Checkpoint { step } => {
-                state.told.checkpoint = Some(*step);
-                state.told.waiting = None;
+                told.checkpoint = Some(*step);
+                told.waiting = None;
             }
-            GridEvent::Waiting { reason } => state.told.waiting = Some(reason.clone()),
+            GridEvent::Waiting { reason } => told.waiting = Some(reason.clone()),
             GridEvent::Ended { result, figures } => {
-                for writer in state.writers.values_mut() {
-                    if let Err(error) = writer.finish() {
-                        tracing::warn!("{error}");
-                    }
-                }
-                state.writers.clear();
-                state.mosaics.clear();
-                state.told.ended = Some(result.clone());
-                state.told.figures.clone_from(figures);
+                told.ended = Some(result.clone());
+                told.figures.clone_from(figures);
             }
         }
-        drop(state);
+        drop(told);
         self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// It is over: what needs all frames is written, the rest is let go.
+    fn close(&self) {
+        let mut made = self.made();
+        for writer in made.writers.values_mut() {
+            if let Err(error) = writer.finish() {
+                tracing::warn!("{error}");
+            }
+        }
+        *made = Made::default();
     }
 
     /// A node is lost that has been silent for so long: what waits for it has waited since then.
     fn lost(&self, silent: Duration) {
-        let mut state = self.lock();
-        state.told.losses += 1;
+        let mut told = self.telling();
+        told.losses += 1;
         let since = Instant::now();
-        state.told.stalled_since.get_or_insert(since.checked_sub(silent).unwrap_or(since));
+        told.stalled_since.get_or_insert(since.checked_sub(silent).unwrap_or(since));
+    }
+
+    fn cut(&self) -> Vec<Region> {
+        self.telling().tiles.iter().map(|(_, region)| *region).collect()
     }
 
     /// A part of a checkpoint or of an output is here.
     fn take(&self, name: StateName, bytes: &Bytes) -> Result<(), String> {
         let StateName { tile, step, kind, .. } = name;
-        let mut state = self.lock();
-        let (_, region) = *state.tiles.get(usize::from(tile)).ok_or("the tile is none of the present cut's")?;
+        let cut = self.cut();
+        let region = *cut.get(usize::from(tile)).ok_or("the tile is none of the present cut's")?;
+        let mut made = self.made();
+        if made.cut != cut {
+            // Parts under the same cut stay good: they would come again as they were.
+            made.mosaics.clear();
+            made.cut = cut;
+        }
         match kind {
             SaveKind::Snapshot => Ok(()),
-            SaveKind::Checkpoint => match &mut state.checkpoints {
+            SaveKind::Checkpoint => match &mut made.checkpoints {
                 Some(checkpoints) => checkpoints.part(step, region, bytes),
                 None => Ok(()),
             },
-            SaveKind::Output(number) => self.frame(&mut state, (number, step), (tile, region), bytes),
+            SaveKind::Output(number) => self.frame(&mut made, (number, step), (tile, region), bytes),
         }
     }
 
     /// A tile's part of a frame; when it was the last, the frame is written.
     fn frame(
         &self,
-        state: &mut State,
+        made: &mut Made,
         key: (u16, u32),
         (tile, region): (u16, Region),
         bytes: &Bytes,
     ) -> Result<(), String> {
-        if state.unwritten.contains_key(&key) {
-            return self.write(state, key);
+        if made.unwritten.contains_key(&key) {
+            return self.write(made, key);
         }
         let simulation = &self.simulation;
         let output = simulation.outputs().get(usize::from(key.0));
@@ -433,8 +442,8 @@ impl Submission {
             Some(output) => (output.quantity.as_str(), simulation.shown(output)),
             None => (simulation.default_quantity(), view(simulation)),
         };
-        let tiles = state.tiles.len();
-        let entry = match state.mosaics.entry(key) {
+        let tiles = made.cut.len();
+        let entry = match made.mosaics.entry(key) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let mosaic = Mosaic::new(simulation, quantity, shown).map_err(|e| e.to_string())?;
@@ -454,29 +463,30 @@ impl Submission {
         if entry.1.len() < tiles {
             return Ok(());
         }
-        let Some((mosaic, _)) = state.mosaics.remove(&key) else { return Ok(()) };
+        let Some((mosaic, _)) = made.mosaics.remove(&key) else { return Ok(()) };
         let field = mosaic.finish();
         if output.is_some() {
-            state.unwritten.insert(key, field);
-            return self.write(state, key);
+            made.unwritten.insert(key, field);
+            return self.write(made, key);
         }
-        if state.view.as_ref().is_none_or(|(step, _)| *step <= key.1) {
-            state.view = Some((key.1, Arc::new(field)));
+        let mut view = self.view.lock().expect("no panics under this lock");
+        if view.as_ref().is_none_or(|(step, _)| *step <= key.1) {
+            *view = Some((key.1, Arc::new(field)));
             self.changed.send_modify(|count| *count += 1);
         }
         Ok(())
     }
 
     /// Writes a whole frame, or leaves it to be tried again.
-    fn write(&self, state: &mut State, key: (u16, u32)) -> Result<(), String> {
+    fn write(&self, made: &mut Made, key: (u16, u32)) -> Result<(), String> {
         let (number, step) = key;
         let outputs = self.simulation.outputs();
         let (Some(output), Some(out), Some(field)) =
-            (outputs.get(usize::from(number)), &self.out, state.unwritten.get(&key))
+            (outputs.get(usize::from(number)), &self.out, made.unwritten.get(&key))
         else {
             return Ok(());
         };
-        let writer = match state.writers.entry(number) {
+        let writer = match made.writers.entry(number) {
             Entry::Occupied(writer) => writer.into_mut(),
             Entry::Vacant(entry) => {
                 let writer = Writer::new(&self.simulation, output, out, self.begun_at.into());
@@ -484,7 +494,11 @@ impl Submission {
             }
         };
         writer.write(step.into(), field).map_err(|e| e.to_string())?;
-        state.unwritten.remove(&key);
+        if u64::from(step) + output.every > self.simulation.steps() {
+            // The last one: whoever is told that the run is done finds all of it.
+            writer.finish().map_err(|e| e.to_string())?;
+        }
+        made.unwritten.remove(&key);
         Ok(())
     }
 
@@ -511,8 +525,12 @@ impl Submission {
         Checkpoint::open(out, step, &self.simulation)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panics under this lock")
+    fn telling(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().expect("no panics under this lock")
+    }
+
+    fn made(&self) -> MutexGuard<'_, Made> {
+        self.made.lock().expect("no panics under this lock")
     }
 }
 

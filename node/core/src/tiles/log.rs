@@ -106,11 +106,11 @@ impl HaloLog {
         let mut due = Vec::new();
         for feed in self.feeds.iter_mut().filter(|feed| feed.live) {
             let for_it = |strip: &&Strip| peer(strip.link) == feed.tile;
+            // A standby's window begins with what it has not said to hold.
+            let from = if feed.owner { feed.next } else { feed.held };
+            let first = self.entries.partition_point(|entry| entry.step < from);
             let mut ahead: u64 = 0;
-            for entry in &self.entries {
-                if entry.step < feed.held {
-                    continue;
-                }
+            for entry in self.entries.range(first..) {
                 let bytes: u64 = entry.strips.iter().filter(for_it).map(|strip| strip.bytes).sum();
                 // One step always, however large it is.
                 if !feed.owner && ahead > 0 && ahead + bytes > HALO_WINDOW_BYTES {
