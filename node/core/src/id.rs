@@ -83,6 +83,24 @@ pub struct Epoch {
     pub minter: NodeId,
 }
 
+/// Counts tokens and sequence numbers of one machine; their top byte tells the router whose answer comes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ids {
+    tag: u64,
+    last: u64,
+}
+
+impl Ids {
+    pub(crate) fn new(tag: u64) -> Self {
+        Ids { tag, last: 0 }
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.last += 1;
+        self.tag | self.last
+    }
+}
+
 /// A job of the mesh: hash of (head, its generation, a counter).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct JobId(pub u64);

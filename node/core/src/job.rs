@@ -11,7 +11,7 @@ mod standbys;
 mod stream;
 mod trials;
 
-use crate::id::{CallId, Epoch, Generation, JobId, NodeId, RequestId};
+use crate::id::{CallId, Epoch, Generation, Ids, JobId, NodeId, RequestId};
 use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::message::{FrameHeader, Message, Position};
@@ -90,19 +90,6 @@ pub struct Jobs {
     out: VecDeque<JobOutput>,
 }
 
-/// Counters for tokens and sequence numbers.
-#[derive(Debug, Default)]
-struct Ids {
-    last: u64,
-}
-
-impl Ids {
-    fn next(&mut self) -> u64 {
-        self.last += 1;
-        JOB_TAG | self.last
-    }
-}
-
 impl Jobs {
     /// No jobs yet.
     pub fn new(me: NodeId, generation: Generation) -> Self {
@@ -113,7 +100,7 @@ impl Jobs {
             calls: BTreeMap::new(),
             plan_calls: BTreeMap::new(),
             jobs_made: 0,
-            ids: Ids::default(),
+            ids: Ids::new(JOB_TAG),
             leaving: false,
             out: VecDeque::new(),
         }

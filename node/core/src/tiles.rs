@@ -38,7 +38,7 @@ pub enum TilesOutput {
     /// The tile goes on under another epoch.
     Keep { job: JobId, epoch: Epoch, tile: u16 },
     /// Compute, within `budget` (answers: `handle_strips`, `handle_made`).
-    Run { run: Box<TileWork>, epoch: Epoch, budget: Duration },
+    Run { run: Box<TileWork>, budget: Duration },
     /// A run came back.
     Returned { job: JobId },
     /// Fetch a state that another node put aside (answer: `handle_collected`).

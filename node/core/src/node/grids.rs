@@ -26,7 +26,7 @@ impl Node {
     pub(super) fn route_grid_input(&mut self, input: GridInput) {
         let now = self.now;
         match input {
-            GridInput::Submit(spec) => self.grids.handle_submit(now, *spec),
+            GridInput::Submit(spec) => self.grids.handle_submit(*spec),
             GridInput::Plan { call, work, depth, guarded } => self.grids.handle_plan(call, *work, depth, guarded),
             GridInput::Cancel { job } => self.grids.handle_cancel(job),
             GridInput::Planned { token, result } => self.grids.handle_planned(now, token, result),
@@ -39,7 +39,7 @@ impl Node {
             GridInput::Collected { job, tile, step, kind, result } => {
                 self.grids.handle_collected(now, job, tile, step, kind, result);
             }
-            GridInput::Kept { job, step, result } => self.grids.handle_kept(now, job, step, result),
+            GridInput::Kept { job, step, result } => self.grids.handle_kept(job, step, result),
         }
     }
 
@@ -61,7 +61,7 @@ impl Node {
             TilesOutput::Load { job, epoch, load, order } => GridCommand::Load { job, epoch, load, order },
             TilesOutput::Restore { job, load, tile, step } => GridCommand::Restore { job, load, tile, step },
             TilesOutput::Keep { job, epoch, tile } => GridCommand::Keep { job, epoch, tile },
-            TilesOutput::Run { run, epoch: _, budget } => {
+            TilesOutput::Run { run, budget } => {
                 self.liveness.handle_work_started(self.now, run.job, budget);
                 GridCommand::Run(run)
             }

@@ -7,7 +7,7 @@ mod job;
 
 use super::message::TileMessage;
 use super::order::{GridSpec, Report, SaveKind, TileFigures};
-use crate::id::{CallId, Epoch, JobId, NodeId};
+use crate::id::{CallId, Epoch, Ids, JobId, NodeId};
 use crate::limits::JOBS_MAX;
 use crate::output::{Event, Record};
 use crate::time::Instant;
@@ -96,19 +96,6 @@ pub struct Grids {
     out: VecDeque<GridOutput>,
 }
 
-/// Counter for tokens and sequence numbers.
-#[derive(Debug, Default)]
-struct Ids {
-    last: u64,
-}
-
-impl Ids {
-    fn next(&mut self) -> u64 {
-        self.last += 1;
-        GRID_TAG | self.last
-    }
-}
-
 impl Grids {
     /// None yet.
     pub fn new(me: NodeId) -> Self {
@@ -116,7 +103,7 @@ impl Grids {
             me,
             jobs: BTreeMap::new(),
             plan_calls: BTreeMap::new(),
-            ids: Ids::default(),
+            ids: Ids::new(GRID_TAG),
             leaving: false,
             out: VecDeque::new(),
         }
@@ -131,7 +118,7 @@ impl Grids {
     }
 
     /// A caller submits a simulation.
-    pub fn handle_submit(&mut self, now: Instant, spec: GridSpec) {
+    pub fn handle_submit(&mut self, spec: GridSpec) {
         let job = spec.job;
         let refusal = if self.leaving {
             Some(String::from("this node is leaving the mesh: submit to another"))
@@ -145,7 +132,7 @@ impl Grids {
             return self.out.push_back(GridOutput::Notify(Event::Grid { job, event: Box::new(event) }));
         }
         let mut grid = GridJob::new(self.me, spec);
-        grid.plan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
+        grid.plan(&BTreeSet::new(), &mut self.ids, &mut self.out);
         self.jobs.insert(job, grid);
     }
 
@@ -247,9 +234,9 @@ impl Grids {
     }
 
     /// The checkpoint is the one to go back to now, or could not be made that.
-    pub fn handle_kept(&mut self, now: Instant, job: JobId, step: u32, result: Result<(), String>) {
+    pub fn handle_kept(&mut self, job: JobId, step: u32, result: Result<(), String>) {
         if let Some(grid) = self.jobs.get_mut(&job) {
-            grid.handle_kept(now, step, result, &mut self.out);
+            grid.handle_kept(step, result, &mut self.out);
         }
         self.sweep();
     }
@@ -269,18 +256,18 @@ impl Grids {
     }
 
     /// Something of the present placement is lost.
-    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
+    pub fn handle_replan(&mut self, job: JobId, lost: &BTreeSet<NodeId>) {
         if let Some(grid) = self.jobs.get_mut(&job) {
-            grid.replan(now, lost, &mut self.ids, &mut self.out);
+            grid.replan(lost, &mut self.ids, &mut self.out);
         }
     }
 
     /// Somebody knows a higher epoch of this node's than this node does.
-    pub fn handle_stale(&mut self, now: Instant, job: JobId, theirs: Epoch) {
+    pub fn handle_stale(&mut self, job: JobId, theirs: Epoch) {
         let me = self.me;
         if let Some(grid) = self.jobs.get_mut(&job).filter(|grid| theirs.minter == me && grid.epoch() < theirs) {
             grid.skip_epochs(theirs);
-            grid.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
+            grid.replan(&BTreeSet::new(), &mut self.ids, &mut self.out);
         }
     }
 

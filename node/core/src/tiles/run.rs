@@ -335,10 +335,10 @@ impl TileRun {
         let steps = to - self.step;
         let budget =
             if self.begun { Duration::from_nanos(self.step_ns.saturating_mul(u64::from(steps) + 1)) } else { FIRST };
-        let (tile, from, epoch) = (self.tile(), self.step, self.epoch);
+        let (tile, from) = (self.tile(), self.step);
         self.busy = Some(Busy { work, to, strips: strips.clone(), steps, since: now });
         let run = TileWork { work, job, tile, from, to, strips_in, strips_out: strips, stops };
-        out.push_back(TilesOutput::Run { run: Box::new(run), epoch, budget });
+        out.push_back(TilesOutput::Run { run: Box::new(run), budget });
     }
 
     /// The strips of what runs are made: so many elements and bytes each.

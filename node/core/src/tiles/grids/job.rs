@@ -159,13 +159,7 @@ impl GridJob {
     // ---- placement
 
     /// Looks for a cut of the mesh without these nodes.
-    pub(super) fn plan(
-        &mut self,
-        _now: Instant,
-        without: &BTreeSet<NodeId>,
-        ids: &mut Ids,
-        out: &mut VecDeque<GridOutput>,
-    ) {
+    pub(super) fn plan(&mut self, without: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         let token = ids.next();
         self.phase = Phase::Planning { token };
         out.push_back(GridOutput::Plan {
@@ -311,7 +305,7 @@ impl GridJob {
         }
         if !self.can_go() {
             // What a tile needs is kept by nobody.
-            return self.go_back(now, &BTreeSet::new(), ids, out);
+            return self.go_back(&BTreeSet::new(), ids, out);
         }
         self.phase = Phase::Running;
         self.start = TileStart::Continue;
@@ -349,21 +343,15 @@ impl GridJob {
     }
 
     /// Something is lost: standbys step in, or all go back.
-    pub(super) fn replan(
-        &mut self,
-        now: Instant,
-        lost: &BTreeSet<NodeId>,
-        ids: &mut Ids,
-        out: &mut VecDeque<GridOutput>,
-    ) {
+    pub(super) fn replan(&mut self, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         if matches!(self.phase, Phase::Planning { .. }) {
-            return self.plan(now, lost, ids, out);
+            return self.plan(lost, ids, out);
         }
         let stands = |tile: &Tile| tile.standby.filter(|s| s.step.is_some() && !lost.contains(&s.node));
         let gone = |tile: &Tile| lost.contains(&tile.owner);
         let promoted = self.start == TileStart::Continue && self.tiles.iter().any(gone);
         if !promoted || self.tiles.iter().any(|tile| gone(tile) && stands(tile).is_none()) {
-            return self.go_back(now, lost, ids, out);
+            return self.go_back(lost, ids, out);
         }
         let epoch = Epoch { counter: self.epoch.counter + 1, minter: self.me };
         for (number, tile) in self.tiles.iter_mut().enumerate() {
@@ -387,12 +375,12 @@ impl GridJob {
     }
 
     /// All tiles start anew, from the last checkpoint or from the beginning.
-    fn go_back(&mut self, now: Instant, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+    fn go_back(&mut self, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         self.start = self.checkpoint.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
         self.computed = false;
         self.lingers = None;
         self.keeping = None;
-        self.plan(now, lost, ids, out);
+        self.plan(lost, ids, out);
     }
 
     pub(super) fn degrade(&mut self, now: Instant, reason: &str, out: &mut VecDeque<GridOutput>) {
@@ -404,7 +392,7 @@ impl GridJob {
 
     pub(super) fn handle_fleet_changed(&mut self, now: Instant, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         if matches!(self.phase, Phase::Degraded { .. }) {
-            self.go_back(now, &BTreeSet::new(), ids, out);
+            self.go_back(&BTreeSet::new(), ids, out);
         } else if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
             self.standbys_at = Some(now + STANDBY_RETRY);
         }
@@ -532,13 +520,7 @@ impl GridJob {
         }
     }
 
-    pub(super) fn handle_kept(
-        &mut self,
-        _now: Instant,
-        step: u32,
-        result: Result<(), String>,
-        out: &mut VecDeque<GridOutput>,
-    ) {
+    pub(super) fn handle_kept(&mut self, step: u32, result: Result<(), String>, out: &mut VecDeque<GridOutput>) {
         if self.keeping != Some(step) {
             return;
         }
@@ -584,7 +566,7 @@ impl GridJob {
                 self.phase = Phase::Preparing { again: now + PREPARE_RETRY };
                 self.prepare(out);
             }
-            Phase::Degraded { retry, .. } if now >= retry => self.go_back(now, &BTreeSet::new(), ids, out),
+            Phase::Degraded { retry, .. } if now >= retry => self.go_back(&BTreeSet::new(), ids, out),
             Phase::Preparing { .. }
             | Phase::Degraded { .. }
             | Phase::Planning { .. }
