@@ -20,7 +20,7 @@ mod ghosts;
 pub(crate) mod halo;
 pub(crate) mod hash;
 pub(crate) mod planes;
-mod state;
+pub(crate) mod state;
 #[cfg(test)]
 mod tests;
 

@@ -525,6 +525,23 @@ fn longest(work: &GridWork, block: &Block) -> usize {
     (0..3).rev().max_by_key(|&axis| (extent(axis), axis)).unwrap_or(1)
 }
 
+/// Predicted nanoseconds from the loss of a tile's node being noticed to the next step: to agree on the next placement, and for
+/// a warm standby, which has a snapshot every so many nanoseconds, to make the steps since then again. On average that is half
+/// of what lies between two snapshots; what is made again waits for nobody.
+pub fn takeover_ns(work: &GridWork, plan: &GridPlan, tile: usize, snapshot_every_ns: Option<u64>) -> u64 {
+    let again = plan.tiles.get(tile).zip(snapshot_every_ns).map_or(0, |(tile, every)| {
+        let steps = every / 2 / plan.step_ns.max(1);
+        let copied = u128::from(tile_bytes(work, &tile.block, plan.depth)) * 1_000_000_000 / COPY_BYTES_PER_SECOND;
+        steps.saturating_mul(tile.compute_ns).saturating_add(u64::try_from(copied).unwrap_or(u64::MAX))
+    });
+    AGREE_NS.saturating_add(again)
+}
+
+/// For an epoch to be written down and agreed on, on a local network.
+const AGREE_NS: u64 = 60_000_000;
+/// A snapshot is copied into place at this pace at least, within a machine's memory.
+const COPY_BYTES_PER_SECOND: u128 = 2_000_000_000;
+
 /// Whether blocks cover the grid, each cell once.
 pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
     let inside = |block: &Block| (0..3).all(|axis| block.from[axis] < block.to[axis] && block.to[axis] <= size[axis]);

@@ -91,19 +91,7 @@ impl Tile {
     /// # Errors
     /// A step is half made.
     pub fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
-        let mut first: Option<([usize; 3], usize)> = None;
-        for field in 0..self.fields() {
-            self.each_row(field, &mut |[x, y, z], row| {
-                if let Some(there) = row.iter().position(|cell| !cell.is_finite()) {
-                    let found = ([x + there, y, z], field);
-                    let order = |([x, y, z], field): ([usize; 3], usize)| [z, y, x, field];
-                    first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
-                }
-                // Later rows of this field come later anyway.
-                row.iter().all(|cell| cell.is_finite())
-            })?;
-        }
-        Ok(first)
+        first_not_finite(self.fields(), &mut |field, call| self.each_row(field, call))
     }
 
     /// Calls with where a row begins and its cells, until that says no.
@@ -119,4 +107,27 @@ impl Tile {
         }
         Ok(())
     }
+}
+
+/// Called with where a row begins and its cells, in order; says whether more are wanted.
+pub(crate) type Row<'a> = dyn FnMut([usize; 3], &[f32]) -> bool + 'a;
+
+/// The first cell, in the order of z, y, x, one of whose fields is infinite or no number, and that field. `each_row` goes
+/// through the rows of a field.
+pub(crate) fn first_not_finite(
+    fields: usize,
+    each_row: &mut dyn FnMut(usize, &mut Row<'_>) -> Result<(), GridError>,
+) -> Result<Option<([usize; 3], usize)>, GridError> {
+    let order = |([x, y, z], field): ([usize; 3], usize)| [z, y, x, field];
+    let mut first: Option<([usize; 3], usize)> = None;
+    for field in 0..fields {
+        each_row(field, &mut |[x, y, z], row| {
+            let Some(there) = row.iter().position(|cell| !cell.is_finite()) else { return true };
+            let found = ([x + there, y, z], field);
+            first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
+            // Later rows of this field come later anyway.
+            false
+        })?;
+    }
+    Ok(first)
 }

@@ -7,7 +7,7 @@ use node_core::id::NodeId;
 use node_core::input::{GridInput, Input};
 use node_core::limits::{LEASE, SNAPSHOT_EVERY};
 use node_core::output::Event;
-use partitioner::tiles::{GridPlan, GridWork, tile_bytes};
+use partitioner::tiles::{GridPlan, GridWork, takeover_ns};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -75,26 +75,14 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Predicted milliseconds without a step if a tile's node is lost: to notice it, to agree on the next placement, and for a
-/// warm standby to make the steps since its snapshot again, which is half of what lies between two of them on average.
+/// Predicted milliseconds without a step if a tile's node is lost, the time to notice it included.
 fn stall_ms(tier: Tier, work: &GridWork, plan: &GridPlan, tile: usize) -> f64 {
-    let agreed = LEASE.as_secs_f64() * 1e3 + AGREE_MS;
-    let again = |tile: &partitioner::tiles::GridTile| {
-        let steps = SNAPSHOT_EVERY.as_secs_f64() * 1e9 / plan.step_ns().max(1) as f64 / 2.0;
-        // What is made again waits for nobody; the snapshot is copied into place once.
-        let copy = tile_bytes(work, &tile.block, plan.depth()) as f64 / COPY_BYTES_PER_S * 1e3;
-        steps * tile.compute_ns as f64 / 1e6 + copy
+    let again = match tier {
+        Tier::Warm => Some(SNAPSHOT_EVERY.as_nanos() as u64),
+        Tier::Hot | Tier::None => None,
     };
-    match (tier, plan.tiles().get(tile)) {
-        (Tier::Warm, Some(tile)) => agreed + again(tile),
-        (Tier::Warm | Tier::Hot | Tier::None, _) => agreed,
-    }
+    LEASE.as_secs_f64() * 1e3 + takeover_ns(work, plan, tile, again) as f64 / 1e6
 }
-
-/// Milliseconds for an epoch to be written down and agreed on, on a local network.
-const AGREE_MS: f64 = 60.0;
-/// A pessimistic copy within a machine's memory.
-const COPY_BYTES_PER_S: f64 = 2e9;
 
 fn report(simulation: &Simulation, work: &GridWork, plan: &GridPlan, names: &BTreeMap<String, String>) -> Value {
     let cells = simulation.grid().region().cells() as f64;

@@ -231,3 +231,16 @@ fn tiles_and_their_standbys_are_of_one_arithmetic() {
         assert!(kind(device) == 9 && device != owners[usize::from(tile)].0);
     }
 }
+
+#[test]
+fn a_warm_standby_makes_half_of_what_lies_between_snapshots_again() {
+    let fleet = fleet(vec![device(1, 20, 8 << 30)], 0, 1 << 30);
+    let work = d2q9(2048, 2048);
+    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let hot = takeover_ns(&work, &plan, 0, None);
+    let warm = takeover_ns(&work, &plan, 0, Some(4_000_000_000));
+    // Alone, the mesh is no faster than the tile: two seconds are made again in two, and the copy.
+    let copy = tile_bytes(&work, &plan.tiles()[0].block, 1) / 2;
+    let expected = hot + 2_000_000_000 + copy;
+    assert!(warm.abs_diff(expected) < expected / 50, "{warm}, expected {expected}");
+}

@@ -11,6 +11,7 @@ use crate::grid::any_tile::{TakeRow, hide};
 use crate::grid::frame::Format;
 use crate::grid::halo::{bits, set_bits};
 use crate::grid::hash::{self, Cells};
+use crate::grid::state::first_not_finite;
 use crate::grid::tile::Threads;
 use crate::grid::{GridError, Region};
 
@@ -274,18 +275,7 @@ impl<R: Runtime> GpuTile<R> {
         if self.frame.format == Format::Bit || !self.any_not_finite()? {
             return Ok(None);
         }
-        let mut first: Option<([usize; 3], usize)> = None;
-        for field in 0..self.fields {
-            self.each_row(field, &mut |[x, y, z], row| {
-                if let Some(there) = row.iter().position(|cell| !cell.is_finite()) {
-                    let found = ([x + there, y, z], field);
-                    let order = |([x, y, z], field): ([usize; 3], usize)| [z, y, x, field];
-                    first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
-                }
-                row.iter().all(|cell| cell.is_finite())
-            })?;
-        }
-        Ok(first)
+        first_not_finite(self.fields, &mut |field, call| self.each_row(field, call))
     }
 
     /// Whether anything in the state's memory is no number; cells of halos and ghosts count, too.
