@@ -223,6 +223,7 @@ fn told(world: &World, event: &Event) -> Option<String> {
                 let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
                 format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
             }
+            GridEvent::Inherited { from, .. } => format!("takes the simulation over from {}", host(*from)),
             GridEvent::Running { .. }
             | GridEvent::Progress { .. }
             | GridEvent::Report { .. }

@@ -71,6 +71,24 @@ impl Failover {
         guard.failed_now.clear();
     }
 
+    /// This node takes a job over from its coordinator, which is silent.
+    pub fn handle_inherited(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        participants: impl IntoIterator<Item = NodeId>,
+        silent: (NodeId, Duration),
+    ) {
+        let guard = self.jobs.entry(job).or_default();
+        guard.participants = participants.into_iter().collect();
+        guard.excluded.insert(silent.0, now + EXCLUDED);
+        if guard.participants.contains(&silent.0) {
+            self.lose(now, job, silent.0, silent.1);
+        } else {
+            self.out.push_back(FailoverOutput::Replan { job });
+        }
+    }
+
     /// A job is over.
     pub fn handle_ended(&mut self, job: JobId) {
         self.jobs.remove(&job);

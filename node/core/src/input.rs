@@ -104,6 +104,8 @@ pub enum GridInput {
     Collected { job: JobId, tile: u16, step: u32, kind: SaveKind, result: Result<(), String> },
     /// The answer to `GridCommand::KeepCheckpoint`.
     Kept { job: JobId, step: u32, result: Result<(), String> },
+    /// The answer to `GridCommand::Mirror`.
+    Mirrored { job: JobId, step: u32, result: Result<(), String> },
 }
 
 /// A model as the head's shell describes it.

@@ -129,6 +129,14 @@ pub const TILE_HELD: Duration = Duration::from_millis(20);
 pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
 /// How often a warm standby takes a snapshot, at least.
 pub const SNAPSHOT_EVERY: Duration = Duration::from_secs(5);
+/// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
+pub const SUCCESSORS_MAX: usize = 4;
+/// Nodes that coordinated a simulation before and may come back.
+pub const FORMERS_MAX: usize = 8;
+/// How long each successor leaves to the one before it, once a majority agrees.
+pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
+/// How long it counts that a participant said the coordinator is silent: it is said again five times within that.
+pub const VOICE_MAX: Duration = Duration::from_secs(1);
 /// How long one piece of a tile without neighbours may take: it is looked at in between.
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// Checkpoints and frames that cannot be written are tried again.

@@ -504,7 +504,11 @@ impl Node {
         // What a dead head placed here is of no use to anybody: whoever takes over its requests needs the memory.
         if reason == DownReason::Left || !heard {
             self.placement.handle_head_gone(node);
-            self.tiles.handle_coordinator_gone(node);
+            if reason == DownReason::Left {
+                self.tiles.handle_coordinator_left(node);
+            } else {
+                self.tiles.handle_coordinator_gone(self.now, node);
+            }
         }
         self.notify(Event::PeerDown { node, reason });
     }
@@ -523,6 +527,7 @@ impl Node {
                     self.failover.handle_silent(now, job, node, silent);
                 } else {
                     self.report(job, node, silent);
+                    self.tiles.handle_coordinator_silent(now, job, node);
                 }
             }
             LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),

@@ -7,7 +7,7 @@ use crate::tiles::{GridEvent, TileWork};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
-use partitioner::tiles::{GridError, GridPlan, GridWork};
+use partitioner::tiles::{Block, GridError, GridPlan, GridWork};
 use partitioner::{DeviceId, Fleet, Options, Plan, PlanError, Standby, Work};
 
 /// Do this.
@@ -93,6 +93,9 @@ pub enum GridCommand {
     Drop { job: JobId, tile: u16 },
     /// The parts of this checkpoint are all on disk: make it the one to resume from (answer: `Kept`).
     KeepCheckpoint { job: JobId, step: u32 },
+    /// Fetch another coordinator's checkpoint, in these parts of at most so many bytes, and keep it beside what this node may
+    /// have to go on with (answer: `Mirrored`).
+    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: Vec<u8> },
 }
 
 /// What a frame carries.

@@ -12,9 +12,11 @@ pub mod message;
 pub mod order;
 mod run;
 mod shadow;
+mod succession;
 
 pub use grids::{GRID_TAG, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
 pub use run::{TileMade, TileWork};
+pub use succession::{Inheritance, Will, WilledTile};
 
 use crate::id::{Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::limits::{JOBS_MAX, ORPHAN_MAX, TILE_HELD, TILE_PROGRESS};
@@ -25,7 +27,9 @@ use alloc::{boxed::Box, format, string::String, vec::Vec};
 use log::Feed;
 use message::TileMessage;
 use order::{SaveKind, TileOrder, TileStart};
+use partitioner::tiles::Block;
 use run::{Names, State, TILES_TAG, TileRun};
+use succession::Succession;
 
 /// What the tiles want done.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -53,6 +57,10 @@ pub enum TilesOutput {
     Frame { to: NodeId, header: FrameHeader, tensor: TensorId, copy: bool },
     /// Drop a strip.
     Discard { tensor: TensorId },
+    /// The coordinator is silent, and this node's turn has come: take the job over.
+    Succeed(Box<Inheritance>),
+    /// Fetch the coordinator's checkpoint, in these parts of at most so many bytes (answer: `handle_mirrored`).
+    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: Vec<u8> },
     /// A message under an epoch.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: TileMessage },
     /// Somebody's epoch is out of date.
@@ -85,7 +93,25 @@ pub struct Tiles {
 struct Held {
     epoch: Epoch,
     coordinator_heard: Instant,
+    succession: Succession,
     runs: BTreeMap<u16, TileRun>,
+}
+
+impl Held {
+    fn new(now: Instant, epoch: Epoch) -> Self {
+        Held { epoch, coordinator_heard: now, succession: Succession::default(), runs: BTreeMap::new() }
+    }
+
+    /// The coordinator gave a sign of life.
+    fn heard(&mut self, now: Instant) {
+        self.coordinator_heard = now;
+        self.succession.heard();
+    }
+
+    /// Whether a node may mint epochs of the job, as far as its tiles here know.
+    fn obeys(&self, node: NodeId) -> bool {
+        self.epoch.minter == node || self.runs.values().any(|run| run.order.names(node))
+    }
 }
 
 /// A tile as it is held, for people.
@@ -165,7 +191,9 @@ impl Tiles {
             | TileMessage::Gap { .. }
             | TileMessage::WantSnapshot { .. }
             | TileMessage::Saved { .. }
-            | TileMessage::Taken { .. } => {}
+            | TileMessage::Taken { .. }
+            | TileMessage::Will(_)
+            | TileMessage::Orphaned => {}
             // For the coordinator, which the router asks first.
             TileMessage::Prepared { .. }
             | TileMessage::Progress { .. }
@@ -193,6 +221,8 @@ impl Tiles {
                 }
                 self.go_on(now, job);
             }
+            TileMessage::Will(will) => self.willed(now, from, job, will),
+            TileMessage::Orphaned => self.voiced(now, from, job),
             TileMessage::Prepare(_)
             | TileMessage::End
             | TileMessage::Prepared { .. }
@@ -207,7 +237,7 @@ impl Tiles {
         match self.jobs.get_mut(&job) {
             Some(held) if held.epoch == epoch => {
                 if from == epoch.minter {
-                    held.coordinator_heard = now;
+                    held.heard(now);
                 }
                 true
             }
@@ -227,6 +257,8 @@ impl Tiles {
         }
         let refusal = if from != epoch.minter {
             Some(format!("epoch minted by {} but sent by {from}", epoch.minter))
+        } else if self.jobs.get(&job).is_some_and(|held| !held.obeys(epoch.minter)) {
+            Some(format!("{from} is not among those who may coordinate job {:016x}", job.0))
         } else if known.is_none() && self.draining {
             Some(format!("node {} takes no new work", self.me))
         } else if known.is_none() && self.jobs.len() >= JOBS_MAX {
@@ -238,11 +270,11 @@ impl Tiles {
             self.out.push_back(TilesOutput::Refused { from, what: what.clone() });
             return self.say(epoch.minter, job, epoch, TileMessage::Prepared { tile, result: Err(what) });
         }
-        let held =
-            self.jobs.entry(job).or_insert_with(|| Held { epoch, coordinator_heard: now, runs: BTreeMap::new() });
-        held.coordinator_heard = now;
+        let held = self.jobs.entry(job).or_insert_with(|| Held::new(now, epoch));
+        held.heard(now);
         if held.epoch < epoch {
             held.epoch = epoch;
+            held.succession.replaced();
             held.runs.values_mut().for_each(|run| run.pause(&mut self.out));
         }
         let nodes = if epoch.minter == self.me { Vec::new() } else { alloc::vec![epoch.minter] };
@@ -490,12 +522,12 @@ impl Tiles {
     /// The coordinator gave a sign of life.
     pub fn coordinator_heard(&mut self, now: Instant, from: NodeId, job: JobId) {
         if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.minter == from) {
-            held.coordinator_heard = now;
+            held.heard(now);
         }
     }
 
-    /// A coordinator is gone for good.
-    pub fn handle_coordinator_gone(&mut self, node: NodeId) {
+    /// A coordinator has left.
+    pub fn handle_coordinator_left(&mut self, node: NodeId) {
         let jobs: Vec<JobId> =
             self.jobs.iter().filter(|(_, held)| held.epoch.minter == node).map(|(&job, _)| job).collect();
         jobs.into_iter().for_each(|job| self.drop_job(job));
@@ -514,6 +546,7 @@ impl Tiles {
         if now >= self.progress_at && !jobs.is_empty() {
             self.progress_at = now + TILE_PROGRESS;
             jobs.iter().for_each(|&job| self.tell_progress(job));
+            jobs.iter().for_each(|&job| self.succession_wakeup(now, job));
             jobs.iter().for_each(|&job| self.ask_again(now, job));
         }
     }

@@ -1,7 +1,7 @@
 //! Carries out what nodes decide about simulations, in the virtual world.
 use super::World;
 use crate::grids::Saved;
-use crate::host::HostId;
+use crate::host::{Host, HostId};
 use node_core::id::NodeId;
 use node_core::input::{GridInput, Input};
 use node_core::output::GridCommand;
@@ -54,6 +54,15 @@ impl World {
                 self.hosts[id.index()].executor.grids.drop_tile(job, tile);
                 self.measure_memory(id);
             }
+            GridCommand::Mirror { job, from, step, parts, simulation: _ } => {
+                let bytes: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
+                let cells = self.reached(id, from).and_then(|there| there.checkpoints.get(&(job, step))).cloned();
+                let result = cells.ok_or_else(|| "it is not there".into()).map(|cells| {
+                    self.hosts[id.index()].checkpoints.insert((job, step), cells);
+                });
+                let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
+                self.answer(id, took, Input::Grid(GridInput::Mirrored { job, step, result }));
+            }
             GridCommand::KeepCheckpoint { job, step } => {
                 let host = &mut self.hosts[id.index()];
                 let result = match host.parts.remove(&(job, step)) {
@@ -89,6 +98,13 @@ impl World {
         Ok(())
     }
 
+    /// A host that runs and whose answers come to `id`.
+    fn reached(&self, id: HostId, node: NodeId) -> Option<&Host> {
+        let there = self.host_of(node)?;
+        let host = &self.hosts[there.index()];
+        (host.runs() && (there == id || self.reaches(there, id))).then_some(host)
+    }
+
     fn checkpoint(
         &self,
         id: HostId,
@@ -96,11 +112,7 @@ impl World {
         name: (node_core::id::JobId, u32),
         order: &TileOrder,
     ) -> Option<Saved> {
-        let there = self.host_of(coordinator)?;
-        let host = &self.hosts[there.index()];
-        if !host.runs() || (there != id && !self.reaches(there, id)) {
-            return None;
-        }
+        let host = self.reached(id, coordinator)?;
         let block = order.block();
         let inside =
             |at: &[i64; 3]| (0..3).all(|axis| (block.from[axis] as i64..block.to[axis] as i64).contains(&at[axis]));

@@ -5,6 +5,7 @@ use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::message::{Position, Prepare, Sampling};
 use crate::tiles::message::{TileMessage, TileReady};
 use crate::tiles::order::{Report, SaveKind, Schedule, Tier, TileFigures, TileOrder, TileStart};
+use crate::tiles::{Will, WilledTile};
 use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec;
@@ -81,7 +82,15 @@ fn tile_messages() -> Vec<TileMessage> {
         start: TileStart::Checkpoint { step: 250 },
         bytes_max: 1 << 30,
         step_ns: 1_000_000,
+        successors: vec![NodeId([2; 16])],
+        formers: vec![NodeId([3; 16])],
     };
+    let tiles = vec![
+        WilledTile { bytes: 1 << 30, step_ns: 1_000_000, standby: Some((NodeId([2; 16]), true)) },
+        WilledTile { bytes: 1 << 29, step_ns: 500_000, standby: None },
+    ];
+    let (tier, start) = (Tier::Hot, TileStart::Continue);
+    let will = Will { tier, depth: Some(4), step_ns: 1_000_000, start, checkpoint: Some(250), tiles };
     let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
     let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
     let kind = SaveKind::Output(3);
@@ -99,6 +108,8 @@ fn tile_messages() -> Vec<TileMessage> {
         TileMessage::Report { tile: 0, step: 1000, report },
         TileMessage::Failed { tile: 0, reason: String::from("device lost") },
         TileMessage::End,
+        TileMessage::Will(Box::new(will)),
+        TileMessage::Orphaned,
     ]
 }
 
@@ -169,7 +180,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_4() {
+fn golden_bytes_of_protocol_5() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -182,12 +193,12 @@ fn golden_bytes_of_protocol_4() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "040afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0410",
-            "0403fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "040105fb2c01",
-            "041001010101010101010101010101010101fc00d2496b032608080808080808",
-            "bfc9ce1cde67d4d0",
+            "050afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
+            "0510",
+            "0503fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "050105fb2c01",
+            "051001010101010101010101010101010101fc00d2496b032608080808080808",
+            "9489c11e54e1dd83",
         ]
     );
 }

@@ -3,11 +3,12 @@ use super::Node;
 use super::planning::HEADROOM_PERCENT;
 use crate::id::{Epoch, JobId, NodeId};
 use crate::input::GridInput;
+use crate::limits::LEASE;
 use crate::message::Message;
 use crate::output::{Event, GridCommand, Output, Payload};
 use crate::tiles::message::TileMessage;
 use crate::tiles::order::SaveKind;
-use crate::tiles::{GridJobView, GridOutput, HeldTile, TilesOutput, message};
+use crate::tiles::{GridJobView, GridOutput, HeldTile, Inheritance, TilesOutput, message};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use partitioner::tiles::standbys;
@@ -39,6 +40,7 @@ impl Node {
             GridInput::Collected { job, tile, step, kind, result } => {
                 self.grids.handle_collected(now, job, tile, step, kind, result);
             }
+            GridInput::Mirrored { job, step, result } => self.tiles.handle_mirrored(now, job, step, &result),
             GridInput::Kept { job, step, result } => self.grids.handle_kept(job, step, result),
         }
     }
@@ -69,6 +71,10 @@ impl Node {
             TilesOutput::Collect { job, from, tile, step, kind, bytes } => {
                 GridCommand::Collect { job, from, tile, step, kind, bytes }
             }
+            TilesOutput::Mirror { job, from, step, parts, simulation } => {
+                GridCommand::Mirror { job, from, step, parts, simulation }
+            }
+            TilesOutput::Succeed(inheritance) => return self.succeed(*inheritance),
             TilesOutput::Forget { job, tile, step, kind } => GridCommand::Forget { job, tile, step, kind },
             TilesOutput::Drop { job, tile } => GridCommand::Drop { job, tile },
             TilesOutput::Unload { job } => return self.out.push_back(Output::Unload { job }),
@@ -139,6 +145,16 @@ impl Node {
                 self.liveness.handle_unwatch(job);
             }
             GridOutput::Notify(event) => self.notify(event),
+        }
+    }
+
+    /// Goes on with a simulation whose coordinator is silent.
+    fn succeed(&mut self, inheritance: Inheritance) {
+        let (job, before) = (inheritance.spec.job, inheritance.epoch.minter);
+        let participants = inheritance.participants();
+        let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
+        if self.grids.handle_inherited(inheritance) {
+            self.failover.handle_inherited(self.now, job, participants, (before, silent));
         }
     }
 

@@ -7,6 +7,7 @@ mod job;
 
 use super::message::TileMessage;
 use super::order::{GridSpec, Report, SaveKind, TileFigures};
+use super::succession::Inheritance;
 use crate::id::{CallId, Epoch, Ids, JobId, NodeId};
 use crate::limits::JOBS_MAX;
 use crate::output::{Event, Record};
@@ -69,6 +70,8 @@ pub enum GridOutput {
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridEvent {
+    /// This node took it over, since the coordinator is silent. `kept`: something is to be kept on disk.
+    Inherited { from: NodeId, simulation: Vec<u8>, kept: bool },
     /// It has a placement and begins, or goes on, from this step.
     Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
     /// All tiles are there, and it runs.
@@ -211,7 +214,9 @@ impl Grids {
             | TileMessage::WantSnapshot { .. }
             | TileMessage::Saved { .. }
             | TileMessage::Taken { .. }
-            | TileMessage::End => {}
+            | TileMessage::End
+            | TileMessage::Will(_)
+            | TileMessage::Orphaned => {}
         }
         self.sweep();
         failed
@@ -262,12 +267,27 @@ impl Grids {
         }
     }
 
-    /// Somebody knows a higher epoch of this node's than this node does.
+    /// This node takes a job over; whether it had not done so before.
+    pub fn handle_inherited(&mut self, inheritance: Inheritance) -> bool {
+        let job = inheritance.spec.job;
+        if self.leaving || self.jobs.contains_key(&job) {
+            return false;
+        }
+        let grid = GridJob::inherited(self.me, inheritance, &mut self.out);
+        self.jobs.insert(job, grid);
+        true
+    }
+
+    /// Somebody knows a higher epoch of a job than this node does: one of its own that it has forgotten, or a successor's.
     pub fn handle_stale(&mut self, job: JobId, theirs: Epoch) {
         let me = self.me;
-        if let Some(grid) = self.jobs.get_mut(&job).filter(|grid| theirs.minter == me && grid.epoch() < theirs) {
+        let Some(grid) = self.jobs.get_mut(&job).filter(|grid| grid.epoch() < theirs) else { return };
+        if theirs.minter == me {
             grid.skip_epochs(theirs);
             grid.replan(&BTreeSet::new(), &mut self.ids, &mut self.out);
+        } else if grid.names(theirs.minter) {
+            grid.stand_down(theirs.minter);
+            self.sweep();
         }
     }
 

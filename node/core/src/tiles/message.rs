@@ -1,5 +1,6 @@
 //! What nodes that share a simulation say to each other.
 use super::order::{Report, SaveKind, TileFigures, TileOrder};
+use super::succession::Will;
 use alloc::{boxed::Box, string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
@@ -32,6 +33,10 @@ pub enum TileMessage {
     Failed { tile: u16, reason: String },
     /// Coordinator to all: the job is over.
     End,
+    /// Coordinator to those who may succeed it: what they need for that.
+    Will(Box<Will>),
+    /// A participant to those who may succeed: it does not hear the coordinator.
+    Orphaned,
 }
 
 /// A tile that is held.

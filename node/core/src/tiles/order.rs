@@ -1,6 +1,6 @@
 //! What a tile of a simulation is asked to be: the cut it is part of, where it starts, and what is made on the way.
 use crate::id::{JobId, NodeId};
-use crate::limits::{GRID_STEPS_MAX, SIMULATION_BYTES_MAX};
+use crate::limits::{FORMERS_MAX, GRID_STEPS_MAX, SIMULATION_BYTES_MAX, SUCCESSORS_MAX};
 use alloc::{format, string::String, vec::Vec};
 use partitioner::tiles::{self, Block, DEPTH_MAX, GridWork, TILES_MAX, TileLink};
 use serde::{Deserialize, Serialize};
@@ -165,6 +165,10 @@ pub struct TileOrder {
     pub bytes_max: u64,
     /// Predicted nanoseconds of computing a step.
     pub step_ns: u64,
+    /// Who may take the job over when its coordinator is silent, in order.
+    pub successors: Vec<NodeId>,
+    /// Who coordinated it before, the last one first: they may come back.
+    pub formers: Vec<NodeId>,
 }
 
 impl TileOrder {
@@ -185,6 +189,11 @@ impl TileOrder {
         tiles::links(self.work.size, self.work.periodic, &blocks, usize::from(tile), reach)
     }
 
+    /// Whether a node may be the job's coordinator after the present one.
+    pub fn names(&self, node: NodeId) -> bool {
+        self.successors.contains(&node) || self.formers.contains(&node)
+    }
+
     /// Whether a tile that was made for `other` is as good for this.
     pub fn is_same_tile(&self, other: &TileOrder) -> bool {
         let blocks = |order: &TileOrder| order.tiles.iter().map(|(_, block)| *block).collect::<Vec<_>>();
@@ -203,6 +212,9 @@ impl TileOrder {
         }
         if self.simulation.len() > SIMULATION_BYTES_MAX {
             return Some(format!("a simulation of {} bytes, at most {SIMULATION_BYTES_MAX}", self.simulation.len()));
+        }
+        if self.successors.len() > SUCCESSORS_MAX || self.formers.len() > FORMERS_MAX {
+            return Some(format!("more than {SUCCESSORS_MAX} successors and {FORMERS_MAX} coordinators before"));
         }
         if self.depth == 0 || self.depth > DEPTH_MAX || self.work.radius == 0 || self.work.radius > DEPTH_MAX {
             return Some(format!("a halo of {} steps of radius {}", self.depth, self.work.radius));

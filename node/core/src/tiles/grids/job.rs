@@ -1,5 +1,6 @@
 //! One simulation from its submission to its last step.
 mod guard;
+mod succession;
 mod view;
 
 use super::super::message::{TileMessage, TileReady};
@@ -45,6 +46,10 @@ pub(super) struct GridJob {
     unfit: BTreeSet<NodeId>,
     /// All is computed, but something that was put aside has not come: it is not waited for for ever.
     lingers: Option<Instant>,
+    /// Who coordinated it before, the last one first.
+    formers: Vec<NodeId>,
+    /// It was taken over, and not placed since.
+    inherited: bool,
 }
 
 #[derive(Debug)]
@@ -119,6 +124,8 @@ impl GridJob {
             waiting: false,
             unfit: BTreeSet::new(),
             lingers: None,
+            formers: Vec::new(),
+            inherited: false,
             spec,
         }
     }
@@ -243,8 +250,10 @@ impl GridJob {
         let tiles = self.tiles.iter().map(|tile| (tile.owner, tile.block)).collect();
         let step = if self.start == TileStart::Continue { self.step() } else { self.start_step() };
         self.tell(GridEvent::Placed { epoch: self.epoch, depth: self.depth, step_ns: self.step_ns, tiles, step }, out);
+        self.inherited = false;
         self.watch(out);
         self.prepare(out);
+        self.bequeath(out);
     }
 
     fn watch(&self, out: &mut VecDeque<GridOutput>) {
@@ -272,6 +281,8 @@ impl GridJob {
             start,
             bytes_max: self.tiles[tile].bytes,
             step_ns: self.tiles[tile].step_ns,
+            successors: self.successors(),
+            formers: self.formers.clone(),
         })
     }
 
@@ -315,6 +326,7 @@ impl GridJob {
             self.say(owner, TileMessage::Go { at: at.clone() }, out);
         }
         self.tell(GridEvent::Running { epoch: self.epoch, step: self.step() }, out);
+        self.bequeath(out);
         for number in 0..self.tiles.len() {
             self.ask_standby(now, number, out);
         }
@@ -349,8 +361,8 @@ impl GridJob {
         }
         let stands = |tile: &Tile| tile.standby.filter(|s| s.step.is_some() && !lost.contains(&s.node));
         let gone = |tile: &Tile| lost.contains(&tile.owner);
-        let promoted = self.start == TileStart::Continue && self.tiles.iter().any(gone);
-        if !promoted || self.tiles.iter().any(|tile| gone(tile) && stands(tile).is_none()) {
+        let goes_on = self.start == TileStart::Continue && (self.inherited || self.tiles.iter().any(gone));
+        if !goes_on || self.tiles.iter().any(|tile| gone(tile) && stands(tile).is_none()) {
             return self.go_back(lost, ids, out);
         }
         let epoch = Epoch { counter: self.epoch.counter + 1, minter: self.me };
@@ -418,6 +430,7 @@ impl GridJob {
             if !core::mem::replace(&mut standby.told, true) {
                 let node = standby.node;
                 out.push_back(GridOutput::Notify(Event::Standby { job, stage: tile, node, current: true }));
+                self.bequeath(out);
             }
         }
         let all = self.step();
@@ -531,6 +544,7 @@ impl GridJob {
                 self.waiting = false;
                 self.collected.whole(step, SaveKind::Checkpoint);
                 self.tell(GridEvent::Checkpoint { step }, out);
+                self.bequeath(out);
                 self.keep_checkpoint(out);
             }
             // It is looked at again with the next wakeup.

@@ -73,5 +73,6 @@ impl GridJob {
         }
         self.standbys_at = Some(now + STANDBY_RETRY);
         self.watch(out);
+        self.bequeath(out);
     }
 }

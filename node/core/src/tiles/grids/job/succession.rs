@@ -1,0 +1,98 @@
+//! What a coordinator leaves to its successors, and how one of them goes on.
+use super::super::super::message::TileMessage;
+use super::super::super::order::TileFigures;
+use super::super::super::succession::{Inheritance, Will, WilledTile};
+use super::super::{GridEvent, GridOutput};
+use super::{GridJob, Phase, Standby, Tile};
+use crate::id::{Epoch, NodeId};
+use crate::limits::{FORMERS_MAX, SUCCESSORS_MAX};
+use crate::time::Instant;
+use alloc::collections::VecDeque;
+use alloc::{boxed::Box, format, vec::Vec};
+
+impl GridJob {
+    /// Who may take the job over, in order: those who compute it, for they have it already.
+    pub(super) fn successors(&self) -> Vec<NodeId> {
+        let mut successors = Vec::new();
+        for owner in self.tiles.iter().map(|tile| tile.owner) {
+            if owner != self.me && !successors.contains(&owner) && successors.len() < SUCCESSORS_MAX {
+                successors.push(owner);
+            }
+        }
+        successors
+    }
+
+    /// Whether a node may be the coordinator after this one.
+    pub(in crate::tiles::grids) fn names(&self, node: NodeId) -> bool {
+        self.formers.contains(&node) || self.tiles.iter().any(|tile| tile.owner == node)
+    }
+
+    /// Tells the successors what they would have to know.
+    pub(super) fn bequeath(&self, out: &mut VecDeque<GridOutput>) {
+        let will = Will {
+            tier: self.spec.tier,
+            depth: self.spec.depth,
+            step_ns: self.step_ns,
+            start: self.start,
+            checkpoint: self.checkpoint,
+            tiles: self.tiles.iter().map(willed).collect(),
+        };
+        for successor in self.successors() {
+            self.say(successor, TileMessage::Will(Box::new(will.clone())), out);
+        }
+    }
+
+    /// A job whose coordinator is silent, as this node goes on with it: nothing is asked of anybody yet.
+    pub(in crate::tiles::grids) fn inherited(
+        me: NodeId,
+        inheritance: Inheritance,
+        out: &mut VecDeque<GridOutput>,
+    ) -> Self {
+        let Inheritance { spec, epoch, depth, owners, formers, will } = inheritance;
+        let mut job = GridJob::new(me, spec);
+        // One number is left out, so that a coordinator that was only paused comes too late instead of taking it back.
+        job.epoch = Epoch { counter: epoch.counter + 1, minter: me };
+        job.phase = Phase::Running;
+        (job.depth, job.step_ns, job.start) = (depth, will.step_ns, will.start);
+        (job.formers, job.inherited) = (formers, true);
+        job.formers.truncate(FORMERS_MAX);
+        let tiles = owners.into_iter().zip(&will.tiles);
+        let tiles = tiles.map(|((owner, block), willed)| Tile {
+            block,
+            owner,
+            bytes: willed.bytes,
+            step_ns: willed.step_ns,
+            ready: None,
+            step: 0,
+            figures: TileFigures::default(),
+            standby: willed.standby.map(|(node, current)| Standby {
+                node,
+                prepared: current,
+                step: current.then_some(0),
+                asked: Instant::default(),
+                told: false,
+            }),
+        });
+        job.tiles = tiles.collect();
+        let schedule = &job.spec.schedule;
+        // The last output is for watchers.
+        let written = schedule.outputs.iter().rev().skip(1).any(|&every| every > 0);
+        let kept = written || schedule.checkpoint_every.is_some();
+        job.tell(GridEvent::Inherited { from: epoch.minter, simulation: job.spec.simulation.clone(), kept }, out);
+        job
+    }
+
+    /// Another node goes on with it.
+    pub(in crate::tiles::grids) fn stand_down(&mut self, successor: NodeId) {
+        self.outcome = Some(Err(format!(
+            "this node was silent for too long, and node {successor} has taken the simulation over: what is made from now on is kept \
+             there; `meshnode jobs` and `meshnode watch {:016x}` there show it",
+            self.spec.job.0
+        )));
+    }
+}
+
+fn willed(tile: &Tile) -> WilledTile {
+    let standby = tile.standby.map(|standby| (standby.node, standby.step.is_some()));
+    WilledTile { bytes: tile.bytes, step_ns: tile.step_ns, standby }
+}
