@@ -13,7 +13,7 @@ use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
 use crate::shell::{Shell, grids::TileShell};
 use crate::store::{Store, StoreError};
-use crate::submissions::Submissions;
+use crate::submissions::{self, Submissions};
 use crate::tensors::{Tensor, Tensors};
 use crate::tiles::states::{States, Wanted};
 use crate::transfer::{Cache, Library, TransferError};
@@ -92,7 +92,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let told_bans: Arc<OnceLock<Arc<Bans>>> = Arc::default();
     let me = NodeId(identity.node_id());
     let states = Arc::new(States::default());
-    let submissions = Arc::new(Submissions::new(me, generation.0, driver.clone(), states.clone()));
+    let inherited = submissions::inherited::folder(&options.data_dir);
+    let submissions = Arc::new(Submissions::new(me, generation.0, driver.clone(), states.clone(), inherited));
     let ways_in = WaysIn { admission: admission.clone(), bans: told_bans.clone(), submissions: submissions.clone() };
     let endpoint = bind(&options, port, &identity, &driver, &tensors, &ways_in, &library)?;
     let (credentials, inviter) = membership(&options, &identity, &endpoint).await?;

@@ -23,6 +23,7 @@ use tokio::sync::watch;
 use transport::Endpoint;
 
 pub mod checkpoints;
+pub mod inherited;
 
 /// Jobs that are over and can still be looked at.
 const OVER_KEPT: usize = 16;
@@ -37,6 +38,8 @@ pub struct Submissions {
     driver: DriverHandle,
     endpoint: OnceLock<Arc<Endpoint>>,
     states: Arc<States>,
+    /// Where simulations of other nodes are kept that this one goes on with.
+    folder: PathBuf,
     jobs: Mutex<Vec<Arc<Submission>>>,
 }
 
@@ -59,8 +62,6 @@ pub struct Submission {
     pub simulation: Simulation,
     /// Where outputs go.
     pub out: Option<PathBuf>,
-    /// The step that it began with.
-    pub begun_at: u32,
     /// Held for moments only: the thread that decides writes into it.
     told: Mutex<Told>,
     view: Mutex<Option<(u32, Arc<Field>)>>,
@@ -86,6 +87,10 @@ struct Made {
 /// What is known of a simulation.
 #[derive(Clone, Debug, Default)]
 pub struct Told {
+    /// The step that it began with here.
+    pub begun_at: u32,
+    /// Whose it was before.
+    pub inherited_from: Option<NodeId>,
     /// Steps that all tiles have made.
     pub step: u32,
     /// Steps between exchanges.
@@ -120,10 +125,10 @@ pub struct Told {
 }
 
 impl Submissions {
-    /// None yet. `seed` differs from life to life.
-    pub fn new(node: NodeId, seed: u64, driver: DriverHandle, states: Arc<States>) -> Self {
+    /// None yet. `seed` differs from life to life; `folder` is for simulations of other nodes that this one goes on with.
+    pub fn new(node: NodeId, seed: u64, driver: DriverHandle, states: Arc<States>, folder: PathBuf) -> Self {
         let (count, endpoint, jobs) = (AtomicU64::new(0), OnceLock::new(), Mutex::default());
-        Self { node, seed, count, driver, endpoint, states, jobs }
+        Self { node, seed, count, driver, endpoint, states, folder, jobs }
     }
 
     /// How other nodes are reached.
@@ -171,8 +176,7 @@ impl Submissions {
             job,
             simulation,
             out,
-            begun_at,
-            told: Mutex::default(),
+            told: Mutex::new(Told { begun_at, ..Told::default() }),
             view: Mutex::default(),
             made: Mutex::new(made),
             changed: watch::channel(0).0,
@@ -208,6 +212,9 @@ impl Submissions {
     pub fn tell(&self, event: &Event) {
         match event {
             Event::Grid { job, event } => {
+                if let GridEvent::Inherited { from, simulation, kept } = &**event {
+                    self.inherit(*job, *from, simulation, *kept);
+                }
                 if let Some(submission) = self.find(*job) {
                     submission.tell(event);
                     if matches!(**event, GridEvent::Ended { .. }) {
@@ -345,8 +352,11 @@ impl Submission {
                 told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
                 (told.depth, told.step_ns) = (*depth, *step_ns);
             }
+            GridEvent::Inherited { .. } => {}
             GridEvent::Running { step, .. } => {
-                told.running_since.get_or_insert(now);
+                if told.running_since.is_none() {
+                    (told.running_since, told.begun_at) = (Some(now), *step);
+                }
                 told.waiting = None;
                 told.step = *step;
             }
@@ -417,10 +427,15 @@ impl Submission {
         }
         match kind {
             SaveKind::Snapshot => Ok(()),
-            SaveKind::Checkpoint => match &mut made.checkpoints {
-                Some(checkpoints) => checkpoints.part(step, region, bytes),
-                None => Ok(()),
-            },
+            SaveKind::Checkpoint => {
+                if let (None, Some(out)) = (&made.checkpoints, &self.out) {
+                    made.checkpoints = Some(Checkpoints::open(out, &self.simulation)?);
+                }
+                match &mut made.checkpoints {
+                    Some(checkpoints) => checkpoints.part(step, region, bytes),
+                    None => Ok(()),
+                }
+            }
             SaveKind::Output(number) => self.frame(&mut made, (number, step), (tile, region), bytes),
         }
     }
@@ -489,7 +504,7 @@ impl Submission {
         let writer = match made.writers.entry(number) {
             Entry::Occupied(writer) => writer.into_mut(),
             Entry::Vacant(entry) => {
-                let writer = Writer::new(&self.simulation, output, out, self.begun_at.into());
+                let writer = Writer::new(&self.simulation, output, out, self.telling().begun_at.into());
                 entry.insert(writer.map_err(|e| e.to_string())?)
             }
         };

@@ -7,11 +7,14 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use system_tests::relay::Link;
 
 const JOIN_MAX: Duration = Duration::from_secs(20);
 const RUN_MAX: Duration = Duration::from_secs(240);
 /// Nodes so small that a grid of `SIZE` takes two of them, and two are left to stand by.
 const MEMORY: u64 = 80 << 20;
+/// And so that it takes three.
+const THIRD: u64 = 50 << 20;
 const SIZE: u32 = 832;
 
 /// A decaying vortex, long enough to be interrupted.
@@ -49,7 +52,7 @@ struct Run {
 fn submit(node: Option<&LocalNode>, file: &Path, out: &Path, flags: &[&str]) -> Run {
     let api = node.map_or_else(|| "127.0.0.1:1".to_owned(), |node| node.api.to_string());
     let mut child = Command::new(meshnode())
-        .args(["submit", "--wait", "--json", "--threads", "1", "--api", &api, "--out"])
+        .args(["submit", "--wait", "--json", "--api", &api, "--out"])
         .arg(out)
         .args(flags)
         .arg(file)
@@ -133,10 +136,10 @@ fn solo(folder: &Folder, steps: u32) -> Value {
     report
 }
 
-fn mesh(nodes: usize) -> Mesh {
+fn mesh(nodes: usize, memory: u64) -> Mesh {
     let mut mesh = Mesh::new();
     for i in 0..nodes {
-        mesh.start(&format!("n{i}"), Some(MEMORY));
+        mesh.start(&format!("n{i}"), Some(memory));
     }
     mesh.wait_members(nodes, JOIN_MAX);
     mesh
@@ -167,7 +170,7 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
     let alone = solo(&folder, 600);
     let kills: u32 = std::env::var("GRID_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(2);
     for kill in 0..kills {
-        let mut mesh = mesh(4);
+        let mut mesh = mesh(4, MEMORY);
         let file = folder.job(&job(600, "standby = \"hot\""));
         let out = folder.out(&format!("hot{kill}"));
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
@@ -194,7 +197,7 @@ fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
     let out = folder.out("run");
     let file = folder.job(&job(400, "checkpoint_every = 100"));
     {
-        let mesh = mesh(3);
+        let mesh = mesh(3, MEMORY);
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
         run.until(|report| report["checkpoint"].as_u64() >= Some(100) || report["state"] == "failed");
         // The mesh is gone with all its nodes, in the middle of it.
@@ -220,4 +223,77 @@ fn a_run_is_taken_up_from_its_checkpoint_by_another_number_of_nodes() {
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     assert!(refused(&file).contains("another simulation"), "{}", refused(&file));
+}
+
+/// Across an ocean of 1 Gbit/s and 20 ms, two nodes of a thread each are told beside one of two threads. `GRID_SIZE` says how
+/// large the grid is, to measure with: the hash has to be the same, how fast it is depends on the machine.
+#[test]
+fn over_a_slow_link_halos_are_as_deep_as_it_takes() {
+    let folder = Folder::new();
+    let size = std::env::var("GRID_SIZE").ok().and_then(|text| text.parse().ok()).unwrap_or(SIZE);
+    let steps = if size == SIZE { 300 } else { 2000 };
+    let text = job(steps, "").replace(&format!("[{SIZE}, {SIZE}]"), &format!("[{size}, {size}]"));
+    let file = folder.job(&text.replace("every = 100", &format!("every = {steps}")));
+    let alone = submit(None, &file, &folder.out("alone"), &["--threads", "2"]).finish();
+    let mut mesh = Mesh::relayed(1);
+    let narrow = Link { latency: Duration::from_millis(10), bytes_per_second: Some(125_000_000), ..Link::PLAIN };
+    mesh.relay.as_ref().expect("a relay").links(narrow);
+    let memory = if size == SIZE { Some(MEMORY) } else { None };
+    for i in 0..2 {
+        mesh.start(&format!("n{i}"), memory);
+    }
+    mesh.wait_members(2, JOIN_MAX);
+    // Round trips are measured before anything is planned with them.
+    std::thread::sleep(Duration::from_secs(3));
+    let report = submit(Some(&mesh.nodes[0]), &file, &folder.out("two"), &[]).finish();
+    assert_eq!(report["tiles"].as_array().map(Vec::len), Some(2), "{report}");
+    assert_eq!(hash(&report), hash(&alone), "{report}");
+    let (two, one) = (report["mlups"].as_f64(), alone["mlups"].as_f64());
+    let ratio = two.zip(one).map(|(two, one)| two / one);
+    eprintln!("{size}²: {one:?} MLUPS on one node, {two:?} on two, {ratio:?}, with halos of {} steps", report["depth"]);
+}
+
+/// A simulation as one of these nodes tells it, which goes on with it or did.
+fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool) -> Value {
+    let end = Instant::now() + limit;
+    let mut last = Value::Null;
+    while Instant::now() < end {
+        for node in nodes {
+            let Ok(list) = node.get("/api/v1/grids") else { continue };
+            if let Some(job) = list.as_array().and_then(|jobs| jobs.first()) {
+                last = job.clone();
+            }
+        }
+        if done(&last) {
+            return last;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    panic!("it does not come to that: {last}");
+}
+
+#[test]
+fn a_run_survives_the_node_that_it_was_submitted_to() {
+    let folder = Folder::new();
+    let alone = solo(&folder, 600);
+    // More than half of those who take part have to agree: of three tiles' owners two are left.
+    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 50", THIRD)] {
+        let mut mesh = mesh(4, memory);
+        let file = folder.job(&job(600, &format!("standby = {standby:?}\n{checkpoints}")));
+        let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
+        let report = run.until(|report| report["step"].as_u64() >= Some(200) || report["state"] == "failed");
+        let tiles = report["tiles"].as_array().map_or(0, Vec::len);
+        assert_eq!(tiles, if standby == "hot" { 2 } else { 3 }, "{report}");
+        mesh.nodes[0].kill();
+        let report = inherited(&mesh.nodes[1..], RUN_MAX, |job| job["state"] == "done" || job["state"] == "failed");
+        assert_eq!(report["state"], "done", "{report}");
+        assert_eq!(hash(&report), hash(&alone), "{report}");
+        assert!(report["from_step"].as_u64() >= Some(100), "{standby}: it did not begin anew: {report}");
+        let out = report["out"].as_str().expect("it keeps what it makes");
+        let pictures = pictures(Path::new(out));
+        let (name, last) = pictures.last().expect("pictures");
+        let expected = self::pictures(&folder.out("solo"));
+        assert!(expected.iter().any(|(at, picture)| at == name && picture == last), "{name}");
+        eprintln!("{standby}: from step {}, {} ms without one", report["from_step"], report["longest_stall_ms"]);
+    }
 }

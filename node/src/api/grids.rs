@@ -76,7 +76,7 @@ pub(crate) async fn submit<E: Engine>(State(app): State<App<E>>, request: Reques
             .map_err(|what| ApiError::invalid(None, what))
     })
     .await?;
-    Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "from_step": submission.begun_at})))
+    Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "from_step": submission.told().begun_at})))
 }
 
 pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
@@ -211,7 +211,7 @@ type Nodes = BTreeMap<String, (String, u64)>;
 pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
     let (told, simulation) = (submission.told(), &submission.simulation);
     let cells = simulation.grid().region().cells() as f64;
-    let steps = f64::from(told.step.saturating_sub(submission.begun_at));
+    let steps = f64::from(told.step.saturating_sub(told.begun_at));
     let end = told.computed.unwrap_or_else(std::time::Instant::now);
     let seconds = told.running_since.map_or(0.0, |since| (end - since).as_secs_f64());
     let rate = if seconds > 0.0 { steps / seconds } else { 0.0 };
@@ -262,13 +262,14 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
         "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
         "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
         "error": told.ended.as_ref().and_then(|result| result.as_ref().err()), "waiting": told.waiting,
-        "step": told.step, "steps": simulation.steps(), "from_step": submission.begun_at, "depth": told.depth,
+        "step": told.step, "steps": simulation.steps(), "from_step": told.begun_at, "depth": told.depth,
         "seconds": seconds, "seconds_left": (rate > 0.0).then(|| left / rate), "steps_per_s": rate,
         "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
         "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
         "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
         "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
         "checkpoint": told.checkpoint, "out": submission.out, "tiles": tiles,
+        "taken_over_from": told.inherited_from.map(|node| node.to_string()),
         "state_hash": told.hash.map(|hash| format!("{hash:032x}")),
     })
 }

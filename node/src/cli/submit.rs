@@ -105,7 +105,7 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
     let mut waiting = None;
     loop {
         let report: Value = match receiver.recv_timeout(GLANCE) {
-            Ok(line) => line?,
+            Ok(line) => line.map_err(|_| left())?,
             Err(RecvTimeoutError::Timeout) => {
                 if interrupts.came() {
                     bar.finish_and_clear();
@@ -115,9 +115,7 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
                 continue;
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::failed(
-                    "the node ended before the simulation did; its checkpoints stay: --resume",
-                ));
+                return Err(left());
             }
         };
         if report["waiting"] != waiting.clone().unwrap_or_default() {
@@ -151,6 +149,14 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
             _ => {}
         }
     }
+}
+
+/// The node that it was submitted to is gone.
+fn left() -> Failure {
+    Failure::failed(
+        "the node ended before the simulation did. Where more than half of those that compute it are left, one of them goes on \
+         with it and keeps what it makes: see `meshnode jobs` there. Else take it up from its checkpoints, with --resume",
+    )
 }
 
 fn rate(cells_per_s: f64) -> String {

@@ -76,6 +76,16 @@ impl Shell {
                 self.tiles.held.remove(&(job, tile));
                 self.tiles.send(Command::Drop { job, tile });
             }
+            GridCommand::Mirror { job, from, step, parts, simulation } => {
+                let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
+                self.off_thread(move || {
+                    let result = submissions.mirror(&runtime, from, (job, step), &parts, &simulation);
+                    if let Err(reason) = &result {
+                        tracing::warn!("job {:016x}: the checkpoint of step {step} cannot be copied: {reason}", job.0);
+                    }
+                    Input::Grid(GridInput::Mirrored { job, step, result })
+                });
+            }
             GridCommand::KeepCheckpoint { job, step } => {
                 let submissions = self.submissions.clone();
                 self.off_thread(move || {
@@ -87,6 +97,8 @@ impl Shell {
     }
 
     pub(super) fn unload_tiles(&mut self, job: JobId) {
+        let submissions = self.submissions.clone();
+        self.runtime.spawn_blocking(move || submissions.forget_mirror(job));
         self.tiles.held.retain(|(of, _), _| *of != job);
         self.tiles.send(Command::Unload { job });
     }
@@ -153,7 +165,8 @@ pub(super) fn log(job: JobId, event: &GridEvent) {
         GridEvent::Waiting { reason } => tracing::warn!("job {job:016x} waits: {reason}"),
         GridEvent::Ended { result: Ok(()), .. } => tracing::info!("job {job:016x} is done"),
         GridEvent::Ended { result: Err(reason), .. } => tracing::warn!("job {job:016x} ended: {reason}"),
-        GridEvent::Progress { .. } | GridEvent::Report { .. } => {}
+        // Told where it is known where its results go.
+        GridEvent::Inherited { .. } | GridEvent::Progress { .. } | GridEvent::Report { .. } => {}
     }
 }
 

@@ -1,0 +1,102 @@
+//! Simulations of other nodes that this one may have to go on with, or does: their checkpoints, and what is made from then on.
+use super::checkpoints::Checkpoints;
+use super::{Made, Submission, Submissions, Told};
+use crate::tiles::region;
+use crate::tiles::states::Wanted;
+use kernels::grid::simulation::Simulation;
+use node_core::id::{JobId, NodeId};
+use partitioner::tiles::Block;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use tokio::sync::watch;
+
+/// The folder in a node's data directory where they are kept, one folder for each.
+const FOLDER: &str = "simulations";
+/// In a job's folder while it is another node's: there is nothing in it that anybody will look for.
+const MARK: &str = "another-node-coordinates-this";
+
+/// Where the data directory keeps them; what was another node's before a restart is removed.
+pub fn folder(data_dir: &Path) -> PathBuf {
+    let folder = data_dir.join(FOLDER);
+    for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+        forget(&entry.path());
+    }
+    folder
+}
+
+fn forget(job: &Path) {
+    if job.join(MARK).is_file()
+        && let Err(error) = fs::remove_dir_all(job)
+    {
+        tracing::warn!("{}: {error}", job.display());
+    }
+}
+
+impl Submissions {
+    fn job_folder(&self, job: JobId) -> PathBuf {
+        self.folder.join(format!("{:016x}", job.0))
+    }
+
+    /// Keeps a copy of another coordinator's checkpoint. Blocks.
+    ///
+    /// # Errors
+    /// It cannot be fetched, or not be written.
+    pub fn mirror(
+        &self,
+        runtime: &tokio::runtime::Handle,
+        from: NodeId,
+        (job, step): (JobId, u32),
+        parts: &[(Block, u64)],
+        simulation: &[u8],
+    ) -> Result<(), String> {
+        if self.find(job).is_some() {
+            return Err("this node goes on with it already".into());
+        }
+        let simulation = Simulation::from_bytes(simulation).map_err(|e| e.to_string())?;
+        let folder = self.job_folder(job);
+        let mut checkpoints = Checkpoints::open(&folder, &simulation)?;
+        let mark = folder.join(MARK);
+        fs::write(&mark, []).map_err(|e| format!("{}: {e}", mark.display()))?;
+        let mut regions = Vec::with_capacity(parts.len());
+        for (block, most) in parts {
+            let (start, end) = (block.from, block.to);
+            let cells = self.fetch(runtime, from, Wanted::Checkpoint { job, step, start, end }, *most)?;
+            checkpoints.part(step, region(block), &cells)?;
+            regions.push(region(block));
+        }
+        checkpoints.keep(step, &regions)
+    }
+
+    /// This node has no part in a job any more: a copy of its checkpoints is of no use.
+    pub fn forget_mirror(&self, job: JobId) {
+        if self.find(job).is_none() {
+            forget(&self.job_folder(job));
+        }
+    }
+
+    /// This node goes on with a simulation that was submitted to `from`.
+    pub(super) fn inherit(&self, job: JobId, from: NodeId, simulation: &[u8], kept: bool) {
+        let simulation = match Simulation::from_bytes(simulation) {
+            Ok(simulation) => simulation,
+            // It was computed here until now.
+            Err(error) => return tracing::warn!("job {:016x}: {error}", job.0),
+        };
+        let folder = self.job_folder(job);
+        let place =
+            if kept { format!("what it makes goes to {}", folder.display()) } else { "it keeps nothing".into() };
+        tracing::warn!("job {:016x}: node {from} is silent, and this node goes on with it; {place}", job.0);
+        let mark = folder.join(MARK);
+        let submission = Arc::new(Submission {
+            job,
+            simulation,
+            out: kept.then_some(folder),
+            told: Mutex::new(Told { inherited_from: Some(from), ..Told::default() }),
+            view: Mutex::default(),
+            made: Mutex::new(Made::default()),
+            changed: watch::channel(0).0,
+        });
+        self.lock().push(submission);
+        std::thread::spawn(move || fs::remove_file(mark));
+    }
+}
