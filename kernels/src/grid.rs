@@ -19,6 +19,7 @@ pub(crate) mod frame;
 mod ghosts;
 pub(crate) mod halo;
 pub(crate) mod hash;
+pub(crate) mod number;
 pub(crate) mod planes;
 pub(crate) mod state;
 #[cfg(test)]

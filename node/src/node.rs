@@ -413,7 +413,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
-                dtype @ (Dtype::Cells | Dtype::Bits) => Tensor::Strip { bytes: payload, dtype },
+                dtype @ (Dtype::Cells | Dtype::Bits | Dtype::HalfCells) => Tensor::Strip { bytes: payload, dtype },
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }

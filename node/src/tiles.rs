@@ -5,7 +5,6 @@ use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
 use kernels::grid::any_tile::GridTile;
-use kernels::grid::rule::Rule;
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Threads;
 use kernels::grid::{Link, Region};
@@ -290,7 +289,7 @@ impl Making<'_> {
 
     /// Strips for the neighbours; the core sends them.
     fn pack(&mut self, tile: &mut dyn GridTile) -> Result<(), String> {
-        let dtype = dtype(self.simulation.rule());
+        let dtype = dtype(self.simulation.rule().costs().cell_bits);
         let mut sizes = Vec::with_capacity(self.work.strips_out.len());
         for &(link, id) in &self.work.strips_out {
             let mut strip = tile.pack(link.into()).map_err(|e| e.to_string())?;
@@ -372,13 +371,13 @@ pub fn common(a: &Region, b: &Region) -> Option<Region> {
     (0..3).all(|axis| start[axis] < end[axis]).then_some(Region { start, end })
 }
 
-/// How strips of a rule lie in a frame.
-#[expect(clippy::wildcard_enum_match_arm, reason = "the kernels' rules may grow")]
-pub fn dtype(rule: &Rule) -> Dtype {
-    match rule {
-        Rule::Life(_) => Dtype::Bits,
-        // A rule of the kernels' that is added later has cells of 32 bits, like all but Life.
-        _ => Dtype::Cells,
+/// How strips of a rule whose cells have so many bits lie in a frame.
+pub fn dtype(cell_bits: u64) -> Dtype {
+    match cell_bits {
+        bits if bits.is_multiple_of(32) => Dtype::Cells,
+        // A fluid's cells have an odd number of fields.
+        bits if bits.is_multiple_of(16) => Dtype::HalfCells,
+        _ => Dtype::Bits,
     }
 }
 

@@ -72,6 +72,8 @@ pub enum Dtype {
     Cells = 4,
     /// Cells of a grid, a bit each, eight to an element.
     Bits = 5,
+    /// Cells of a grid, 16 bits each.
+    HalfCells = 6,
 }
 
 impl Dtype {
@@ -79,13 +81,13 @@ impl Dtype {
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::U32 | Dtype::F32 | Dtype::Cells => 4,
-            Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::F16 | Dtype::Bf16 | Dtype::HalfCells => 2,
             Dtype::Bits => 1,
         }
     }
 
     fn from_wire(byte: u8) -> Option<Self> {
-        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits]
+        [Dtype::U32, Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::Cells, Dtype::Bits, Dtype::HalfCells]
             .into_iter()
             .find(|d| *d as u8 == byte)
     }

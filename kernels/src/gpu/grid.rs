@@ -7,7 +7,7 @@
 //! Next: `gpu/grid/place.rs`, then `gpu/grid/scalar.rs` for the shortest rule.
 use cubecl::prelude::*;
 
-use crate::grid::frame::{Frame, Span};
+use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::rule::{Rule, Stepper};
 use crate::grid::{Grid, GridError, Link, Region, halo};
 use exchange::Exchange;
@@ -75,6 +75,10 @@ impl<R: Runtime> GpuTile<R> {
         free: usize,
     ) -> Result<Self, GridError> {
         rule.check(grid)?;
+        if rule.format() == Format::Half {
+            let what = "populations of 16 bits are computed on processors only: use storage = \"f32\" on a GPU".into();
+            return Err(GridError::Parameter { rule: rule.name(), what });
+        }
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
         let memory = Memory::new(&frame);
         let needed = Self::bytes(grid, rule, region, depth)?;

@@ -1,5 +1,6 @@
 //! A tile wherever it is computed: what the rest of the program sees of tiles, on the processor and on GPUs alike.
 use super::frame::Format;
+use super::number::{Half, Number};
 use super::rule::Stepper;
 use super::tile::{Threads, Tile};
 use super::{GridError, Link, Region};
@@ -168,6 +169,10 @@ fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut
     row.clear();
     match tile.frame.format {
         Format::Float => row.extend_from_slice(&tile.state.plane::<f32>(field)[first..first + end - start]),
+        Format::Half => {
+            let cells = &tile.state.plane::<Half>(field)[first..first + end - start];
+            row.extend(cells.iter().map(|cell| cell.value()));
+        }
         Format::Bit => {
             let words = &tile.state.plane::<u64>(field)[first..];
             let skipped = at[0].rem_euclid(64) as usize;

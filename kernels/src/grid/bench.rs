@@ -97,7 +97,7 @@ fn measure(
     let grid = Grid::periodic(size)?;
     let mut tile = Tile::new(&grid, rule, grid.region(), 1)?;
     tile.load(&mut |at, cell| load(at, cell));
-    let bytes_per_cell_step = 2 * 4 * rule.fields();
+    let bytes_per_cell_step = 2 * rule.format().bytes() * rule.fields();
     let mut threads = Threads::new(threads).expect("threads");
     let bytes = 4 * rule.fields() * grid.region().cells();
     let (from, mut to) = (Planes::new(1, bytes)?, Planes::new(1, bytes)?);

@@ -13,6 +13,8 @@ use super::{AXES, Face, Grid, GridError, RUN, Region, SIZE_MAX};
 pub(crate) enum Format {
     /// One `f32` a cell; rows begin at multiples of 64 bytes.
     Float,
+    /// One number of half precision a cell ([`Half`](super::number::Half)); rows begin at multiples of 32 bytes.
+    Half,
     /// One bit a cell, 64 in a `u64`, the lowest bit first.
     Bit,
 }
@@ -21,7 +23,7 @@ impl Format {
     /// Cells of an element.
     pub(crate) fn cells(self) -> usize {
         match self {
-            Self::Float => 1,
+            Self::Float | Self::Half => 1,
             Self::Bit => 64,
         }
     }
@@ -29,6 +31,7 @@ impl Format {
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Float => 4,
+            Self::Half => 2,
             Self::Bit => 8,
         }
     }
@@ -36,7 +39,7 @@ impl Format {
     /// Cells that are computed together: a part of a row that is asked for is computed up to multiples of this.
     pub(crate) fn block(self) -> usize {
         match self {
-            Self::Float => 16,
+            Self::Float | Self::Half => 16,
             Self::Bit => 64,
         }
     }
@@ -141,13 +144,14 @@ impl Frame {
         }
         let size = owned.size();
         let cells = format.cells();
-        // Blocks that begin or end in the halo are computed whole and look a radius further: stay within the row.
-        let pad = |ring: isize| match format {
-            Format::Float => (ring as usize).next_multiple_of(16) + 16,
-            Format::Bit => (ring as usize).div_ceil(cells).max(1) + usize::from(ring > 1),
+        // Blocks that begin or end in the halo are computed whole and look a radius further: stay within the row. No rule looks
+        // farther than a block.
+        let pad = |side: usize| match format {
+            Format::Float | Format::Half => (halo[0][side] as usize).next_multiple_of(16) + 16,
+            Format::Bit => (ring[0][side] as usize).div_ceil(cells).max(1) + usize::from(ring[0][side] > 1),
         };
-        let align = if format == Format::Float { 16 } else { 1 };
-        let (left, right) = (pad(ring[0][0]), pad(ring[0][1]));
+        let align = if format == Format::Bit { 1 } else { 16 };
+        let (left, right) = (pad(0), pad(1));
         let row = (left + size[0].div_ceil(cells) + right).next_multiple_of(align);
         let layer = row * (size[1] + (ring[1][0] + ring[1][1]) as usize);
         let len = layer * (size[2] + (ring[2][0] + ring[2][1]) as usize);
@@ -171,6 +175,11 @@ impl Frame {
     /// Bytes of a plane.
     pub(crate) fn plane_bytes(&self) -> usize {
         self.len * self.format.bytes()
+    }
+
+    /// Elements of a plane.
+    pub(crate) fn elements(&self) -> usize {
+        self.len
     }
 
     /// Elements between rows and between layers.

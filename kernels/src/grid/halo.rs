@@ -4,6 +4,7 @@
 //! owner, at one place relative to a tile. Both ends of a link count the same cells in the same order, so a strip needs no
 //! header. How far a halo reaches, and what of it a rule needs, is the same arithmetic for both (`needed`).
 use super::frame::{Format, Frame, Span};
+use super::number::Half;
 use super::planes::Planes;
 use super::tile::Tile;
 use super::{Grid, GridError, Region};
@@ -205,7 +206,7 @@ pub(crate) fn bytes(format: Format, span: &Span) -> usize {
         return 0;
     }
     let row = match format {
-        Format::Float => 4 * span.len(0),
+        Format::Float | Format::Half => format.bytes() * span.len(0),
         Format::Bit => span.len(0).div_ceil(8),
     };
     row * span.len(1) * span.len(2)
@@ -221,6 +222,7 @@ pub(crate) fn read(frame: &Frame, planes: &Planes, field: usize, span: &Span, in
         let at = frame.at([start, y, z]);
         match frame.format {
             Format::Float => into.extend_from_slice(bytemuck::cast_slice(&planes.plane::<f32>(field)[at..at + len])),
+            Format::Half => into.extend_from_slice(bytemuck::cast_slice(&planes.plane::<Half>(field)[at..at + len])),
             Format::Bit => {
                 let (row, offset) = (&planes.plane::<u64>(field)[at..], start.rem_euclid(64) as usize);
                 for done in (0..len).step_by(64) {
@@ -244,6 +246,11 @@ pub(crate) fn write<'a>(frame: &Frame, planes: &mut Planes, field: usize, span: 
             Format::Float => {
                 let (row, rest) = from.split_at(4 * len);
                 bytemuck::cast_slice_mut(&mut planes.plane_mut::<f32>(field)[at..at + len]).copy_from_slice(row);
+                from = rest;
+            }
+            Format::Half => {
+                let (row, rest) = from.split_at(2 * len);
+                bytemuck::cast_slice_mut(&mut planes.plane_mut::<Half>(field)[at..at + len]).copy_from_slice(row);
                 from = rest;
             }
             Format::Bit => {

@@ -7,6 +7,7 @@ use std::sync::Mutex;
 
 use super::frame::{Format, Frame};
 use super::halo::bits;
+use super::number::Half;
 use super::tile::{Threads, Tile};
 use super::{GridError, RUN};
 
@@ -39,6 +40,7 @@ impl Tile {
         let at = self.frame.at([0, y, z]);
         let cells = match self.frame.format {
             Format::Float => Cells::Float(&self.state.plane::<f32>(field)[at..]),
+            Format::Half => Cells::Half(&self.state.plane::<Half>(field)[at..]),
             Format::Bit => Cells::Bit(&self.state.plane::<u64>(field)[at..]),
         };
         of_row(key, &self.frame, &|at| self.stepper.hidden(at), field, [y, z], cells)
@@ -49,6 +51,7 @@ impl Tile {
 #[derive(Clone, Copy)]
 pub(crate) enum Cells<'a> {
     Float(&'a [f32]),
+    Half(&'a [Half]),
     Bit(&'a [u64]),
 }
 
@@ -84,6 +87,14 @@ pub(crate) fn of_row(
                     bytes.copy_from_slice(&cell.to_le_bytes());
                 }
                 4 * count
+            }
+            Cells::Half(cells) => {
+                let cells: &[u16] = bytemuck::cast_slice(&cells[x..x + count]);
+                for (i, (cell, bytes)) in cells.iter().zip(text[16..].chunks_exact_mut(2)).enumerate() {
+                    let cell = if hidden >> i & 1 == 1 { 0 } else { *cell };
+                    bytes.copy_from_slice(&cell.to_le_bytes());
+                }
+                2 * count
             }
             Cells::Bit(cells) => {
                 text[16..24].copy_from_slice(&(bits(&cells[x / 64..], 0, count) & !hidden).to_le_bytes());

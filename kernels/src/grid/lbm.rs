@@ -4,7 +4,9 @@
 //! digits. A step pulls from the neighbours and collides. Walls, masks and open faces write what a cell is to pull into
 //! the places beyond it before the step (`lbm/edges.rs`), so the pass itself knows nothing of them, and every cell's
 //! arithmetic is the same. Next: `lbm/flow.rs`, `lbm/edges.rs`, `lbm/d2q9.rs`.
-use super::rule::CellMap;
+use super::frame::{Format, Frame};
+use super::number::Half;
+use super::rule::{CellMap, Stepper};
 use super::{AXES, Face, Grid, GridError};
 
 pub(crate) mod collision;
@@ -76,6 +78,28 @@ pub struct LatticeFluid<const D: usize> {
     pub solid: Option<CellMap<bool>>,
     /// Force on each cell: density times acceleration.
     pub force: [f32; D],
+    /// What populations are kept as between steps.
+    pub storage: Storage,
+}
+
+/// What populations are kept as; they collide in single precision always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Storage {
+    /// 32 bits.
+    #[default]
+    Single,
+    /// 16 bits: half the memory and traffic, three digits of what differs from the fluid at rest. A flow that a force drives
+    /// loses a ten-thousandth of its speed a step to rounding.
+    Half,
+}
+
+impl Storage {
+    pub(crate) fn format(self) -> Format {
+        match self {
+            Self::Single => Format::Float,
+            Self::Half => Format::Half,
+        }
+    }
 }
 
 /// How populations relax.
@@ -98,10 +122,10 @@ pub type Fluid3 = LatticeFluid<3>;
 
 impl<const D: usize> std::fmt::Debug for LatticeFluid<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { tau, collision, omega, solid, force } = self;
+        let Self { tau, collision, omega, solid, force, storage } = self;
         write!(
             f,
-            "Fluid in {D} dimensions {{ tau: {tau}, {collision:?}, force: {force:?}, omega by cell: {}",
+            "Fluid in {D} dimensions {{ tau: {tau}, {collision:?}, force: {force:?}, {storage:?}, omega by cell: {}",
             omega.is_some()
         )?;
         write!(f, ", solid cells: {} }}", solid.is_some())
@@ -137,7 +161,7 @@ impl Fluid3 {
 impl<const D: usize> LatticeFluid<D> {
     /// A fluid of that relaxation time, everything else plain.
     pub fn new(tau: f64) -> Self {
-        Self { tau, collision: Collision::Bgk, omega: None, solid: None, force: [0.0; D] }
+        Self { tau, collision: Collision::Bgk, omega: None, solid: None, force: [0.0; D], storage: Storage::Single }
     }
 
     /// The viscosity of `tau`, in cells² a step.
@@ -165,6 +189,16 @@ impl<const D: usize> LatticeFluid<D> {
         (density, std::array::from_fn(velocity))
     }
 
+    pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError>
+    where
+        Self: Lattice,
+    {
+        Ok(match self.storage {
+            Storage::Single => Box::new(Flow::<D, f32>::new(self, frame)?),
+            Storage::Half => Box::new(Flow::<D, Half>::new(self, frame)?),
+        })
+    }
+
     /// The rates of the even and of the odd parts for a relaxation time.
     pub(crate) fn rates(&self, tau: f64) -> [f64; 2] {
         match self.collision {
@@ -184,9 +218,15 @@ impl<const D: usize> LatticeFluid<D> {
         if fastest > SUBSONIC {
             return Some(format!("a velocity of {fastest} cells a step: above {SUBSONIC} errors grow fast, use less"));
         }
-        let thin = self.tau < THIN;
-        thin.then(|| {
-            format!("tau = {}: below {THIN} a fluid is easily unstable, use more cells or less speed", self.tau)
+        if self.tau < THIN {
+            let what = "a fluid is easily unstable, use more cells or less speed";
+            return Some(format!("tau = {}: below {THIN} {what}", self.tau));
+        }
+        let rounded = self.storage == Storage::Half && self.force.iter().any(|part| *part != 0.0);
+        rounded.then(|| {
+            "a force with 16 bits a number: rounding takes a ten-thousandth of the speed a step, use storage = \"f32\" \
+             unless the force gives a hundred times as much"
+                .to_owned()
         })
     }
 

@@ -6,7 +6,7 @@ use super::frame::{Format, Frame};
 use super::planes::{Planes, Shared};
 use super::{Grid, GridError};
 use crate::cpu::Isa;
-use crate::grid::lbm::{Flow, Fluid, Fluid3};
+use crate::grid::lbm::{Fluid, Fluid3};
 use crate::grid::life::Life;
 use crate::grid::rule_file::{self, Interpreter, TextRule};
 use crate::grid::scalar::{GrayScott, Heat, Local, Scalar, Wave};
@@ -100,7 +100,7 @@ impl Rule {
     /// What a cell costs.
     pub fn costs(&self) -> Costs {
         let fields = self.fields() as u64;
-        // Numbers of a cell: kept beside the fields, sent of the outermost layers, and operations.
+        // Numbers of a cell: `f32` kept beside the fields, fields sent of the outermost layers, and operations.
         let (beside, crossing, operations) = match self {
             Self::Life(_) => {
                 return Costs { state_bits: 2, traffic_bits: 2, face_bits: 1, cell_bits: 1, operations: 1 };
@@ -118,21 +118,16 @@ impl Rule {
                 (0, crossing, program.operations().len() as u64)
             }
         };
-        Costs {
-            state_bits: 32 * (2 * fields + beside),
-            traffic_bits: 32 * (2 * fields + beside),
-            face_bits: 32 * crossing,
-            cell_bits: 32 * fields,
-            operations,
-        }
+        let bits = 8 * self.format().bytes() as u64;
+        let all = 2 * bits * fields + 32 * beside;
+        Costs { state_bits: all, traffic_bits: all, face_bits: bits * crossing, cell_bits: bits * fields, operations }
     }
 
     pub(crate) fn format(&self) -> Format {
         match self {
             Self::Life(_) => Format::Bit,
-            Self::D2q9(_) | Self::D3q19(_) | Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) | Self::Text(_) => {
-                Format::Float
-            }
+            Self::D2q9(Fluid { storage, .. }) | Self::D3q19(Fluid3 { storage, .. }) => storage.format(),
+            Self::Heat(_) | Self::Wave(_) | Self::GrayScott(_) | Self::Text(_) => Format::Float,
         }
     }
 
@@ -178,8 +173,8 @@ impl Rule {
     pub(crate) fn stepper(&self, frame: &Frame) -> Result<Box<dyn Stepper>, GridError> {
         Ok(match self {
             Self::Life(life) => Box::new(*life),
-            Self::D2q9(fluid) => Box::new(Flow::new(fluid, frame)?),
-            Self::D3q19(fluid) => Box::new(Flow::new(fluid, frame)?),
+            Self::D2q9(fluid) => fluid.stepper(frame)?,
+            Self::D3q19(fluid) => fluid.stepper(frame)?,
             Self::Heat(heat) => Box::new(Scalar::new(*heat, frame)),
             Self::Wave(wave) => Box::new(Scalar::new(*wave, frame)),
             Self::GrayScott(reaction) => Box::new(Scalar::new(*reaction, frame)),

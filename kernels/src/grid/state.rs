@@ -17,7 +17,7 @@ impl Tile {
     pub fn saved_len(&self, region: Region) -> usize {
         let [width, height, depth] = region.size();
         let row = match self.frame.format {
-            Format::Float => 4 * width,
+            Format::Float | Format::Half => self.frame.format.bytes() * width,
             Format::Bit => width.div_ceil(8),
         };
         row * height * depth * self.fields()

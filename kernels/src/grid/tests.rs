@@ -1,6 +1,7 @@
 //! One tile and many: whatever the cuts, the depth of halos, the threads and the instruction set, the same bits.
 mod fluid;
 mod fluid3;
+mod half;
 mod life;
 mod scalar;
 mod state;
@@ -298,7 +299,7 @@ fn both_ends_of_a_link_count_the_same() {
 
 #[test]
 fn costs_are_what_is_sent() {
-    use super::lbm::Fluid;
+    use super::lbm::{Fluid, Storage};
     use super::rule_file::TextRule;
     use super::scalar::{GrayScott, Heat, Wave};
     let grid = Grid::periodic(&[64, 60]).unwrap();
@@ -307,6 +308,7 @@ fn costs_are_what_is_sent() {
     for (rule, costs) in [
         (Rule::Life(super::life::Life::CONWAY), [2, 2, 1, 1]),
         (Rule::D2q9(Fluid::new(0.8)), [576, 576, 96, 288]),
+        (Rule::D2q9(Fluid { storage: Storage::Half, ..Fluid::new(0.8) }), [288, 288, 48, 144]),
         (Rule::Heat(Heat { rate: 0.1 }), [64, 64, 32, 32]),
         (Rule::Wave(Wave { speed: 0.1 }), [128, 128, 32, 64]),
         (Rule::GrayScott(GrayScott { diffusion: [0.1; 2], feed: 0.1, kill: 0.1 }), [128, 128, 64, 64]),

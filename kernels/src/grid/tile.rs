@@ -5,8 +5,9 @@
 //! time. The last step of a cycle can be made in two parts, strips that neighbours wait for first: while they travel,
 //! the interior is computed. All this only chooses which cells are computed when: a cell's arithmetic is the same
 //! everywhere.
-use super::frame::{Frame, Span};
+use super::frame::{Format, Frame, Span};
 use super::halo::Strips;
+use super::number::{Half, Number};
 use super::planes::Planes;
 use super::rule::{Rows, Rule, Stepper};
 use super::{Grid, GridError, Region};
@@ -277,16 +278,18 @@ const GRAIN_CELLS: usize = 8192;
 /// A cell's value.
 pub(crate) fn get(frame: &Frame, planes: &Planes, field: usize, at: [isize; 3]) -> f32 {
     match frame.format {
-        super::frame::Format::Float => planes.plane::<f32>(field)[frame.at(at)],
-        super::frame::Format::Bit => (planes.plane::<u64>(field)[frame.at(at)] >> at[0].rem_euclid(64) & 1) as f32,
+        Format::Float => planes.plane::<f32>(field)[frame.at(at)],
+        Format::Half => planes.plane::<Half>(field)[frame.at(at)].value(),
+        Format::Bit => (planes.plane::<u64>(field)[frame.at(at)] >> at[0].rem_euclid(64) & 1) as f32,
     }
 }
 
 fn put(frame: &Frame, planes: &mut Planes, field: usize, at: [isize; 3], value: f32) {
     let index = frame.at(at);
     match frame.format {
-        super::frame::Format::Float => planes.plane_mut::<f32>(field)[index] = value,
-        super::frame::Format::Bit => {
+        Format::Float => planes.plane_mut::<f32>(field)[index] = value,
+        Format::Half => planes.plane_mut::<Half>(field)[index] = Half::of(value),
+        Format::Bit => {
             let (word, bit) = (&mut planes.plane_mut::<u64>(field)[index], at[0].rem_euclid(64));
             *word = *word & !(1 << bit) | u64::from(value != 0.0) << bit;
         }

@@ -11,7 +11,7 @@ use partitioner::tiles::Block;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc;
-use transport::frame::{Dtype, Expectation, PAYLOAD_BYTES_MAX};
+use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 /// The shell's own bookkeeping of tiles.
 pub(crate) struct TileShell {
@@ -143,7 +143,7 @@ fn strips(order: &TileOrder) -> Expectation {
     // Rows of bits begin with a whole byte.
     let bits = order.work.cell_bits.max(8);
     let bytes = (halo * u128::from(bits) / 8).clamp(64, PAYLOAD_BYTES_MAX as u128) as u32;
-    let dtype = if order.work.cell_bits < 32 { Dtype::Bits } else { Dtype::Cells };
+    let dtype = crate::tiles::dtype(order.work.cell_bits);
     Expectation::strips(dtype, bytes / dtype.bytes() as u32)
 }
 

@@ -2,7 +2,6 @@
 use super::{Parts, folder};
 use crate::tiles::common;
 use kernels::grid::Region;
-use kernels::grid::rule::Rule;
 use kernels::grid::simulation::Simulation;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -148,8 +147,8 @@ pub struct Checkpoint {
     folder: PathBuf,
     parts: Vec<(Region, Part)>,
     fields: usize,
-    /// One bit a cell.
-    bits: bool,
+    /// Bits of a field of a cell.
+    field_bits: usize,
 }
 
 impl Checkpoint {
@@ -188,8 +187,9 @@ impl Checkpoint {
         if !named || !partitioner::tiles::covers(size.map(|cells| cells as u64), &blocks) {
             return Err(format!("{} does not cover the grid", path.display()));
         }
-        let rule = simulation.rule();
-        Ok(Self { step, folder, parts, fields: rule.fields(), bits: matches!(rule, Rule::Life(_)) })
+        let fields = simulation.rule().fields();
+        let field_bits = simulation.rule().costs().cell_bits as usize / fields;
+        Ok(Self { step, folder, parts, fields, field_bits })
     }
 
     /// Whether all its bytes are what they were.
@@ -221,7 +221,7 @@ impl Checkpoint {
     }
 
     fn row(&self, cells: usize) -> usize {
-        if self.bits { cells.div_ceil(8) } else { 4 * cells }
+        (self.field_bits * cells).div_ceil(8)
     }
 
     fn bytes(&self, region: Region) -> u64 {
@@ -237,7 +237,7 @@ impl Checkpoint {
         let inside = self.parts.iter().filter_map(|(owned, _)| common(owned, &region)).map(|part| part.cells());
         if region.cells() == 0
             || inside.sum::<usize>() != region.cells()
-            || (self.bits && !region.start[0].is_multiple_of(8))
+            || !(self.field_bits * region.start[0]).is_multiple_of(8)
         {
             return Err(format!("{region:?} is not in the checkpoint's grid"));
         }

@@ -100,7 +100,7 @@ impl Exchange {
         // SAFETY: entries name elements of the state; units beyond the last entry do nothing.
         unsafe {
             match self.format {
-                Format::Float => {
+                Format::Float | Format::Half => {
                     gather_floats::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, plane, list.count)
                 }
                 Format::Bit => {
@@ -135,7 +135,7 @@ impl Exchange {
         for strip in &self.strips {
             let mut bytes = Vec::with_capacity(strip.bytes_out);
             match self.format {
-                Format::Float => {
+                Format::Float | Format::Half => {
                     let (ours, rest) = words.split_at(strip.bytes_out.min(words.len()));
                     bytes.extend_from_slice(ours);
                     words = rest;
@@ -168,7 +168,7 @@ impl Exchange {
         let Some(Some(list)) = self.into.get(link) else { return };
         let padded;
         let words = match self.format {
-            Format::Float => strip,
+            Format::Float | Format::Half => strip,
             Format::Bit => {
                 padded = self.pad(link, strip, list.words);
                 &padded
@@ -181,7 +181,7 @@ impl Exchange {
         // SAFETY: entries name elements of the state and of the strip; units beyond the last entry do nothing.
         unsafe {
             match self.format {
-                Format::Float => scatter_floats::launch_unchecked::<R>(
+                Format::Float | Format::Half => scatter_floats::launch_unchecked::<R>(
                     client, cubes, dim, wide, entries, from, to, plane, list.count,
                 ),
                 Format::Bit => {
@@ -247,7 +247,7 @@ fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &m
     for (y, z) in span.rows() {
         let at = |x: isize| memory.at([x, y, z]) as u32;
         match format {
-            Format::Float => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
+            Format::Float | Format::Half => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
             Format::Bit => {
                 for x in range.clone().step_by(32) {
                     let count = (range.end - x).min(32) as u32;
@@ -267,7 +267,7 @@ fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mu
     for (y, z) in span.rows() {
         let at = |x: isize| memory.at([x, y, z]) as u32;
         match format {
-            Format::Float => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
+            Format::Float | Format::Half => range.clone().for_each(|x| entries.extend([at(x), field, 0, 0])),
             Format::Bit => {
                 let first = range.start.div_euclid(32) * 32;
                 for x in (first..range.end).step_by(32) {

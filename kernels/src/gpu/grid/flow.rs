@@ -26,7 +26,7 @@ pub(super) struct Flow {
 impl Flow {
     pub(super) fn new<R: Runtime, const D: usize>(
         client: &ComputeClient<R>,
-        flow: &lbm::Flow<D>,
+        flow: &lbm::Flow<D, f32>,
         frame: &Frame,
         memory: &Memory,
     ) -> Result<Self, GridError>

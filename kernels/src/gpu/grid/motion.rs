@@ -51,12 +51,12 @@ impl Motion {
             }
             Rule::Text(text) => Self::Text(Box::new(Text::new(client, text, frame)?)),
             Rule::D2q9(fluid) => {
-                let flow = lbm::Flow::new(fluid, frame)?;
+                let flow = lbm::Flow::<2, f32>::new(fluid, frame)?;
                 let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
                 return Ok((motion, Box::new(flow)));
             }
             Rule::D3q19(fluid) => {
-                let flow = lbm::Flow::new(fluid, frame)?;
+                let flow = lbm::Flow::<3, f32>::new(fluid, frame)?;
                 let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
                 return Ok((motion, Box::new(flow)));
             }
@@ -82,7 +82,7 @@ impl Motion {
             Rule::D3q19(fluid) => fluid.omega.is_some(),
             Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => false,
         };
-        if by_cell { 2 * frame.plane_bytes() } else { 0 }
+        if by_cell { 8 * frame.elements() } else { 0 }
     }
 
     /// What has to be done to a state before a step is computed from it.

@@ -88,7 +88,7 @@ impl Memory {
     pub(super) fn new(frame: &Frame) -> Self {
         // A `u64` is two words here, the low one first.
         let (words, cells) = match frame.format {
-            Format::Float => (1, 1),
+            Format::Float | Format::Half => (1, 1),
             Format::Bit => (2, 32),
         };
         let [row, layer] = frame.strides().map(|stride| stride as usize * words);

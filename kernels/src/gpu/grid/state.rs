@@ -114,7 +114,7 @@ impl<R: Runtime> GpuTile<R> {
                 for (row, cells) in rows.iter().zip(&mut cells) {
                     cells.clear();
                     match self.frame.format {
-                        Format::Float => {
+                        Format::Float | Format::Half => {
                             let start = 4 * (self.memory.left + from);
                             let row = row.get(start..start + 4 * width).ok_or_else(short)?;
                             cells.extend(bytemuck::pod_collect_to_vec::<u8, f32>(row));
@@ -327,7 +327,7 @@ impl<R: Runtime> GpuTile<R> {
 
     fn saved_row(&self, width: usize) -> usize {
         match self.frame.format {
-            Format::Float => 4 * width,
+            Format::Float | Format::Half => 4 * width,
             Format::Bit => width.div_ceil(8),
         }
     }
@@ -347,7 +347,7 @@ impl<R: Runtime> GpuTile<R> {
 
     fn empty(&self, rows: usize) -> Rows {
         match self.frame.format {
-            Format::Float => Rows::Float(vec![0.0; rows * self.memory.row]),
+            Format::Float | Format::Half => Rows::Float(vec![0.0; rows * self.memory.row]),
             Format::Bit => Rows::Bit(vec![0; rows * self.memory.row / 2]),
         }
     }
@@ -361,7 +361,7 @@ impl<R: Runtime> GpuTile<R> {
         let first = self.first(field, rows.start, z);
         let bytes = self.state.read(&self.client, first..first + rows.len() * self.memory.row)?;
         Ok(match self.frame.format {
-            Format::Float => Rows::Float(bytemuck::pod_collect_to_vec(&bytes)),
+            Format::Float | Format::Half => Rows::Float(bytemuck::pod_collect_to_vec(&bytes)),
             Format::Bit => Rows::Bit(bytemuck::pod_collect_to_vec(&bytes)),
         })
     }

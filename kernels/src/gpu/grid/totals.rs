@@ -35,7 +35,7 @@ impl<R: Runtime> GpuTile<R> {
         // SAFETY: the span is in memory, the mask has a bit for each of its cells; units beyond the last do nothing.
         unsafe {
             match self.frame.format {
-                Format::Float => add_floats::launch_unchecked::<R>(
+                Format::Float | Format::Half => add_floats::launch_unchecked::<R>(
                     &self.client,
                     cubes,
                     dim,

@@ -1,12 +1,13 @@
 //! The collision of a pair of opposite populations: what the lattices share. Every step loses and gains exactly as much mass
 //! and momentum as it must, for the coefficients of each sum add up exactly.
 use crate::cpu::simd::Simd;
+use crate::grid::number::Number;
 
 /// Where a block of rows is, what it pulls from, and how it collides.
-pub(crate) struct Part {
+pub(crate) struct Part<N> {
     /// Where the first cell pulls each population from; as many as the lattice has.
-    pub(super) from: [*const f32; POPULATIONS_MAX],
-    pub(super) to: [*mut f32; POPULATIONS_MAX],
+    pub(super) from: [*const N; POPULATIONS_MAX],
+    pub(super) to: [*mut N; POPULATIONS_MAX],
     /// Half the rates by cell.
     pub(super) halves: [*const f32; 2],
     pub(super) half: [f32; 2],
@@ -103,8 +104,8 @@ pub(super) struct Block<S: Simd> {
 }
 
 #[inline(always)]
-pub(super) unsafe fn share<S: Simd, const FIELD: bool>(
-    part: &Part,
+pub(super) unsafe fn share<S: Simd, N, const FIELD: bool>(
+    part: &Part<N>,
     at: isize,
     excess: S::F,
     energy: S::F,
@@ -114,7 +115,7 @@ pub(super) unsafe fn share<S: Simd, const FIELD: bool>(
     unsafe {
         let one = S::splat(1.0);
         let (even, odd) = if FIELD {
-            (load::<S>(part.halves[0], at), load::<S>(part.halves[1], at))
+            (S::load(part.halves[0].offset(at)), S::load(part.halves[1].offset(at)))
         } else {
             (S::splat(part.half[0]), S::splat(part.half[1]))
         };
@@ -166,17 +167,15 @@ impl<S: Simd> Block<S> {
     }
 }
 
+/// 16 of a population that the cells from one on pull.
 #[inline(always)]
-pub(super) unsafe fn load<S: Simd>(plane: *const f32, at: isize) -> S::F {
+pub(super) unsafe fn load<S: Simd, N: Number>(part: &Part<N>, i: usize, at: isize) -> S::F {
     // SAFETY: the caller's contract.
-    unsafe { S::load(plane.offset(at)) }
+    unsafe { N::load::<S>(part.from[i].offset(at)) }
 }
 
 #[inline(always)]
-pub(super) unsafe fn put<S: Simd, const STREAM: bool>(part: &Part, i: usize, at: isize, v: S::F) {
+pub(super) unsafe fn put<S: Simd, N: Number, const STREAM: bool>(part: &Part<N>, i: usize, at: isize, v: S::F) {
     // SAFETY: the caller's contract.
-    unsafe {
-        let to = part.to[i].offset(at);
-        if STREAM { S::stream(v, to) } else { S::store(v, to) }
-    }
+    unsafe { N::put::<S, STREAM>(v, part.to[i].offset(at)) }
 }

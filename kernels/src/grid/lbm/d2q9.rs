@@ -2,6 +2,7 @@
 use super::collision::{Part, Weights, load, put, share};
 use super::{D2Q9, Directions, Fluid, Lattice};
 use crate::cpu::simd::Simd;
+use crate::grid::number::Number;
 
 /// 2^-27 is what all multiples of 1/9 near 1/9 can be written in.
 pub(crate) const STRAIGHT: Weights =
@@ -14,17 +15,17 @@ impl Lattice for Fluid {
     const DIRECTIONS: &'static Directions = &D2Q9;
 
     #[inline(always)]
-    unsafe fn plain_block<S: Simd, const STREAM: bool>(part: &Part, at: isize) {
+    unsafe fn plain_block<S: Simd, N: Number, const STREAM: bool>(part: &Part<N>, at: isize) {
         // SAFETY: the contract of `Stepper::rows`.
         unsafe {
-            let (p, with) = (&part.from, &part.plain);
-            let (f0, f1, f3) = (load::<S>(p[0], at), load::<S>(p[1], at), load::<S>(p[3], at));
+            let with = &part.plain;
+            let (f0, f1, f3) = (load::<S, N>(part, 0, at), load::<S, N>(part, 1, at), load::<S, N>(part, 3, at));
             let (s1, d1) = (S::add(f1, f3), S::sub(f1, f3));
-            let (f2, f4) = (load::<S>(p[2], at), load::<S>(p[4], at));
+            let (f2, f4) = (load::<S, N>(part, 2, at), load::<S, N>(part, 4, at));
             let (s2, d2) = (S::add(f2, f4), S::sub(f2, f4));
-            let (f5, f7) = (load::<S>(p[5], at), load::<S>(p[7], at));
+            let (f5, f7) = (load::<S, N>(part, 5, at), load::<S, N>(part, 7, at));
             let (s5, d5) = (S::add(f5, f7), S::sub(f5, f7));
-            let (f6, f8) = (load::<S>(p[6], at), load::<S>(p[8], at));
+            let (f6, f8) = (load::<S, N>(part, 6, at), load::<S, N>(part, 8, at));
             let (s6, d6) = (S::add(f6, f8), S::sub(f6, f8));
             let excess = S::add(f0, S::add(S::add(s1, s2), S::add(s5, s6)));
             let (jx, jy) = (S::add(d1, S::sub(d5, d6)), S::add(d2, S::add(d5, d6)));
@@ -32,34 +33,36 @@ impl Lattice for Fluid {
             let per_density = S::div(one, S::add(one, excess));
             let (ux, uy) = (S::mul(jx, per_density), S::mul(jy, per_density));
             let rest = S::fma(S::splat(-1.5), S::fma(uy, jy, S::mul(ux, jx)), excess);
-            put::<S, STREAM>(part, 0, at, S::fma(S::splat(with.keep_rest), f0, S::mul(S::splat(with.rest), rest)));
+            put::<S, N, STREAM>(part, 0, at, S::fma(S::splat(with.keep_rest), f0, S::mul(S::splat(with.rest), rest)));
             let shared = S::mul(S::splat(with.even[0]), rest);
             let (a, b) = with.relax::<S>(s1, d1, jx, ux, shared, 0);
-            put::<S, STREAM>(part, 1, at, S::add(a, b));
-            put::<S, STREAM>(part, 3, at, S::sub(a, b));
+            put::<S, N, STREAM>(part, 1, at, S::add(a, b));
+            put::<S, N, STREAM>(part, 3, at, S::sub(a, b));
             let (a, b) = with.relax::<S>(s2, d2, jy, uy, shared, 0);
-            put::<S, STREAM>(part, 2, at, S::add(a, b));
-            put::<S, STREAM>(part, 4, at, S::sub(a, b));
+            put::<S, N, STREAM>(part, 2, at, S::add(a, b));
+            put::<S, N, STREAM>(part, 4, at, S::sub(a, b));
             let shared = S::mul(S::splat(with.even[1]), rest);
             let (a, b) = with.relax::<S>(s5, d5, S::add(jx, jy), S::add(ux, uy), shared, 1);
-            put::<S, STREAM>(part, 5, at, S::add(a, b));
-            put::<S, STREAM>(part, 7, at, S::sub(a, b));
+            put::<S, N, STREAM>(part, 5, at, S::add(a, b));
+            put::<S, N, STREAM>(part, 7, at, S::sub(a, b));
             let (a, b) = with.relax::<S>(s6, d6, S::sub(jy, jx), S::sub(uy, ux), shared, 1);
-            put::<S, STREAM>(part, 6, at, S::add(a, b));
-            put::<S, STREAM>(part, 8, at, S::sub(a, b));
+            put::<S, N, STREAM>(part, 6, at, S::add(a, b));
+            put::<S, N, STREAM>(part, 8, at, S::sub(a, b));
         }
     }
 
     #[inline(always)]
-    unsafe fn block<S: Simd, const FIELD: bool, const FORCE: bool, const STREAM: bool>(part: &Part, at: isize) {
+    unsafe fn block<S: Simd, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool>(
+        part: &Part<N>,
+        at: isize,
+    ) {
         // SAFETY: the contract of `Stepper::rows`.
         unsafe {
-            let p = &part.from;
             // Pairs of opposites.
-            let (f0, f1, f3) = (load::<S>(p[0], at), load::<S>(p[1], at), load::<S>(p[3], at));
-            let (f2, f4) = (load::<S>(p[2], at), load::<S>(p[4], at));
-            let (f5, f7) = (load::<S>(p[5], at), load::<S>(p[7], at));
-            let (f6, f8) = (load::<S>(p[6], at), load::<S>(p[8], at));
+            let (f0, f1, f3) = (load::<S, N>(part, 0, at), load::<S, N>(part, 1, at), load::<S, N>(part, 3, at));
+            let (f2, f4) = (load::<S, N>(part, 2, at), load::<S, N>(part, 4, at));
+            let (f5, f7) = (load::<S, N>(part, 5, at), load::<S, N>(part, 7, at));
+            let (f6, f8) = (load::<S, N>(part, 6, at), load::<S, N>(part, 8, at));
             let (s1, d1) = (S::add(f1, f3), S::sub(f1, f3));
             let (s2, d2) = (S::add(f2, f4), S::sub(f2, f4));
             let (s5, d5) = (S::add(f5, f7), S::sub(f5, f7));
@@ -75,20 +78,20 @@ impl Lattice for Fluid {
             let per_density = S::div(one, S::add(one, excess));
             let (ux, uy) = (S::mul(jx, per_density), S::mul(jy, per_density));
             let energy = S::fma(uy, jy, S::mul(ux, jx));
-            let shared = share::<S, FIELD>(part, at, excess, energy, S::fma(uy, fy, S::mul(ux, fx)));
-            put::<S, STREAM>(part, 0, at, shared.rest::<FORCE>(f0, REST));
+            let shared = share::<S, N, FIELD>(part, at, excess, energy, S::fma(uy, fy, S::mul(ux, fx)));
+            put::<S, N, STREAM>(part, 0, at, shared.rest::<FORCE>(f0, REST));
             let (a, b) = shared.relax::<FORCE>(s1, d1, jx, ux, fx, &STRAIGHT);
-            put::<S, STREAM>(part, 1, at, S::sub(f1, S::add(a, b)));
-            put::<S, STREAM>(part, 3, at, S::sub(f3, S::sub(a, b)));
+            put::<S, N, STREAM>(part, 1, at, S::sub(f1, S::add(a, b)));
+            put::<S, N, STREAM>(part, 3, at, S::sub(f3, S::sub(a, b)));
             let (a, b) = shared.relax::<FORCE>(s2, d2, jy, uy, fy, &STRAIGHT);
-            put::<S, STREAM>(part, 2, at, S::sub(f2, S::add(a, b)));
-            put::<S, STREAM>(part, 4, at, S::sub(f4, S::sub(a, b)));
+            put::<S, N, STREAM>(part, 2, at, S::sub(f2, S::add(a, b)));
+            put::<S, N, STREAM>(part, 4, at, S::sub(f4, S::sub(a, b)));
             let (a, b) = shared.relax::<FORCE>(s5, d5, S::add(jx, jy), S::add(ux, uy), S::add(fx, fy), &DIAGONAL);
-            put::<S, STREAM>(part, 5, at, S::sub(f5, S::add(a, b)));
-            put::<S, STREAM>(part, 7, at, S::sub(f7, S::sub(a, b)));
+            put::<S, N, STREAM>(part, 5, at, S::sub(f5, S::add(a, b)));
+            put::<S, N, STREAM>(part, 7, at, S::sub(f7, S::sub(a, b)));
             let (a, b) = shared.relax::<FORCE>(s6, d6, S::sub(jy, jx), S::sub(uy, ux), S::sub(fy, fx), &DIAGONAL);
-            put::<S, STREAM>(part, 6, at, S::sub(f6, S::add(a, b)));
-            put::<S, STREAM>(part, 8, at, S::sub(f8, S::sub(a, b)));
+            put::<S, N, STREAM>(part, 6, at, S::sub(f6, S::add(a, b)));
+            put::<S, N, STREAM>(part, 8, at, S::sub(f8, S::sub(a, b)));
         }
     }
 }

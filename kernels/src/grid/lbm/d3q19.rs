@@ -3,6 +3,7 @@
 use super::collision::{Part, Weights, load, put, share};
 use super::{D3Q19, Directions, Fluid3, Lattice};
 use crate::cpu::simd::Simd;
+use crate::grid::number::Number;
 
 pub(crate) const STRAIGHT: Weights =
     Weights { two: 2.0 * (3728270.0 / (1 << 26) as f32), six: 5592405.0 / (1 << 24) as f32, nine: 0.5 };
@@ -13,24 +14,25 @@ pub(crate) const REST: f32 = 11184812.0 / (1 << 25) as f32;
 
 /// Sum and difference of the pair that begins with a direction.
 #[inline(always)]
-unsafe fn pair<S: Simd>(part: &Part, i: usize, at: isize) -> (S::F, S::F) {
+unsafe fn pair<S: Simd, N: Number>(part: &Part<N>, i: usize, at: isize) -> (S::F, S::F) {
     // SAFETY: the contract of `Stepper::rows`.
     unsafe {
-        let (a, b) = (load::<S>(part.from[i], at), load::<S>(part.from[i + 1], at));
+        let (a, b) = (load::<S, N>(part, i, at), load::<S, N>(part, i + 1, at));
         (S::add(a, b), S::sub(a, b))
     }
 }
 
 /// Density less 1, momentum, and the population at rest.
 #[inline(always)]
-unsafe fn sums<S: Simd>(part: &Part, at: isize) -> (S::F, [S::F; 3], S::F) {
+unsafe fn sums<S: Simd, N: Number>(part: &Part<N>, at: isize) -> (S::F, [S::F; 3], S::F) {
     // SAFETY: the contract of `Stepper::rows`.
     unsafe {
-        let f0 = load::<S>(part.from[0], at);
-        let ((s1, d1), (s3, d3), (s5, d5)) = (pair::<S>(part, 1, at), pair::<S>(part, 3, at), pair::<S>(part, 5, at));
-        let ((s7, d7), (s13, d13)) = (pair::<S>(part, 7, at), pair::<S>(part, 13, at));
-        let ((s9, d9), (s15, d15)) = (pair::<S>(part, 9, at), pair::<S>(part, 15, at));
-        let ((s11, d11), (s17, d17)) = (pair::<S>(part, 11, at), pair::<S>(part, 17, at));
+        let f0 = load::<S, N>(part, 0, at);
+        let ((s1, d1), (s3, d3), (s5, d5)) =
+            (pair::<S, N>(part, 1, at), pair::<S, N>(part, 3, at), pair::<S, N>(part, 5, at));
+        let ((s7, d7), (s13, d13)) = (pair::<S, N>(part, 7, at), pair::<S, N>(part, 13, at));
+        let ((s9, d9), (s15, d15)) = (pair::<S, N>(part, 9, at), pair::<S, N>(part, 15, at));
+        let ((s11, d11), (s17, d17)) = (pair::<S, N>(part, 11, at), pair::<S, N>(part, 17, at));
         let straight = S::add(S::add(s1, s3), s5);
         let diagonal = S::add(S::add(S::add(s7, s13), S::add(s9, s15)), S::add(s11, s17));
         let jx = S::add(d1, S::add(S::add(d7, d13), S::add(d9, d15)));
@@ -51,34 +53,37 @@ impl Lattice for Fluid3 {
     const DIRECTIONS: &'static Directions = &D3Q19;
 
     #[inline(always)]
-    unsafe fn plain_block<S: Simd, const STREAM: bool>(part: &Part, at: isize) {
+    unsafe fn plain_block<S: Simd, N: Number, const STREAM: bool>(part: &Part<N>, at: isize) {
         // SAFETY: the contract of `Stepper::rows`.
         unsafe {
             let with = &part.plain;
-            let (excess, [jx, jy, jz], f0) = sums::<S>(part, at);
+            let (excess, [jx, jy, jz], f0) = sums::<S, N>(part, at);
             let one = S::splat(1.0);
             let per_density = S::div(one, S::add(one, excess));
             let u = [S::mul(jx, per_density), S::mul(jy, per_density), S::mul(jz, per_density)];
             let energy = S::fma(u[2], jz, S::fma(u[1], jy, S::mul(u[0], jx)));
             let rest = S::fma(S::splat(-1.5), energy, excess);
-            put::<S, STREAM>(part, 0, at, S::fma(S::splat(with.keep_rest), f0, S::mul(S::splat(with.rest), rest)));
+            put::<S, N, STREAM>(part, 0, at, S::fma(S::splat(with.keep_rest), f0, S::mul(S::splat(with.rest), rest)));
             let shared = [S::mul(S::splat(with.even[0]), rest), S::mul(S::splat(with.even[1]), rest)];
             let (j, u) = (along::<S>([jx, jy, jz]), along::<S>(u));
             for pair_number in 0..9 {
                 let (i, kind) = (2 * pair_number + 1, if pair_number < 3 { 0 } else { 1 });
-                let (sum, difference) = pair::<S>(part, i, at);
+                let (sum, difference) = pair::<S, N>(part, i, at);
                 let (a, b) = with.relax::<S>(sum, difference, j[pair_number], u[pair_number], shared[kind], kind);
-                put::<S, STREAM>(part, i, at, S::add(a, b));
-                put::<S, STREAM>(part, i + 1, at, S::sub(a, b));
+                put::<S, N, STREAM>(part, i, at, S::add(a, b));
+                put::<S, N, STREAM>(part, i + 1, at, S::sub(a, b));
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn block<S: Simd, const FIELD: bool, const FORCE: bool, const STREAM: bool>(part: &Part, at: isize) {
+    unsafe fn block<S: Simd, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool>(
+        part: &Part<N>,
+        at: isize,
+    ) {
         // SAFETY: the contract of `Stepper::rows`.
         unsafe {
-            let (excess, [mut jx, mut jy, mut jz], f0) = sums::<S>(part, at);
+            let (excess, [mut jx, mut jy, mut jz], f0) = sums::<S, N>(part, at);
             let [fx, fy, fz] = [S::splat(part.force[0]), S::splat(part.force[1]), S::splat(part.force[2])];
             if FORCE {
                 let half = S::splat(0.5);
@@ -89,16 +94,16 @@ impl Lattice for Fluid3 {
             let u = [S::mul(jx, per_density), S::mul(jy, per_density), S::mul(jz, per_density)];
             let energy = S::fma(u[2], jz, S::fma(u[1], jy, S::mul(u[0], jx)));
             let work = S::fma(u[2], fz, S::fma(u[1], fy, S::mul(u[0], fx)));
-            let shared = share::<S, FIELD>(part, at, excess, energy, work);
-            put::<S, STREAM>(part, 0, at, shared.rest::<FORCE>(f0, REST));
+            let shared = share::<S, N, FIELD>(part, at, excess, energy, work);
+            put::<S, N, STREAM>(part, 0, at, shared.rest::<FORCE>(f0, REST));
             let (j, u, force) = (along::<S>([jx, jy, jz]), along::<S>(u), along::<S>([fx, fy, fz]));
             for pair_number in 0..9 {
                 let (i, n) = (2 * pair_number + 1, pair_number);
                 let weights = if pair_number < 3 { &STRAIGHT } else { &DIAGONAL };
-                let (sum, difference) = pair::<S>(part, i, at);
+                let (sum, difference) = pair::<S, N>(part, i, at);
                 let (a, b) = shared.relax::<FORCE>(sum, difference, j[n], u[n], force[n], weights);
-                put::<S, STREAM>(part, i, at, S::sub(load::<S>(part.from[i], at), S::add(a, b)));
-                put::<S, STREAM>(part, i + 1, at, S::sub(load::<S>(part.from[i + 1], at), S::sub(a, b)));
+                put::<S, N, STREAM>(part, i, at, S::sub(load::<S, N>(part, i, at), S::add(a, b)));
+                put::<S, N, STREAM>(part, i + 1, at, S::sub(load::<S, N>(part, i + 1, at), S::sub(a, b)));
             }
         }
     }

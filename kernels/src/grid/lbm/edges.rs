@@ -5,6 +5,7 @@
 use super::Directions;
 use crate::grid::Face;
 use crate::grid::frame::{Frame, Span};
+use crate::grid::number::Number;
 use crate::grid::planes::Planes;
 use crate::grid::rule::CellMap;
 use crate::grid::state::units;
@@ -165,11 +166,11 @@ impl Edges {
     }
 
     /// What populations that bounce back give the mask in a step: twice their momentum, less that of the fluid at rest.
-    pub(super) fn force(&self, state: &Planes) -> [i128; 3] {
+    pub(super) fn force<N: Number>(&self, state: &Planes) -> [i128; 3] {
         let mut force = [0i128; 3];
         for (i, cells) in self.masked.iter().enumerate() {
-            let plane = state.plane::<f32>(self.directions.opposite[i]);
-            let sum = cells.iter().fold(0i128, |sum, &cell| sum.wrapping_add(units(plane[cell])));
+            let plane = state.plane::<N>(self.directions.opposite[i]);
+            let sum = cells.iter().fold(0i128, |sum, &cell| sum.wrapping_add(units(plane[cell].value())));
             for (force, c) in force.iter_mut().zip(self.directions.c[i]) {
                 *force = force.wrapping_sub(2 * i128::from(c) * sum);
             }
@@ -195,23 +196,23 @@ impl Edges {
         self.open.iter().map(|(turn, cells)| (turn, cells.iter().map(|open| (open.cell, open.given))))
     }
 
-    pub(super) fn fill(&self, frame: &Frame, state: &mut Planes) {
-        self.wrap(frame, state);
+    pub(super) fn fill<N: Number>(&self, frame: &Frame, state: &mut Planes) {
+        self.wrap::<N>(frame, state);
         let planes = state.shared();
         for (i, links) in self.links.iter().enumerate() {
-            let (from, to) = (planes.start::<f32>(self.directions.opposite[i]), planes.start::<f32>(i));
+            let (from, to) = (planes.start::<N>(self.directions.opposite[i]), planes.start::<N>(i));
             for link in links {
                 // SAFETY: both are cells of the frame; nobody else has the planes.
-                unsafe { *to.add(link.to) = *from.add(link.from) + link.add };
+                unsafe { *to.add(link.to) = N::of((*from.add(link.from)).value() + link.add) };
             }
         }
         // Where each population is that the cell at element 0 pulls.
         let [row, layer] = frame.strides();
         let pulled = |(i, c): (usize, &[i8; 3])| {
             let [x, y, z] = c.map(isize::from);
-            planes.start::<f32>(i).wrapping_offset(-(x + y * row + z * layer))
+            planes.start::<N>(i).wrapping_offset(-(x + y * row + z * layer))
         };
-        let pulled: Vec<*mut f32> = self.directions.c.iter().enumerate().map(pulled).collect();
+        let pulled: Vec<*mut N> = self.directions.c.iter().enumerate().map(pulled).collect();
         for (turn, cells) in &self.open {
             for open in cells {
                 // SAFETY: the cell is computed in some step, so it and all around it are in the frame; nobody else has the
@@ -222,26 +223,29 @@ impl Edges {
     }
 
     /// The other ends of periodic axes, of what moves towards this one. Later axes take with them what earlier ones made.
-    fn wrap(&self, frame: &Frame, state: &mut Planes) {
+    fn wrap<N: Number>(&self, frame: &Frame, state: &mut Planes) {
         let mut within = frame.span(frame.depth);
+        let strides = frame.strides().map(isize::unsigned_abs);
         for axis in (0..frame.grid.dimensions()).filter(|&axis| frame.wraps[axis]) {
             let size = frame.size[axis];
             for (i, c) in self.directions.c.iter().enumerate().filter(|(_, c)| c[axis] != 0) {
-                let cells = state.plane_mut::<f32>(i);
+                let cells = state.plane_mut::<N>(i);
                 let (to, from) = if c[axis] > 0 { (-1, size - 1) } else { (size, 0) };
                 let mut span = within.clone();
                 span.0[axis] = to..to + 1;
-                let len = span.len(0);
-                for (y, z) in span.rows() {
-                    let row = |place: isize| {
-                        let mut at = [span.0[0].start, y, z];
-                        at[axis] = place;
-                        frame.at(at)
-                    };
+                let [rows, layers] = [1, 2].map(|axis| span.len(axis));
+                let first = |place: isize| {
+                    let mut at: [isize; 3] = std::array::from_fn(|axis| span.0[axis].start);
+                    at[axis] = place;
+                    frame.at(at)
+                };
+                let ([row, layer], len, to, from) = (strides, span.len(0), first(to), first(from));
+                for z in 0..layers {
+                    let (to, from) = (to + z * layer, from + z * layer);
                     if len == 1 {
-                        cells[row(to)] = cells[row(from)];
+                        (0..rows).for_each(|y| cells[to + y * row] = cells[from + y * row]);
                     } else {
-                        cells.copy_within(row(from)..row(from) + len, row(to));
+                        (0..rows).for_each(|y| cells.copy_within(from + y * row..from + y * row + len, to + y * row));
                     }
                 }
             }
@@ -292,10 +296,10 @@ impl Turn {
 
     /// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum
     /// along the face is set right by what comes in aslant.
-    unsafe fn fill(&self, open: &Open, pulled: &[*mut f32]) {
+    unsafe fn fill<N: Number>(&self, open: &Open, pulled: &[*mut N]) {
         let at = |i: usize| pulled[i].wrapping_add(open.cell);
         // SAFETY: the caller's contract.
-        let f = |i: usize| unsafe { *at(i) };
+        let f = |i: usize| unsafe { (*at(i)).value() };
         let sum = |which: &[usize]| which.iter().fold(0.0, |sum, &i| sum + f(i));
         let leaving = sum(&self.along) + 2.0 * sum(&self.leaving);
         let (density, velocity) = match open.given {
@@ -313,10 +317,10 @@ impl Turn {
         }
         let (i, opposite, share) = self.straight;
         // SAFETY: as above.
-        unsafe { *at(i) = f(opposite) + flow * share };
+        unsafe { *at(i) = N::of(f(opposite) + flow * share) };
         for &(i, opposite, axis, sense) in &self.aslant {
             // SAFETY: as above.
-            unsafe { *at(i) = f(opposite) + flow * (1.0 / 6.0) + sense * turn[axis] };
+            unsafe { *at(i) = N::of(f(opposite) + flow * (1.0 / 6.0) + sense * turn[axis]) };
         }
     }
 }

@@ -1,4 +1,6 @@
 //! A fluid on one tile: what all lattices share around their collision.
+use std::marker::PhantomData;
+
 use super::collision::{POPULATIONS_MAX, Part, Plain};
 use super::edges::Edges;
 use super::{Directions, LatticeFluid};
@@ -6,6 +8,7 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::grid::GridError;
 use crate::grid::frame::Frame;
+use crate::grid::number::Number;
 use crate::grid::planes::{Planes, Shared};
 use crate::grid::rule::{Rows, Stepper, aligned_frame};
 
@@ -20,14 +23,17 @@ pub(crate) trait Lattice: 'static {
     const DIRECTIONS: &'static Directions;
 
     /// Rates are the same everywhere and no force acts: fewer operations.
-    unsafe fn plain_block<S: Simd, const STREAM: bool>(part: &Part, at: isize);
+    unsafe fn plain_block<S: Simd, N: Number, const STREAM: bool>(part: &Part<N>, at: isize);
 
     /// `FIELD`: rates by cell. `FORCE`: there is one. `STREAM`: past the caches.
-    unsafe fn block<S: Simd, const FIELD: bool, const FORCE: bool, const STREAM: bool>(part: &Part, at: isize);
+    unsafe fn block<S: Simd, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool>(
+        part: &Part<N>,
+        at: isize,
+    );
 }
 
-/// The method on one tile.
-pub(crate) struct Flow<const D: usize> {
+/// The method on one tile, populations kept as `N`.
+pub(crate) struct Flow<const D: usize, N> {
     pub(crate) edges: Edges,
     /// Half the rates of the even and of the odd parts.
     pub(crate) half: [f32; 2],
@@ -37,9 +43,10 @@ pub(crate) struct Flow<const D: usize> {
     pub(crate) force: [f32; 3],
     frame: Frame,
     stream: bool,
+    storage: PhantomData<N>,
 }
 
-impl<const D: usize> Flow<D>
+impl<const D: usize, N: Number> Flow<D, N>
 where
     LatticeFluid<D>: Lattice,
 {
@@ -55,16 +62,17 @@ where
             force,
             stream: 2 * directions.c.len() * frame.plane_bytes() > STREAM,
             frame: frame.clone(),
+            storage: PhantomData,
         })
     }
 
-    unsafe fn run<const FIELD: bool, const FORCE: bool>(&self, isa: Isa, part: Part) {
+    unsafe fn run<const FIELD: bool, const FORCE: bool>(&self, isa: Isa, part: Part<N>) {
         // SAFETY: the caller's contract.
         unsafe {
             if self.stream {
-                isa.run(Collide::<D, FIELD, FORCE, true>(part));
+                isa.run(Collide::<D, N, FIELD, FORCE, true>(part));
             } else {
-                isa.run(Collide::<D, FIELD, FORCE, false>(part));
+                isa.run(Collide::<D, N, FIELD, FORCE, false>(part));
             }
         }
     }
@@ -73,7 +81,7 @@ where
 /// Half the rates of each cell, if they are not the same everywhere.
 fn halves<const D: usize>(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Option<Planes>, GridError> {
     let Some(omega) = &fluid.omega else { return Ok(None) };
-    let mut planes = Planes::new(2, frame.plane_bytes())?;
+    let mut planes = Planes::new(2, 4 * frame.elements())?;
     let whole = frame.whole();
     for (y, z) in whole.rows() {
         for x in whole.0[0].clone() {
@@ -91,12 +99,12 @@ fn halves<const D: usize>(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Opti
     Ok(Some(planes))
 }
 
-impl<const D: usize> Stepper for Flow<D>
+impl<const D: usize, N: Number> Stepper for Flow<D, N>
 where
     LatticeFluid<D>: Lattice,
 {
     fn fill(&self, frame: &Frame, state: &mut Planes) {
-        self.edges.fill(frame, state);
+        self.edges.fill::<N>(frame, state);
     }
 
     unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows) {
@@ -106,8 +114,8 @@ where
         let [row, layer] = frame.strides();
         let (mut from, mut to) = ([std::ptr::null(); POPULATIONS_MAX], [std::ptr::null_mut(); POPULATIONS_MAX]);
         for (i, [x, y, z]) in LatticeFluid::<D>::DIRECTIONS.c.iter().map(|c| c.map(isize::from)).enumerate() {
-            from[i] = state.plane::<f32>(i).as_ptr().wrapping_add(at).wrapping_offset(-(x + y * row + z * layer));
-            to[i] = next.start::<f32>(i).wrapping_add(at);
+            from[i] = state.plane::<N>(i).as_ptr().wrapping_add(at).wrapping_offset(-(x + y * row + z * layer));
+            to[i] = next.start::<N>(i).wrapping_add(at);
         }
         let part = Part {
             from,
@@ -140,7 +148,7 @@ where
     }
 
     fn force(&self, state: &Planes) -> Option<[i128; 3]> {
-        Some(self.edges.force(state))
+        Some(self.edges.force::<N>(state))
     }
 
     fn hidden(&self, at: [usize; 3]) -> u64 {
@@ -148,10 +156,10 @@ where
     }
 }
 
-struct Collide<const D: usize, const FIELD: bool, const FORCE: bool, const STREAM: bool>(Part);
+struct Collide<const D: usize, N, const FIELD: bool, const FORCE: bool, const STREAM: bool>(Part<N>);
 
-impl<const D: usize, const FIELD: bool, const FORCE: bool, const STREAM: bool> Kernel
-    for Collide<D, FIELD, FORCE, STREAM>
+impl<const D: usize, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool> Kernel
+    for Collide<D, N, FIELD, FORCE, STREAM>
 where
     LatticeFluid<D>: Lattice,
 {
@@ -173,9 +181,9 @@ where
                         }
                     }
                     if FIELD || FORCE {
-                        LatticeFluid::<D>::block::<S, FIELD, FORCE, STREAM>(&part, at);
+                        LatticeFluid::<D>::block::<S, N, FIELD, FORCE, STREAM>(&part, at);
                     } else {
-                        LatticeFluid::<D>::plain_block::<S, STREAM>(&part, at);
+                        LatticeFluid::<D>::plain_block::<S, N, STREAM>(&part, at);
                     }
                 }
             }

@@ -5,7 +5,7 @@ use super::files::Files;
 use super::image::Image;
 use super::keys::{Item, Keys};
 use super::{SimulationError, spots};
-use crate::grid::lbm::{Collision, Fluid, Fluid3, LatticeFluid};
+use crate::grid::lbm::{Collision, Fluid, Fluid3, LatticeFluid, Storage};
 use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::FIELDS_MAX;
@@ -292,7 +292,13 @@ fn fluid<const D: usize>(
     let force = keys.get("force").map(|item| vector(&item, grid.dimensions())).transpose()?.unwrap_or_default();
     described.extend_from_slice(format!("{:x} {collision:?} {:?}", tau.to_bits(), force.map(f32::to_bits)).as_bytes());
     let solid = keys.get("solid").map(|item| solid(&item, grid, files, described)).transpose()?;
-    Ok(LatticeFluid { tau, collision, omega, solid, force: std::array::from_fn(|axis| force[axis]) })
+    let words = [("f32", Storage::Single), ("f16", Storage::Half)];
+    let storage = keys.get("storage").map(|item| item.word(&words)).transpose()?.unwrap_or_default();
+    if storage == Storage::Half {
+        // Nothing for the other, so that what was kept of a run before there was a choice is still of it.
+        described.extend_from_slice(b"f16");
+    }
+    Ok(LatticeFluid { tau, collision, omega, solid, force: std::array::from_fn(|axis| force[axis]), storage })
 }
 
 /// Cells that are solid, by an expression that is not 0 there or by the dark pixels of a picture.

@@ -95,6 +95,7 @@ fn a_checkpoints_identity_knows_the_rule_and_not_the_run() {
     };
     let usual = fluid("viscosity = 0.1", "");
     assert_eq!(usual, fluid("tau = \"0.5 + 3*0.1\"", "check_every = 5"), "the same, said otherwise");
+    assert_eq!(usual, fluid("viscosity = 0.1\nstorage = \"f32\"", ""));
     assert_eq!(usual, fluid("viscosity = 0.1\n[initial]\ndensity = 1.1\n[[output]]\nkind = \"vtk\"\nevery = 1", ""));
     let others = [
         fluid("viscosity = 0.2", ""),
@@ -106,6 +107,7 @@ fn a_checkpoints_identity_knows_the_rule_and_not_the_run() {
         fluid("viscosity = 0.1\nsolid = { image = \"m.png\" }", ""),
         fluid("viscosity = 0.1\nsolid = { image = \"n.png\" }", ""),
         fluid("omega = \"1 + 0.001*x\"", ""),
+        fluid("viscosity = 0.1\nstorage = \"f16\"", ""),
     ];
     for (at, other) in others.iter().enumerate() {
         assert_ne!(usual, *other, "{at}");
@@ -312,6 +314,8 @@ fn warnings_name_what_will_end_badly() {
     let text = VORTICES.replace("u0 = 0.02", "u0 = 0.3").replace("tau = 0.8", "tau = 0.501");
     let warnings = job(&text, &[]).warnings();
     assert_eq!(warnings.len(), 2, "{warnings:?}");
+    let forced = VORTICES.replace("tau = 0.8", "tau = 0.8\nforce = [1e-5, 0]\nstorage = \"f16\"");
+    assert!(job(&forced, &[]).warnings()[0].contains("16 bits"));
     assert!(warnings[0].contains("tau = 0.501") && warnings[1].contains("0.29"), "{warnings:?}");
 }
 

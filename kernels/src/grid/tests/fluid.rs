@@ -6,15 +6,15 @@ use super::*;
 use crate::grid::lbm::{Collision, Fluid};
 use crate::grid::{Face, Grid};
 
-const WALLS: [Face; 2] = [Face::Wall; 2];
-const PERIODIC: [Face; 2] = [Face::Periodic; 2];
-const MAGIC: Collision = Collision::Trt { magic: 3.0 / 16.0 };
+pub(super) const WALLS: [Face; 2] = [Face::Wall; 2];
+pub(super) const PERIODIC: [Face; 2] = [Face::Periodic; 2];
+pub(super) const MAGIC: Collision = Collision::Trt { magic: 3.0 / 16.0 };
 
 /// Density, velocity and velocity gradient.
-type Flow = (f64, [f64; 2], [[f64; 2]; 2]);
+pub(super) type Flow = (f64, [f64; 2], [[f64; 2]; 2]);
 
 /// A solo tile with density, velocity and velocity gradient by cell.
-fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> Flow) -> Tile {
+pub(super) fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> Flow) -> Tile {
     let mut tile = Tile::new(grid, &Rule::D2q9(fluid.clone()), grid.region(), 1).unwrap();
     tile.load(&mut |[x, y, _], cell| {
         let (density, velocity, gradient) = init([x as f64 + 0.5, y as f64 + 0.5]);
@@ -23,17 +23,17 @@ fn flow(grid: &Grid, fluid: &Fluid, init: &dyn Fn([f64; 2]) -> Flow) -> Tile {
     tile
 }
 
-fn at_rest(_: [f64; 2]) -> Flow {
+pub(super) fn at_rest(_: [f64; 2]) -> Flow {
     (1.0, [0.0; 2], [[0.0; 2]; 2])
 }
 
 /// Density and velocity of all cells, x innermost.
-fn moments(tile: &Tile, fluid: &Fluid) -> Vec<(f64, [f64; 2])> {
+pub(super) fn moments(tile: &Tile, fluid: &Fluid) -> Vec<(f64, [f64; 2])> {
     let fields: Vec<_> = (0..9).map(|i| tile.read(i, tile.region()).unwrap()).collect();
     (0..fields[0].len()).map(|at| fluid.moments(&std::array::from_fn(|i| fields[i][at]))).collect()
 }
 
-fn advance(tile: &mut Tile, steps: usize) {
+pub(super) fn advance(tile: &mut Tile, steps: usize) {
     tile.advance(&mut Threads::new(1).unwrap(), steps).unwrap();
 }
 

@@ -37,6 +37,12 @@ fn each_error_names_its_place() {
         (with("tau = 1", "omega = \"3 * x / nx\""), "(rule.omega)", "between 0 and 2"),
         (with("tau = 1", "tau = 1\ncollision = \"mrt\""), "line 8, column 13 (rule.collision)", "\"bgk\" or \"trt\""),
         (with("tau = 1", "tau = 1\ncollision = \"bgk\"\nmagic = 1"), "(rule)", "belongs to"),
+        (with("tau = 1", "tau = 1\nstorage = \"f8\""), "line 8, column 11 (rule.storage)", "\"f32\" or \"f16\""),
+        (
+            with("name = \"d2q9\"\ntau = 1", "name = \"heat\"\nrate = 0.1\nstorage = \"f16\""),
+            "(rule.storage)",
+            "no such key",
+        ),
         (with("tau = 1", "tau = 1\nmagic = -1"), "(rule)", "must be positive"),
         (with("tau = 1", "tau = 1\nforce = [1]"), "(rule.force)", "a list of 2 numbers"),
         (with("tau = 1", "tau = 1\nsolid = { image = \"gone.png\" }"), "(rule.solid.image)", "gone.png"),
