@@ -5,6 +5,7 @@ use crate::tiles::states::{StateName, States, Wanted};
 use crate::tiles::{common, region};
 use bytes::Bytes;
 use checkpoints::{Checkpoint, Checkpoints};
+use forces::Forces;
 use kernels::grid::Region;
 use kernels::grid::simulation::{Field, Mosaic, Simulation};
 use node_core::id::{JobId, NodeId};
@@ -23,6 +24,7 @@ use tokio::sync::watch;
 use transport::Endpoint;
 
 pub mod checkpoints;
+pub mod forces;
 pub mod inherited;
 
 /// Jobs that are over and can still be looked at.
@@ -65,6 +67,8 @@ pub struct Submission {
     /// Held for moments only: the thread that decides writes into it.
     told: Mutex<Told>,
     view: Mutex<Option<(u32, Arc<Field>)>>,
+    /// The table of forces, if one is wanted. Held for moments only.
+    forces: Mutex<Option<Forces>>,
     /// Held while the disk is written.
     made: Mutex<Made>,
     /// Changes when something has happened.
@@ -170,6 +174,10 @@ impl Submissions {
         hasher.update(&self.node.0).update(&self.seed.to_le_bytes()).update(&count.to_le_bytes());
         let job = JobId(u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().unwrap_or_default()));
         let begun_at = from.as_ref().map_or(0, |checkpoint| checkpoint.step);
+        let forces = match &out {
+            Some(out) => Forces::open(out, &simulation, begun_at)?,
+            None => None,
+        };
         let spec = spec(job, &simulation, bytes, out.is_some(), from.as_ref().map(|checkpoint| checkpoint.step));
         let made = Made { checkpoints, ..Made::default() };
         let submission = Arc::new(Submission {
@@ -178,6 +186,7 @@ impl Submissions {
             out,
             told: Mutex::new(Told { begun_at, ..Told::default() }),
             view: Mutex::default(),
+            forces: Mutex::new(forces),
             made: Mutex::new(made),
             changed: watch::channel(0).0,
         });
@@ -216,10 +225,16 @@ impl Submissions {
                     self.inherit(*job, *from, simulation, *kept);
                 }
                 if let Some(submission) = self.find(*job) {
-                    submission.tell(event);
                     if matches!(**event, GridEvent::Ended { .. }) {
-                        // The disk is not for the thread that decides.
-                        std::thread::spawn(move || submission.close());
+                        // The disk is not for the thread that decides; whoever is told that it is over finds all on it.
+                        let event = event.clone();
+                        std::thread::spawn(move || {
+                            submission.finish_forces();
+                            submission.tell(&event);
+                            submission.close();
+                        });
+                    } else {
+                        submission.tell(event);
                     }
                 }
             }
@@ -371,6 +386,11 @@ impl Submission {
             GridEvent::Report { step, report } => {
                 told.first_totals.get_or_insert_with(|| report.totals.clone());
                 told.totals = Some((*step, report.totals.clone()));
+                if let Some(forces) = &*self.forces.lock().expect("no panics under this lock")
+                    && let Some(force) = self.simulation.force_of(&report.totals)
+                {
+                    forces.tell(*step, &force);
+                }
                 if report.hash.is_some() {
                     told.hash = report.hash;
                     told.computed = Some(now);
@@ -389,6 +409,14 @@ impl Submission {
         }
         drop(told);
         self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// No more forces come: what was told is on the disk when this returns.
+    fn finish_forces(&self) {
+        let forces = self.forces.lock().expect("no panics under this lock").take();
+        if let Some(forces) = forces {
+            forces.finish();
+        }
     }
 
     /// It is over: what needs all frames is written, the rest is let go.

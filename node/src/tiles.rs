@@ -311,7 +311,7 @@ impl Making<'_> {
     fn stop(&mut self, tile: &dyn GridTile, threads: &mut Threads, stop: &Stop) -> Result<(), String> {
         match stop.what {
             StopKind::Report { hash } => {
-                let report = report(tile, threads, hash).map_err(|e| e.to_string())?;
+                let report = report(self.simulation, tile, threads, hash).map_err(|e| e.to_string())?;
                 self.made.reports.push((stop.step, report));
             }
             StopKind::Save(kind) => {
@@ -351,8 +351,13 @@ impl Making<'_> {
     }
 }
 
-fn report(tile: &dyn GridTile, threads: &mut Threads, hash: bool) -> Result<Report, kernels::grid::GridError> {
-    let totals = (0..tile.fields()).map(|field| tile.total(field)).collect::<Result<_, _>>()?;
+fn report(
+    simulation: &Simulation,
+    tile: &dyn GridTile,
+    threads: &mut Threads,
+    hash: bool,
+) -> Result<Report, kernels::grid::GridError> {
+    let totals = simulation.totals_of(tile)?;
     let hash = if hash { Some(tile.state_hash(threads)?) } else { None };
     let found = tile.first_not_finite()?;
     let not_finite = found.map(|(cell, field)| (cell.map(|at| at as u64), field as u16));

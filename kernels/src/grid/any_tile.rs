@@ -128,6 +128,12 @@ pub trait GridTile: Fields + Send {
     /// No such field, a step is half made, or the device failed.
     fn total(&self, field: usize) -> Result<i128, GridError>;
 
+    /// Drag and lift: this tile's part of what the fluid gives its mask in a step, in units of 2^-40.
+    ///
+    /// # Errors
+    /// The rule is no fluid, a step is half made, or the device failed.
+    fn force(&self) -> Result<[i128; 3], GridError>;
+
     /// The first owned cell one of whose fields is infinite or no number, and that field.
     ///
     /// # Errors
@@ -258,6 +264,10 @@ impl GridTile for Tile {
 
     fn total(&self, field: usize) -> Result<i128, GridError> {
         self.total(field)
+    }
+
+    fn force(&self) -> Result<[i128; 3], GridError> {
+        self.force()
     }
 
     fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {

@@ -76,6 +76,8 @@ pub struct LatticeFluid<const D: usize> {
     pub omega: Option<CellMap<f32>>,
     /// Cells that are solid: the fluid rests half-way to them.
     pub solid: Option<CellMap<bool>>,
+    /// Of which solid cells the force is told; of all, if it says nothing.
+    pub pushed: Option<CellMap<bool>>,
     /// Force on each cell: density times acceleration.
     pub force: [f32; D],
     /// What populations are kept as between steps.
@@ -122,7 +124,7 @@ pub type Fluid3 = LatticeFluid<3>;
 
 impl<const D: usize> std::fmt::Debug for LatticeFluid<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { tau, collision, omega, solid, force, storage } = self;
+        let Self { tau, collision, omega, solid, pushed: _, force, storage } = self;
         write!(
             f,
             "Fluid in {D} dimensions {{ tau: {tau}, {collision:?}, force: {force:?}, {storage:?}, omega by cell: {}",
@@ -161,7 +163,8 @@ impl Fluid3 {
 impl<const D: usize> LatticeFluid<D> {
     /// A fluid of that relaxation time, everything else plain.
     pub fn new(tau: f64) -> Self {
-        Self { tau, collision: Collision::Bgk, omega: None, solid: None, force: [0.0; D], storage: Storage::Single }
+        let (collision, storage) = (Collision::Bgk, Storage::Single);
+        Self { tau, collision, omega: None, solid: None, pushed: None, force: [0.0; D], storage }
     }
 
     /// The viscosity of `tau`, in cells² a step.

@@ -191,6 +191,9 @@ pub(crate) struct Rows {
     pub(crate) x: Range<isize>,
 }
 
+/// The sum of a field of the state over elements of its plane, in units of 2^-40.
+pub(crate) type SumOf<'a> = &'a mut dyn FnMut(usize, &[usize]) -> Result<i128, GridError>;
+
 /// A rule at work on one tile.
 pub(crate) trait Stepper: Send + Sync {
     /// Makes the ghosts of a state before a step is computed from it.
@@ -208,9 +211,9 @@ pub(crate) trait Stepper: Send + Sync {
         None
     }
 
-    /// What the state's next step gives the cells that the rule hides, if it moves anything, in units of 2^-40.
-    fn force(&self, _state: &Planes) -> Option<[i128; 3]> {
-        None
+    /// What the next step gives the cells that the rule hides, if it moves anything, in units of 2^-40. `sum`: see there.
+    fn force(&self, _sum: SumOf<'_>) -> Result<Option<[i128; 3]>, GridError> {
+        Ok(None)
     }
 
     /// Which of the 64 cells from a multiple of 64 on are no part of the state, the lowest bit first.

@@ -37,12 +37,14 @@ use super::lbm::SUBSONIC;
 use super::rule::Rule;
 use super::{Grid, GridError, SIZE_MAX};
 
+pub use force::{Force, ForceSpec};
 pub use output::{ANIMATION_FRAMES_MAX, Colours, FRAME_SIZE_MAX, FRAMES_MAX, OUTPUTS_MAX, OutputKind, OutputSpec};
 pub use sample::{Field, Mosaic, blocks};
 
 mod evaluate;
 mod expression;
 mod files;
+mod force;
 mod image;
 mod initial;
 mod keys;
@@ -146,7 +148,7 @@ impl Simulation {
         let size = size(&keys)?;
         let grid = physics::grid(&size, keys.get("boundary"))?;
         let rule = keys.need("rule", "a table that says how cells change")?;
-        let physics = physics::physics(&rule, &grid, &mut files)?;
+        let physics = physics::physics(&rule, keys.get("force").as_ref(), &grid, &mut files)?;
         let item = keys.get("initial");
         let initial = Initial::read(item.as_ref(), &physics.kind, &grid, document.names.seed, &mut files)?;
         for cell in spots(&grid) {

@@ -1,6 +1,7 @@
 //! A tile's own cells as a whole: saved and restored, summed, and looked through for what is no number.
 use super::frame::Format;
 use super::halo;
+use super::number::{Half, Number};
 use super::tile::Tile;
 use super::{GridError, Region};
 
@@ -69,8 +70,8 @@ impl Tile {
         Ok(total)
     }
 
-    /// Drag and lift: the momentum that the fluid gives the solid cells of its mask in a step, seen from the fluid beside them
-    /// that this tile owns, in units of 2^-40 (density times cells a step); faces of the grid are no mask. The pressure of the
+    /// Drag and lift: the momentum that the fluid gives the solid cells of its mask (those that are `pushed`) in a step, seen
+    /// from the fluid beside them that this tile owns, in units of 2^-40 (density times cells a step); faces of the grid are no mask. The pressure of the
     /// fluid at rest with density 1 counts nothing. The same whatever the cuts, when the tiles' forces are added;
     /// [`Self::total_value`] makes numbers of them.
     ///
@@ -78,7 +79,16 @@ impl Tile {
     /// The rule is no fluid, or a step is half made.
     pub fn force(&self) -> Result<[i128; 3], GridError> {
         self.whole()?;
-        self.stepper.force(&self.state).ok_or(GridError::NoForce)
+        let state = &self.state;
+        let force = self.stepper.force(&mut |field, cells| {
+            let add = |sum: i128, number| sum.wrapping_add(units(number));
+            Ok(match self.frame.format {
+                Format::Float => cells.iter().fold(0, |sum, &cell| add(sum, state.plane::<f32>(field)[cell])),
+                Format::Half => cells.iter().fold(0, |sum, &cell| add(sum, state.plane::<Half>(field)[cell].value())),
+                Format::Bit => 0,
+            })
+        })?;
+        force.ok_or(GridError::NoForce)
     }
 
     /// A total as a number.

@@ -241,6 +241,10 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
             json!({"name": name, "first": first, "last": last})
         })
         .collect();
+    let force = told.totals.as_ref().and_then(|(step, totals)| {
+        let force = simulation.force_of(totals)?;
+        Some(json!({"step": step, "force": force.force, "coefficients": force.coefficients}))
+    });
     let tiles: Vec<Value> = told
         .tiles
         .iter()
@@ -268,6 +272,7 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
         "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
         "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
         "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
+        "force": force,
         "checkpoint": told.checkpoint, "out": submission.out, "tiles": tiles,
         "taken_over_from": told.inherited_from.map(|node| node.to_string()),
         "state_hash": told.hash.map(|hash| format!("{hash:032x}")),

@@ -196,6 +196,9 @@ fn summary(report: &Value) -> String {
             let _ = writeln!(text, "  {} {first:.9} -> {last:.9}", total["name"].as_str().unwrap_or("total"));
         }
     }
+    if let Some(force) = force(report) {
+        let _ = writeln!(text, "  {force}");
+    }
     if report["losses"].as_u64().unwrap_or(0) > 0 {
         let _ = writeln!(text, "  {} nodes lost, longest pause {:.0} ms", report["losses"], number("longest_stall_ms"));
     }
@@ -204,6 +207,17 @@ fn summary(report: &Value) -> String {
     }
     let _ = writeln!(text, "  state hash {}", report["state_hash"].as_str().unwrap_or("-"));
     text
+}
+
+/// The force on solid cells, if the job asks for it.
+fn force(report: &Value) -> Option<String> {
+    let list = |name: &str, digits: usize| {
+        let list = report["force"][name].as_array()?;
+        let numbers = list.iter().map(|number| format!("{:.digits$}", number.as_f64().unwrap_or(f64::NAN)));
+        Some(numbers.collect::<Vec<_>>().join(", "))
+    };
+    let coefficients = list("coefficients", 4).map_or_else(String::new, |list| format!("; coefficients {list}"));
+    Some(format!("force on solid cells {}{coefficients} (step {})", list("force", 9)?, report["force"]["step"]))
 }
 
 pub(super) fn cancel(global: &Global, args: &CancelArgs) -> Result<(), Failure> {

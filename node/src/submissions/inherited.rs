@@ -1,5 +1,6 @@
 //! Simulations of other nodes that this one may have to go on with, or does: their checkpoints, and what is made from then on.
 use super::checkpoints::Checkpoints;
+use super::forces::Forces;
 use super::{Made, Submission, Submissions, Told};
 use crate::tiles::region;
 use crate::tiles::states::Wanted;
@@ -93,10 +94,19 @@ impl Submissions {
             out: kept.then_some(folder),
             told: Mutex::new(Told { inherited_from: Some(from), ..Told::default() }),
             view: Mutex::default(),
+            forces: Mutex::default(),
             made: Mutex::new(Made::default()),
             changed: watch::channel(0).0,
         });
-        self.lock().push(submission);
-        std::thread::spawn(move || fs::remove_file(mark));
+        self.lock().push(submission.clone());
+        // The disk is not for the thread that decides.
+        std::thread::spawn(move || {
+            let _ = fs::remove_file(mark);
+            let Some(out) = &submission.out else { return };
+            match super::folder(out).and_then(|()| Forces::open(out, &submission.simulation, 0)) {
+                Ok(forces) => *submission.forces.lock().expect("no panics under this lock") = forces,
+                Err(error) => tracing::warn!("{error}"),
+            }
+        });
     }
 }

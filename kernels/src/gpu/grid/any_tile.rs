@@ -93,6 +93,10 @@ impl<R: Runtime> GridTile for GpuTile<R> {
         self.total(field)
     }
 
+    fn force(&self) -> Result<[i128; 3], GridError> {
+        self.force()
+    }
+
     fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError> {
         self.first_not_finite()
     }

@@ -138,6 +138,9 @@ fn saved<R: Runtime>(clients: &[ComputeClient<R>], case: &Case) -> Result<(), Gr
             return failed("a total is not the processor's");
         }
     }
+    if exact.force() != one.tiles[0].force() {
+        return failed("the force on the mask is not the processor's");
+    }
     // Rows of a part, by rows and all at once.
     let (part, last) = (Region { start: [5, 1, 0], end: [71, all.end[1], all.end[2]] }, case.rule.fields() - 1);
     for every in [1, 3] {

@@ -9,12 +9,15 @@ use super::memory::{Buffer, address, check, element, over};
 use super::place::Place;
 use crate::grid::GridError;
 use crate::grid::frame::Format;
+use crate::grid::state::units as to_units;
 
 /// Units at least, and elements of each at most: more limbs than that overflow.
 const UNITS: usize = 1 << 16;
 const EACH_MAX: usize = 1 << 16;
 /// Words of a unit: four limbs, how many were negative, and whether a number was too large for it.
 const WORDS: usize = 6;
+/// Elements fetched at once.
+const FETCHED_MAX: usize = 1 << 20;
 /// An element with this exponent or a larger one does not fit: 2^23 and more.
 const LARGE: u32 = 150;
 /// The exponent of 2^-40, for a mantissa that is a whole number.
@@ -82,6 +85,45 @@ impl<R: Runtime> GpuTile<R> {
         Ok(Some(total))
     }
 
+    /// Drag and lift, as [`crate::grid::tile::Tile::force`].
+    ///
+    /// # Errors
+    /// The rule is no fluid, a step is half made, or the device failed.
+    pub fn force(&self) -> Result<[i128; 3], GridError> {
+        self.whole()?;
+        self.stepper.force(&mut |field, cells| self.sum_of(field, cells))?.ok_or(GridError::NoForce)
+    }
+
+    /// The sum of a field over some elements, fetched and added here: there are few of them beside the others, and seldom.
+    fn sum_of(&self, field: usize, cells: &[usize]) -> Result<i128, GridError> {
+        let mut sum = 0i128;
+        for some in cells.chunks(FETCHED_MAX) {
+            let places: Vec<u32> = some.iter().map(|&cell| cell as u32).collect();
+            let list = Buffer::from_elements(&self.client, &places)?;
+            let found = Buffer { handle: self.client.empty(4 * some.len()), len: some.len() };
+            let (cubes, dim) = over(some.len());
+            // SAFETY: the places are in the field's plane; units beyond the last do nothing.
+            unsafe {
+                fetch::launch_unchecked::<R>(
+                    &self.client,
+                    cubes,
+                    dim,
+                    address(&self.client, self.state.len),
+                    self.state.arg(),
+                    list.arg(),
+                    found.arg(),
+                    field * self.memory.plane,
+                    some.len(),
+                );
+            }
+            check(&self.client)?;
+            let bytes = found.read(&self.client, 0..some.len())?;
+            let numbers = bytemuck::pod_collect_to_vec::<u8, f32>(&bytes);
+            sum = numbers.into_iter().fold(sum, |sum, number| sum.wrapping_add(to_units(number)));
+        }
+        Ok(sum)
+    }
+
     /// A bit for each owned cell that the rule hides, 32 in a word, rows of whole words; none if it hides none.
     pub(super) fn hidden_bits(&self) -> Result<Option<Buffer>, GridError> {
         let [width, height, depth] = self.frame.size.map(|size| size as usize);
@@ -102,6 +144,14 @@ impl<R: Runtime> GpuTile<R> {
             return Ok(None);
         }
         Buffer::from_elements(&self.client, &words).map(Some)
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn fetch(cells: &Array<u32>, list: &Array<u32>, found: &mut Array<u32>, start: usize, count: usize) {
+    let i = element();
+    if i < count {
+        found[i] = cells[start + list[i] as usize];
     }
 }
 

@@ -3,19 +3,18 @@
 //! Each is written into the place from which the one cell that looks there will pull, before the step. A solid cell's
 //! own numbers mean nothing.
 use super::Directions;
-use crate::grid::Face;
 use crate::grid::frame::{Frame, Span};
 use crate::grid::number::Number;
 use crate::grid::planes::Planes;
-use crate::grid::rule::CellMap;
-use crate::grid::state::units;
+use crate::grid::rule::{CellMap, SumOf};
+use crate::grid::{Face, GridError};
 
 /// The edges of one tile.
 pub(crate) struct Edges {
     directions: &'static Directions,
     /// By direction: what bounces back into it.
     links: Vec<Vec<Link>>,
-    /// By direction: owned cells into which it bounces back from the mask.
+    /// By direction: owned cells into which it bounces back from the part of the mask whose force is wanted.
     masked: Vec<Vec<usize>>,
     /// By open face of the tile.
     open: Vec<(Turn, Vec<Open>)>,
@@ -47,11 +46,17 @@ pub(crate) enum Given {
     Density(f32),
 }
 
-/// Whether a cell, in local coordinates, is solid.
-type IsSolid<'a> = &'a dyn Fn([isize; 3]) -> bool;
+/// Whether a cell, in local coordinates, is solid, or its force wanted.
+type Is<'a> = &'a dyn Fn([isize; 3]) -> bool;
 
 impl Edges {
-    pub(super) fn new(directions: &'static Directions, solid: Option<&CellMap<bool>>, frame: &Frame) -> Self {
+    /// `pushed`: of which solid cells the force is wanted.
+    pub(super) fn new(
+        directions: &'static Directions,
+        solid: Option<&CellMap<bool>>,
+        pushed: Option<&CellMap<bool>>,
+        frame: &Frame,
+    ) -> Self {
         let whole = frame.whole();
         let solid: Vec<bool> = match solid {
             None => Vec::new(),
@@ -69,7 +74,8 @@ impl Edges {
         let mut edges = Self { directions, links, masked, open: Vec::new(), solid: Vec::new() };
         // Whatever is computed while a halo lasts.
         let computed = frame.span(frame.depth - 1);
-        edges.link(frame, &computed, !solid.is_empty(), &is_solid);
+        let is_pushed = |at: [isize; 3]| pushed.is_none_or(|pushed| frame.global(at).is_some_and(|at| pushed(at)));
+        edges.link(frame, &computed, !solid.is_empty(), (&is_solid, &is_pushed));
         for axis in 0..frame.grid.dimensions() {
             (0..2).for_each(|side| edges.open(frame, &computed, axis, side, &is_solid));
         }
@@ -84,7 +90,7 @@ impl Edges {
         edges
     }
 
-    fn link(&mut self, frame: &Frame, computed: &Span, masked: bool, is_solid: IsSolid<'_>) {
+    fn link(&mut self, frame: &Frame, computed: &Span, masked: bool, (is_solid, is_pushed): (Is<'_>, Is<'_>)) {
         let [width, height, depth] = frame.size;
         let deep = frame.grid.dimensions() == 3;
         for (y, z) in computed.rows() {
@@ -95,13 +101,13 @@ impl Edges {
             let first = if whole_row { computed.0[0].start } else { 0 };
             for x in (first..computed.0[0].end).step_by(step as usize) {
                 if !is_solid([x, y, z]) {
-                    self.link_cell(frame, [x, y, z], is_solid);
+                    self.link_cell(frame, [x, y, z], is_solid, is_pushed);
                 }
             }
         }
     }
 
-    fn link_cell(&mut self, frame: &Frame, cell: [isize; 3], is_solid: IsSolid<'_>) {
+    fn link_cell(&mut self, frame: &Frame, cell: [isize; 3], is_solid: Is<'_>, is_pushed: Is<'_>) {
         for (i, c) in self.directions.c.iter().enumerate().skip(1) {
             let beyond: [isize; 3] = std::array::from_fn(|axis| cell[axis] - isize::from(c[axis]));
             let face = |axis: usize| match beyond[axis] {
@@ -120,7 +126,7 @@ impl Edges {
             let velocity = wall(true).or_else(|| wall(false));
             let faces = (0..3).any(|axis| face(axis).is_some());
             let masked = velocity.is_none() && !faces && is_solid(beyond);
-            if masked && (0..3).all(|axis| (0..frame.size[axis]).contains(&cell[axis])) {
+            if masked && (0..3).all(|axis| (0..frame.size[axis]).contains(&cell[axis])) && is_pushed(beyond) {
                 self.masked[i].push(frame.at(cell));
             }
             let velocity = velocity.or_else(|| masked.then_some([0.0; 3]));
@@ -132,7 +138,7 @@ impl Edges {
         }
     }
 
-    fn open(&mut self, frame: &Frame, computed: &Span, axis: usize, side: usize, is_solid: IsSolid<'_>) {
+    fn open(&mut self, frame: &Frame, computed: &Span, axis: usize, side: usize, is_solid: Is<'_>) {
         let Some(face @ (Face::Inlet { .. } | Face::Outlet { .. })) = frame.face(axis, side) else { return };
         let turn = Turn::new(self.directions, axis, side);
         let dimensions = frame.grid.dimensions();
@@ -166,16 +172,15 @@ impl Edges {
     }
 
     /// What populations that bounce back give the mask in a step: twice their momentum, less that of the fluid at rest.
-    pub(super) fn force<N: Number>(&self, state: &Planes) -> [i128; 3] {
+    pub(super) fn force(&self, sum: SumOf<'_>) -> Result<[i128; 3], GridError> {
         let mut force = [0i128; 3];
-        for (i, cells) in self.masked.iter().enumerate() {
-            let plane = state.plane::<N>(self.directions.opposite[i]);
-            let sum = cells.iter().fold(0i128, |sum, &cell| sum.wrapping_add(units(plane[cell].value())));
+        for (i, cells) in self.masked.iter().enumerate().filter(|(_, cells)| !cells.is_empty()) {
+            let sum = sum(self.directions.opposite[i], cells)?;
             for (force, c) in force.iter_mut().zip(self.directions.c[i]) {
                 *force = force.wrapping_sub(2 * i128::from(c) * sum);
             }
         }
-        force
+        Ok(force)
     }
 
     /// 64 owned cells, from local ones.

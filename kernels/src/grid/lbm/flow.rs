@@ -10,7 +10,7 @@ use crate::grid::GridError;
 use crate::grid::frame::Frame;
 use crate::grid::number::Number;
 use crate::grid::planes::{Planes, Shared};
-use crate::grid::rule::{Rows, Stepper, aligned_frame};
+use crate::grid::rule::{Rows, Stepper, SumOf, aligned_frame};
 
 /// States larger than this are written past the caches: they would not be there any more when the next step reads them.
 const STREAM: usize = 16 << 20;
@@ -55,7 +55,7 @@ where
         let mut force = [0.0; 3];
         force[..D].copy_from_slice(&fluid.force);
         Ok(Self {
-            edges: Edges::new(directions, fluid.solid.as_ref(), frame),
+            edges: Edges::new(directions, fluid.solid.as_ref(), fluid.pushed.as_ref(), frame),
             half: fluid.rates(fluid.tau).map(|rate| (0.5 * rate) as f32),
             plain: Plain::new(D, fluid.rates(fluid.tau)),
             halves: halves(fluid, frame)?,
@@ -147,8 +147,8 @@ where
         Some(LatticeFluid::<D>::DIRECTIONS.c[field])
     }
 
-    fn force(&self, state: &Planes) -> Option<[i128; 3]> {
-        Some(self.edges.force::<N>(state))
+    fn force(&self, sum: SumOf<'_>) -> Result<Option<[i128; 3]>, GridError> {
+        self.edges.force(sum).map(Some)
     }
 
     fn hidden(&self, at: [usize; 3]) -> u64 {

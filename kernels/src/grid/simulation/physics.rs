@@ -2,6 +2,7 @@
 use std::sync::Arc;
 
 use super::files::Files;
+use super::force::{self, ForceSpec};
 use super::image::Image;
 use super::keys::{Item, Keys};
 use super::{SimulationError, spots};
@@ -17,6 +18,8 @@ use crate::grid::{AXES, Face, Grid};
 pub(super) struct Physics {
     pub(super) rule: Rule,
     pub(super) kind: Kind,
+    /// What is told of the force on solid cells.
+    pub(super) force: Option<ForceSpec>,
     /// Rule, parameters and masks as bytes: equal if and only if they compute the same.
     pub(super) described: Vec<u8>,
 }
@@ -135,58 +138,64 @@ pub(super) fn vector(item: &Item<'_>, dimensions: usize) -> Result<[f32; 3], Sim
 const RULES: &str =
     "the rule: name = \"life\", \"d2q9\", \"d3q19\", \"heat\", \"wave\" or \"gray-scott\", or file = \"x.rule\"";
 
-/// `[rule]`.
-pub(super) fn physics(item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<Physics, SimulationError> {
+/// `[rule]`, and `[force]`, which is about its solid cells.
+pub(super) fn physics(
+    item: &Item<'_>,
+    pushed: Option<&Item<'_>>,
+    grid: &Grid,
+    files: &mut Files,
+) -> Result<Physics, SimulationError> {
     let keys = item.table(RULES)?;
     let mut described = Vec::new();
     describe_grid(grid, &mut described);
     if let Some(item) = keys.get("file") {
         let (rule, kind) = from_text(&keys, &item, files, &mut described)?;
-        return checked(keys, rule, kind, grid, described);
+        return checked(keys, (rule, kind, force::none(pushed)?), grid, described);
     }
     let name = keys.need("name", RULES)?;
-    let (rule, kind) = match name.text(RULES)? {
-        "life" => (life(&keys, &mut described)?, Kind::Life),
+    let (rule, kind, force) = match name.text(RULES)? {
+        "life" => (life(&keys, &mut described)?, Kind::Life, force::none(pushed)?),
         "d2q9" => {
-            let fluid = fluid(&keys, grid, files, &mut described)?;
-            (Rule::D2q9(fluid.clone()), Kind::Fluid(fluid))
+            let mut fluid = fluid(&keys, grid, files, &mut described)?;
+            let force = force::force(pushed, &mut fluid, grid, files)?;
+            (Rule::D2q9(fluid.clone()), Kind::Fluid(fluid), force)
         }
         "d3q19" => {
-            let fluid = fluid(&keys, grid, files, &mut described)?;
-            (Rule::D3q19(fluid.clone()), Kind::Fluid3(fluid))
+            let mut fluid = fluid(&keys, grid, files, &mut described)?;
+            let force = force::force(pushed, &mut fluid, grid, files)?;
+            (Rule::D3q19(fluid.clone()), Kind::Fluid3(fluid), force)
         }
         "heat" => {
             let rate = parameter(&keys, "rate", "the diffusivity in cells² a step", &mut described)?;
-            (Rule::Heat(Heat { rate }), named(&["temperature"]))
+            (Rule::Heat(Heat { rate }), named(&["temperature"]), force::none(pushed)?)
         }
         "wave" => {
             let speed = parameter(&keys, "speed", "in cells a step", &mut described)?;
-            (Rule::Wave(Wave { speed }), named(&["height", "before"]))
+            (Rule::Wave(Wave { speed }), named(&["height", "before"]), force::none(pushed)?)
         }
         "gray-scott" => {
             let mut number = |key, what| parameter(&keys, key, what, &mut described);
             let diffusion =
                 [number("du", "the diffusivity of u in cells² a step")?, number("dv", "the diffusivity of v")?];
             let (feed, kill) = (number("feed", "how fast u comes in")?, number("kill", "how fast v dies")?);
-            (Rule::GrayScott(GrayScott { diffusion, feed, kill }), named(&["u", "v"]))
+            (Rule::GrayScott(GrayScott { diffusion, feed, kill }), named(&["u", "v"]), force::none(pushed)?)
         }
         _ => return Err(name.expected(RULES)),
     };
-    checked(keys, rule, kind, grid, described)
+    checked(keys, (rule, kind, force), grid, described)
 }
 
 /// Together, if they fit.
 fn checked(
     keys: Keys<'_>,
-    rule: Rule,
-    kind: Kind,
+    (rule, kind, force): (Rule, Kind, Option<ForceSpec>),
     grid: &Grid,
     mut described: Vec<u8>,
 ) -> Result<Physics, SimulationError> {
     described.extend_from_slice(rule.name().as_bytes());
     rule.check(grid).map_err(|wrong| keys.error(wrong.to_string()))?;
     keys.done()?;
-    Ok(Physics { rule, kind, described })
+    Ok(Physics { rule, kind, force, described })
 }
 
 /// `file = "x.rule"`, and values for some of its parameters: `parameters = { feed = 0.04 }`.
@@ -298,11 +307,12 @@ fn fluid<const D: usize>(
         // Nothing for the other, so that what was kept of a run before there was a choice is still of it.
         described.extend_from_slice(b"f16");
     }
-    Ok(LatticeFluid { tau, collision, omega, solid, force: std::array::from_fn(|axis| force[axis]), storage })
+    let force = std::array::from_fn(|axis| force[axis]);
+    Ok(LatticeFluid { tau, collision, omega, solid, pushed: None, force, storage })
 }
 
 /// Cells that are solid, by an expression that is not 0 there or by the dark pixels of a picture.
-fn solid(
+pub(super) fn solid(
     item: &Item<'_>,
     grid: &Grid,
     files: &mut Files,

@@ -242,7 +242,7 @@ impl TileOrder {
 /// What a tile says after a step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// The sum of each field in units that add up the same in any order.
+    /// The sum of each field, and what else the simulation wants added up, in units that add up the same in any order.
     pub totals: Vec<i128>,
     /// The tile's part of the state hash, to be added.
     pub hash: Option<u128>,
