@@ -267,6 +267,19 @@ fn successors_come_in_order_and_a_minority_waits() {
 }
 
 #[test]
+fn a_submitter_that_leaves_hands_its_simulations_over() {
+    let mut room = Room::of(4, Options::lan(31), 8);
+    room.submit(spec(Tier::Hot, Some(2), None, 8));
+    assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= 100));
+    let struck = room.world.now();
+    room.world.strike(Fault::Leave(SUBMITTER));
+    assert!(room.run(ms(10_000), |room| room.coordinator != SUBMITTER));
+    room.ended = None;
+    room.finishes(ms(60_000));
+    assert!(room.longest_pause(struck) < ms(1500), "{:?}", room.notes);
+}
+
+#[test]
 fn a_submitter_that_was_only_paused_stands_down() {
     let mut room = Room::of(4, Options::lan(21), 6);
     room.submit(spec(Tier::Hot, Some(2), None, 6));

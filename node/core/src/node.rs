@@ -504,11 +504,7 @@ impl Node {
         // What a dead head placed here is of no use to anybody: whoever takes over its requests needs the memory.
         if reason == DownReason::Left || !heard {
             self.placement.handle_head_gone(node);
-            if reason == DownReason::Left {
-                self.tiles.handle_coordinator_left(node);
-            } else {
-                self.tiles.handle_coordinator_gone(self.now, node);
-            }
+            self.tiles.handle_coordinator_gone(self.now, node);
         }
         self.notify(Event::PeerDown { node, reason });
     }

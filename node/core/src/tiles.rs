@@ -526,13 +526,6 @@ impl Tiles {
         }
     }
 
-    /// A coordinator has left.
-    pub fn handle_coordinator_left(&mut self, node: NodeId) {
-        let jobs: Vec<JobId> =
-            self.jobs.iter().filter(|(_, held)| held.epoch.minter == node).map(|(&job, _)| job).collect();
-        jobs.into_iter().for_each(|job| self.drop_job(job));
-    }
-
     /// The clock.
     pub fn handle_wakeup(&mut self, now: Instant) {
         let orphaned = |held: &Held| held.epoch.minter != self.me && now.since(held.coordinator_heard) >= ORPHAN_MAX;

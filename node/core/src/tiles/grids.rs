@@ -146,10 +146,14 @@ impl Grids {
         }
     }
 
-    /// This node leaves: its jobs end, their checkpoints stay.
+    /// This node leaves: its jobs go on where there is a majority to succeed it. Else they end; their checkpoints stay.
     pub fn handle_leave(&mut self) {
         self.leaving = true;
         for (_, mut grid) in core::mem::take(&mut self.jobs) {
+            if grid.can_be_left() {
+                grid.leave(&mut self.out);
+                continue;
+            }
             grid.end(Err(String::from("the submitter's node left the mesh: submit with --resume")), &mut self.out);
         }
     }

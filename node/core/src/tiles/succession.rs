@@ -120,7 +120,7 @@ impl Tiles {
         self.voice(now, job);
     }
 
-    /// A member of the mesh is gone, as far as SWIM knows: so are the jobs that it coordinated, as far as this node knows.
+    /// A member of the mesh has left, or is gone as far as SWIM knows: nobody coordinates its jobs now.
     pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId) {
         let jobs: Vec<JobId> =
             self.jobs.iter().filter(|(_, held)| held.epoch.minter == node).map(|(&job, _)| job).collect();

@@ -7,7 +7,7 @@ use super::{GridJob, Phase, Standby, Tile};
 use crate::id::{Epoch, NodeId};
 use crate::limits::{FORMERS_MAX, SUCCESSORS_MAX};
 use crate::time::Instant;
-use alloc::collections::VecDeque;
+use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl GridJob {
@@ -80,6 +80,25 @@ impl GridJob {
         let kept = written || schedule.checkpoint_every.is_some();
         job.tell(GridEvent::Inherited { from: epoch.minter, simulation: job.spec.simulation.clone(), kept }, out);
         job
+    }
+
+    /// Whether enough of those who take part stay to take it over.
+    pub(in crate::tiles::grids) fn can_be_left(&self) -> bool {
+        let standbys = self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node);
+        let all: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).chain(standbys).collect();
+        let others = all.iter().filter(|node| **node != self.me).count();
+        self.phase == Phase::Running && !self.successors().is_empty() && 2 * others > all.len()
+    }
+
+    /// This node leaves the mesh, which is told so: the others see to it.
+    pub(in crate::tiles::grids) fn leave(&self, out: &mut VecDeque<GridOutput>) {
+        out.push_back(GridOutput::Unwatch { job: self.spec.job });
+        let result = Err(format!(
+            "this node left the mesh, and another goes on with the simulation: `meshnode jobs` there shows it; its id is {:016x}",
+            self.spec.job.0
+        ));
+        let figures = self.tiles.iter().map(|tile| tile.figures).collect();
+        self.tell(GridEvent::Ended { result, figures }, out);
     }
 
     /// Another node goes on with it.
