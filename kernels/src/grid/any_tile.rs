@@ -5,7 +5,7 @@ use super::rule::Stepper;
 use super::tile::{Threads, Tile};
 use super::{GridError, Link, Region};
 
-/// Takes y and z, and the row of each field that was asked for.
+/// Takes y and z, and what was asked for of the row of each field.
 pub type TakeRow<'a> = &'a mut dyn FnMut([usize; 2], &[Vec<f32>]);
 
 /// Cells that can be looked at.
@@ -17,11 +17,52 @@ pub trait Fields {
     fn fields(&self) -> usize;
 
     /// Calls with y and z and the row of each of these fields, for each row of a region of these cells whose y is a multiple of
-    /// `every`, in the order of z and y. Bits are 0 and 1, cells that the rule hides are 0.
+    /// `every`, in the order of z and y: of the row the cells whose x is such a multiple. Bits are 0 and 1, cells that the rule
+    /// hides are 0.
     ///
     /// # Errors
     /// The region is not here, the rule has no such field, a step is half made, or the device failed.
     fn rows(&self, fields: &[usize], region: Region, every: usize, row: TakeRow<'_>) -> Result<(), GridError>;
+
+    /// How many cells of the first field are not 0 in each of the blocks that a region of these cells touches, as
+    /// [`blocks`] counts them, x innermost: only the region's cells count.
+    ///
+    /// # Errors
+    /// As [`Self::rows`].
+    fn living(&self, region: Region, stride: usize) -> Result<Vec<f32>, GridError> {
+        count(&mut |row| self.rows(&[0], region, 1, row), region, stride)
+    }
+}
+
+/// [`Fields::living`] by looking at all rows of the region.
+pub(crate) fn count(
+    rows: &mut dyn FnMut(TakeRow<'_>) -> Result<(), GridError>,
+    region: Region,
+    stride: usize,
+) -> Result<Vec<f32>, GridError> {
+    let to = blocks(region, stride);
+    let [width, height, _] = to.size();
+    let mut counts = vec![0.0; to.cells()];
+    rows(&mut |[y, z], rows| {
+        let mut block = ((z - to.start[2]) * height + y / stride - to.start[1]) * width;
+        let mut left = stride - region.start[0] % stride;
+        for alive in rows.iter().flatten() {
+            if left == 0 {
+                (block, left) = (block + 1, stride);
+            }
+            counts[block] += if *alive == 0.0 { 0.0 } else { 1.0 };
+            left -= 1;
+        }
+    })?;
+    Ok(counts)
+}
+
+/// The blocks that a region touches, in blocks: `stride` cells along x and y each, counted from the grid's corner. Layers
+/// are not thinned.
+pub fn blocks(region: Region, stride: usize) -> Region {
+    let stride = stride.max(1);
+    let ([x, y, z], [right, top, up]) = (region.start, region.end);
+    Region { start: [x / stride, y / stride, z], end: [right.div_ceil(stride), top.div_ceil(stride), up] }
 }
 
 /// A tile on the processor or on a GPU. The methods are those of [`Tile`], and so are their contracts; whatever fails with
@@ -128,6 +169,14 @@ pub trait GridTile: Fields + Send {
     /// No such field, a step is half made, or the device failed.
     fn total(&self, field: usize) -> Result<i128, GridError>;
 
+    /// Those of all fields.
+    ///
+    /// # Errors
+    /// A step is half made, or the device failed.
+    fn totals(&self) -> Result<Vec<i128>, GridError> {
+        (0..self.fields()).map(|field| self.total(field)).collect()
+    }
+
     /// Drag and lift: this tile's part of what the fluid gives its mask in a step, in units of 2^-40.
     ///
     /// # Errors
@@ -159,7 +208,10 @@ impl Fields for Tile {
         let mut rows = vec![Vec::new(); fields.len()];
         for z in region.start[2]..region.end[2] {
             for y in (region.start[1].next_multiple_of(every)..region.end[1]).step_by(every) {
-                fields.iter().zip(&mut rows).for_each(|(field, row)| read(self, *field, region, [y, z], row));
+                for (field, row) in fields.iter().zip(&mut rows) {
+                    read(self, *field, region, [y, z], row);
+                    thin(row, region.start[0], every);
+                }
                 call([y, z], &rows);
             }
         }
@@ -188,8 +240,18 @@ fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut
     hide(&*tile.stepper, region, [y, z], row);
 }
 
+/// Keeps the cells whose x is a multiple of `every`, of those from `start` on.
+fn thin(row: &mut Vec<f32>, start: usize, every: usize) {
+    if every > 1 {
+        let first = start.next_multiple_of(every) - start;
+        let kept = row.len().saturating_sub(first).div_ceil(every);
+        (0..kept).for_each(|at| row[at] = row[first + at * every]);
+        row.truncate(kept);
+    }
+}
+
 /// Sets the cells of a region's row that the rule hides to 0.
-pub(crate) fn hide(stepper: &dyn Stepper, region: Region, [y, z]: [usize; 2], row: &mut [f32]) {
+fn hide(stepper: &dyn Stepper, region: Region, [y, z]: [usize; 2], row: &mut [f32]) {
     let (start, end) = (region.start[0], region.end[0]);
     for word in start / 64..end.div_ceil(64) {
         let hidden = stepper.hidden([64 * word, y, z]);

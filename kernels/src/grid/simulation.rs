@@ -37,9 +37,10 @@ use super::lbm::SUBSONIC;
 use super::rule::Rule;
 use super::{Grid, GridError, SIZE_MAX};
 
+pub use super::any_tile::blocks;
 pub use force::{Force, ForceSpec};
 pub use output::{ANIMATION_FRAMES_MAX, Colours, FRAME_SIZE_MAX, FRAMES_MAX, OUTPUTS_MAX, OutputKind, OutputSpec};
-pub use sample::{Field, Mosaic, blocks};
+pub use sample::{Field, Mosaic};
 
 mod evaluate;
 mod expression;

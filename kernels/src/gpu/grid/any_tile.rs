@@ -18,6 +18,10 @@ impl<R: Runtime> Fields for GpuTile<R> {
     fn rows(&self, fields: &[usize], region: Region, every: usize, row: TakeRow<'_>) -> Result<(), GridError> {
         self.read_rows(fields, region, every, row)
     }
+
+    fn living(&self, region: Region, stride: usize) -> Result<Vec<f32>, GridError> {
+        self.read_living(region, stride)
+    }
 }
 
 impl<R: Runtime> GridTile for GpuTile<R> {
@@ -85,8 +89,12 @@ impl<R: Runtime> GridTile for GpuTile<R> {
         self.resume(step);
     }
 
-    fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
-        self.state_hash(threads)
+    fn state_hash(&self, _threads: &mut Threads) -> Result<u128, GridError> {
+        self.state_hash()
+    }
+
+    fn totals(&self) -> Result<Vec<i128>, GridError> {
+        self.totals()
     }
 
     fn total(&self, field: usize) -> Result<i128, GridError> {

@@ -5,13 +5,14 @@
 //! failed flush.
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::grid::GridError;
 
 /// Units of a cube of kernels that run over memory and not over cells.
-const UNITS: u32 = 256;
+pub(super) const UNITS: u32 = 256;
 /// Cubes along x of such a launch: the smallest grid that Vulkan guarantees is 65,535 wide.
 const ACROSS: usize = 32_768;
 /// What is written at the end of an allocation.
@@ -68,12 +69,12 @@ impl Buffer {
         &self,
         client: &ComputeClient<R>,
         range: std::ops::Range<usize>,
-    ) -> Result<Vec<u8>, GridError> {
+    ) -> Result<Bytes, GridError> {
         let bytes = client.read_one(self.part(range.clone())).map_err(failed)?;
         if bytes.len() != 4 * range.len() {
             return Err(GridError::Device { what: format!("{} bytes came for {range:?}", bytes.len()) });
         }
-        Ok(bytes.to_vec())
+        Ok(bytes)
     }
 
     /// Sets elements from `at` on.
@@ -97,7 +98,7 @@ impl Buffer {
         }
     }
 
-    fn fill<R: Runtime>(&self, client: &ComputeClient<R>, value: u32, range: std::ops::Range<usize>) {
+    pub(super) fn fill<R: Runtime>(&self, client: &ComputeClient<R>, value: u32, range: std::ops::Range<usize>) {
         let (count, dim) = over(range.len());
         // SAFETY: within the buffer; units beyond the range do nothing.
         unsafe {

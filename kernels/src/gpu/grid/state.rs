@@ -1,24 +1,19 @@
 //! A tile's own cells as a whole: set, read, saved, restored, summed and hashed, some rows at a time.
 use std::ops::Range;
-use std::sync::Mutex;
 
+use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use super::memory::{Buffer, address, check, element, failed, over};
+use super::memory::{Buffer, address, check, element, over};
 use super::place::Memory;
-use crate::grid::any_tile::{TakeRow, hide};
 use crate::grid::frame::Format;
 use crate::grid::halo::{bits, set_bits};
-use crate::grid::hash::{self, Cells};
 use crate::grid::state::first_not_finite;
-use crate::grid::tile::Threads;
 use crate::grid::{GridError, Region};
 
 /// Bytes of rows that are moved at once.
-const CHUNK_BYTES: usize = 16 << 20;
-/// Rows that are asked for at once: each is a copy of its own.
-const ROWS_AT_ONCE: usize = 256;
+pub(super) const CHUNK_BYTES: usize = 16 << 20;
 /// Totals are counted in units of 2^-40, as on a processor.
 const TOTAL_SCALE: f64 = (1u64 << 40) as f64;
 
@@ -89,50 +84,6 @@ impl<R: Runtime> GpuTile<R> {
         Ok(values)
     }
 
-    /// Rows of some fields, as [`crate::grid::any_tile::Fields::rows`]: many are asked for at once.
-    pub(super) fn read_rows(
-        &self,
-        fields: &[usize],
-        region: Region,
-        every: usize,
-        call: TakeRow<'_>,
-    ) -> Result<(), GridError> {
-        self.own(fields.iter().copied().max().unwrap_or(0), region)?;
-        let [from, low, near] = self.frame.owned.start;
-        let (from, width) = (region.start[0] - from, region.size()[0]);
-        let rows_of = |z| (region.start[1].next_multiple_of(every)..region.end[1]).step_by(every).map(move |y| [y, z]);
-        let all: Vec<[usize; 2]> = (region.start[2]..region.end[2]).flat_map(rows_of).collect();
-        let mut cells = vec![Vec::new(); fields.len()];
-        let at_once = (CHUNK_BYTES / (4 * self.memory.row * fields.len().max(1))).clamp(1, ROWS_AT_ONCE);
-        for some in all.chunks(at_once) {
-            let handles = some.iter().flat_map(|&[y, z]| {
-                let first = move |field: &usize| self.first(*field, (y - low) as isize, (z - near) as isize);
-                fields.iter().map(move |field| self.state.part(first(field)..first(field) + self.memory.row))
-            });
-            let bytes = cubecl::future::block_on(self.client.read_async(handles.collect())).map_err(failed)?;
-            for (at, rows) in some.iter().zip(bytes.chunks(fields.len())) {
-                for (row, cells) in rows.iter().zip(&mut cells) {
-                    cells.clear();
-                    match self.frame.format {
-                        Format::Float | Format::Half => {
-                            let start = 4 * (self.memory.left + from);
-                            let row = row.get(start..start + 4 * width).ok_or_else(short)?;
-                            cells.extend(bytemuck::pod_collect_to_vec::<u8, f32>(row));
-                        }
-                        Format::Bit => {
-                            let row = row.get(4 * self.memory.left..).ok_or_else(short)?;
-                            let bit = |x: usize| f32::from(row.get(x / 8).copied().unwrap_or(0) >> (x % 8) & 1);
-                            cells.extend((from..from + width).map(bit));
-                        }
-                    }
-                    hide(&*self.stepper, region, *at, cells);
-                }
-                call(*at, &cells);
-            }
-        }
-        Ok(())
-    }
-
     /// Bytes of [`Self::save`] for a region.
     pub fn saved_len(&self, region: Region) -> usize {
         let [width, height, depth] = region.size();
@@ -149,14 +100,12 @@ impl<R: Runtime> GpuTile<R> {
         let (from, width) = (region.start[0] - self.frame.owned.start[0], region.size()[0]);
         for field in 0..self.fields {
             for (z, rows) in self.chunks(region) {
-                let chunk = self.download(field, z, rows.clone())?;
+                let chunk = self.raw(field, z, &rows)?;
+                let words = self.bit_words(&chunk);
                 for row in 0..rows.len() {
-                    match &chunk {
-                        Rows::Float(cells) => {
-                            let row = &cells[self.start(row) + from..][..width];
-                            bytes.extend_from_slice(bytemuck::cast_slice(row));
-                        }
-                        Rows::Bit(words) => {
+                    match &words {
+                        None => bytes.extend_from_slice(&chunk[4 * (self.start(row) + from)..][..4 * width]),
+                        Some(words) => {
                             for done in (0..width).step_by(64) {
                                 let count = (width - done).min(64);
                                 let word = bits(&words[self.start(row)..], from + done, count);
@@ -218,44 +167,26 @@ impl<R: Runtime> GpuTile<R> {
         self.step = step;
     }
 
-    /// This tile's part of the grid's state hash, as [`crate::grid::tile::Tile::state_hash`].
-    ///
-    /// # Errors
-    /// A step is half made, or the device failed.
-    pub fn state_hash(&self, threads: &mut Threads) -> Result<u128, GridError> {
-        self.whole()?;
-        let (key, total) = (hash::key(), Mutex::new(0u128));
-        let (frame, memory, stepper) = (&self.frame, self.memory, &*self.stepper);
-        for field in 0..self.fields {
-            for (z, rows) in self.chunks(self.region()) {
-                let chunk = self.download(field, z, rows.clone())?;
-                threads.pool().run(rows.len(), 1, &|_, range| {
-                    let mut sum = 0u128;
-                    for row in range {
-                        let cells = match &chunk {
-                            Rows::Float(cells) => Cells::Float(&cells[start(&memory, frame.format, row)..]),
-                            Rows::Bit(words) => Cells::Bit(&words[start(&memory, frame.format, row)..]),
-                        };
-                        let (hidden, y) = (|at| stepper.hidden(at), rows.start + row as isize);
-                        sum = sum.wrapping_add(hash::of_row(&key, frame, &hidden, field, [y, z], cells));
-                    }
-                    let mut total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    *total = total.wrapping_add(sum);
-                });
-            }
-        }
-        Ok(total.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
-    }
-
     /// The sum of a field over the owned cells, as [`crate::grid::tile::Tile::total`].
     ///
     /// # Errors
     /// No such field, a step is half made, or the device failed.
     pub fn total(&self, field: usize) -> Result<i128, GridError> {
         self.own(field, self.region())?;
-        if let Some(total) = self.total_on_device(field)? {
-            return Ok(total);
-        }
+        self.totals().map(|totals| totals[field])
+    }
+
+    /// Those of all fields at once.
+    ///
+    /// # Errors
+    /// A step is half made, or the device failed.
+    pub fn totals(&self) -> Result<Vec<i128>, GridError> {
+        self.whole()?;
+        let found = self.totals_on_device()?;
+        found.into_iter().enumerate().map(|(field, total)| total.map_or_else(|| self.read_total(field), Ok)).collect()
+    }
+
+    fn read_total(&self, field: usize) -> Result<i128, GridError> {
         let mut total = 0i128;
         self.each_row(field, &mut |_, row| {
             let sum = row.iter().map(|&cell| (f64::from(cell) * TOTAL_SCALE).round_ties_even() as i128);
@@ -279,7 +210,7 @@ impl<R: Runtime> GpuTile<R> {
     }
 
     /// Whether anything in the state's memory is no number; cells of halos and ghosts count, too.
-    fn any_not_finite(&self) -> Result<bool, GridError> {
+    pub(super) fn any_not_finite(&self) -> Result<bool, GridError> {
         let found = Buffer::from_elements(&self.client, &[0])?;
         let (cubes, dim) = over(self.state.len);
         // SAFETY: units beyond the last element do nothing.
@@ -295,7 +226,7 @@ impl<R: Runtime> GpuTile<R> {
             );
         }
         check(&self.client)?;
-        Ok(found.read(&self.client, 0..1)? != [0; 4])
+        Ok(found.read(&self.client, 0..1)?[..] != [0; 4])
     }
 
     /// Calls with where a row begins and its cells, until that says no.
@@ -315,7 +246,7 @@ impl<R: Runtime> GpuTile<R> {
         Ok(())
     }
 
-    fn own(&self, field: usize, region: Region) -> Result<(), GridError> {
+    pub(super) fn own(&self, field: usize, region: Region) -> Result<(), GridError> {
         self.whole()?;
         if field >= self.fields {
             return Err(GridError::Field { field, fields: self.fields });
@@ -358,12 +289,17 @@ impl<R: Runtime> GpuTile<R> {
     }
 
     fn download(&self, field: usize, z: isize, rows: Range<isize>) -> Result<Rows, GridError> {
+        let bytes = self.raw(field, z, &rows)?;
+        Ok(self.bit_words(&bytes).map_or_else(|| Rows::Float(bytemuck::pod_collect_to_vec(&bytes)), Rows::Bit))
+    }
+
+    fn raw(&self, field: usize, z: isize, rows: &Range<isize>) -> Result<Bytes, GridError> {
         let first = self.first(field, rows.start, z);
-        let bytes = self.state.read(&self.client, first..first + rows.len() * self.memory.row)?;
-        Ok(match self.frame.format {
-            Format::Float | Format::Half => Rows::Float(bytemuck::pod_collect_to_vec(&bytes)),
-            Format::Bit => Rows::Bit(bytemuck::pod_collect_to_vec(&bytes)),
-        })
+        self.state.read(&self.client, first..first + rows.len() * self.memory.row)
+    }
+
+    fn bit_words(&self, bytes: &[u8]) -> Option<Vec<u64>> {
+        (self.frame.format == Format::Bit).then(|| bytemuck::pod_collect_to_vec(bytes))
     }
 
     fn upload(&self, field: usize, z: isize, y: isize, rows: &Rows) {
@@ -373,10 +309,6 @@ impl<R: Runtime> GpuTile<R> {
         };
         self.state.write(&self.client, self.first(field, y, z), bytes);
     }
-}
-
-fn short() -> GridError {
-    GridError::Device { what: "fewer bytes came than were asked for".into() }
 }
 
 /// Where the first owned cell of a row of a chunk is.

@@ -1,21 +1,19 @@
 //! Sums of a tile's fields made on its device, exactly: numbers in units of 2^-40, as on a processor, counted in whole numbers.
 //!
 //! A unit adds its share of the cells as 64-bit whole numbers, split in four limbs of 16 bits so that 32-bit sums do not
-//! overflow, and the negative ones count one from beyond; the processor puts them together.
+//! overflow, and the negative ones count one from beyond; then it puts them together and adds to what others have.
 use cubecl::prelude::*;
 
 use super::GpuTile;
 use super::memory::{Buffer, address, check, element, over};
 use super::place::Place;
+use super::sums::{Sums, Wide, leave};
 use crate::grid::GridError;
 use crate::grid::frame::Format;
 use crate::grid::state::units as to_units;
 
-/// Units at least, and elements of each at most: more limbs than that overflow.
-const UNITS: usize = 1 << 16;
+/// Elements of a unit at most: more limbs than that overflow.
 const EACH_MAX: usize = 1 << 16;
-/// Words of a unit: four limbs, how many were negative, and whether a number was too large for it.
-const WORDS: usize = 6;
 /// Elements fetched at once.
 const FETCHED_MAX: usize = 1 << 20;
 /// An element with this exponent or a larger one does not fit: 2^23 and more.
@@ -24,18 +22,16 @@ const LARGE: u32 = 150;
 const UNIT: u32 = 110;
 
 impl<R: Runtime> GpuTile<R> {
-    /// The sum of a field over the owned cells, if all of them are small enough for the device to count.
-    pub(super) fn total_on_device(&self, field: usize) -> Result<Option<i128>, GridError> {
+    /// The sums of all fields over the owned cells; none where one is too large for the device to count.
+    pub(super) fn totals_on_device(&self) -> Result<Vec<Option<i128>>, GridError> {
         let span = self.frame.span(0);
         let elements = span.len(0).div_ceil(self.memory.cells) * span.len(1) * span.len(2);
-        let units = UNITS.max(elements.div_ceil(EACH_MAX));
-        let sums = Buffer { handle: self.client.empty(4 * units * WORDS), len: units * WORDS };
-        let (cubes, dim) = over(units);
+        let sums = Sums::new(&self.client, self.fields, elements, EACH_MAX);
+        let (cubes, dim) = sums.launch();
         let wide = address(&self.client, self.state.len);
         let place = self.memory.place(&span);
         let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
-        let (cells, to, start) = (self.state.arg(), sums.arg(), field * self.memory.plane);
-        // SAFETY: the span is in memory, the mask has a bit for each of its cells; units beyond the last do nothing.
+        // SAFETY: the span is in memory, the mask has a bit for each of its cells.
         unsafe {
             match self.frame.format {
                 Format::Float | Format::Half => add_floats::launch_unchecked::<R>(
@@ -43,46 +39,36 @@ impl<R: Runtime> GpuTile<R> {
                     cubes,
                     dim,
                     wide,
-                    cells,
+                    self.state.arg(),
                     self.hidden.as_ref().unwrap_or(&nothing).arg(),
-                    to,
+                    sums.arg(),
                     place,
-                    start,
                     elements,
-                    units,
+                    sums.units,
                     2 * span.len(0).div_ceil(64),
                     self.hidden.is_some(),
                 ),
                 Format::Bit => {
                     let valid = (self.frame.size[0] as u32 - 1) % 32 + 1;
                     let mask = u32::MAX >> (32 - valid);
+                    let (from, to) = (self.state.arg(), sums.arg());
                     add_bits::launch_unchecked::<R>(
                         &self.client,
                         cubes,
                         dim,
                         wide,
-                        cells,
+                        from,
                         to,
                         place,
                         mask,
                         elements,
-                        units,
+                        sums.units,
                     );
                 }
             }
         }
-        check(&self.client)?;
-        let bytes = sums.read(&self.client, 0..sums.len)?;
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(&bytes);
-        let mut total = 0i128;
-        for sum in words.chunks_exact(WORDS) {
-            if sum[5] != 0 {
-                return Ok(None);
-            }
-            let limbs = (0..4).map(|i| i128::from(sum[i]) << (16 * i)).sum::<i128>();
-            total += limbs - (i128::from(sum[4]) << 64);
-        }
-        Ok(Some(total))
+        let sums = sums.read(&self.client)?;
+        Ok(sums.into_iter().map(|sum| sum.map(|sum| sum as i128)).collect())
     }
 
     /// Drag and lift, as [`crate::grid::tile::Tile::force`].
@@ -161,109 +147,98 @@ fn add_floats(
     hidden: &Array<u32>,
     sums: &mut Array<u32>,
     place: &Place,
-    start: usize,
     elements: usize,
     units: usize,
     mask_row: usize,
     #[comptime] masked: bool,
 ) {
-    let unit = element();
-    if unit < units {
-        let (nx, ny) = (place.nx as usize, place.ny as usize);
-        let mut a = 0u32;
-        let mut b = 0u32;
-        let mut c = 0u32;
-        let mut d = 0u32;
-        let mut negative = 0u32;
-        let mut large = 0u32;
-        let mut i = unit;
-        while i < elements {
-            let (row, x) = (i / nx, i % nx);
-            let at = place.x as usize
-                + x
-                + (place.y as usize + row % ny) * place.row
-                + (place.z as usize + row / ny) * place.layer;
-            let mut bits = cells[start + at];
-            if comptime!(masked) {
-                let word = hidden[row * mask_row + x / 32];
-                bits = select(((word >> u32::cast_from(x % 32)) & 1u32) == 1u32, 0u32, bits);
-            }
-            let exponent = (bits >> 23u32) & 255u32;
-            let mut mantissa = bits & 0x007f_ffffu32;
-            // Infinities and what is no number are too large as well.
-            large = select(exponent >= comptime!(LARGE), 1u32, large);
-            mantissa = select(exponent > 0u32, mantissa | 0x0080_0000u32, mantissa);
-            let mut low = 0u32;
-            let mut high = 0u32;
-            if exponent >= comptime!(UNIT) {
-                let shift = exponent - comptime!(UNIT);
-                if shift >= 32u32 {
-                    high = mantissa << (shift & 31u32);
-                } else {
-                    low = mantissa << shift;
-                    if shift > 0u32 {
-                        high = mantissa >> (32u32 - shift);
-                    }
-                }
-            } else {
-                // Less than 1/2 is nothing; what lies in the middle goes to the even one.
-                let shift = comptime!(UNIT) - exponent;
-                if shift < 25u32 {
-                    let rest = mantissa & ((1u32 << shift) - 1u32);
-                    let half = 1u32 << (shift - 1u32);
-                    low = mantissa >> shift;
-                    if rest > half || (rest == half && (low & 1u32) == 1u32) {
-                        low += 1u32;
-                    }
-                }
-            }
-            if (bits >> 31u32) == 1u32 && (low != 0u32 || high != 0u32) {
-                low = !low + 1u32;
-                high = !high + select(low == 0u32, 1u32, 0u32);
-                negative += 1u32;
-            }
-            a += low & 0xffffu32;
-            b += low >> 16u32;
-            c += high & 0xffffu32;
-            d += high >> 16u32;
-            i += units;
+    let start = CUBE_POS_Y as usize * place.plane;
+    let (nx, ny) = (place.nx as usize, place.ny as usize);
+    let mut a = 0u32;
+    let mut b = 0u32;
+    let mut c = 0u32;
+    let mut d = 0u32;
+    let mut negative = 0u32;
+    let mut large = 0u32;
+    let mut i = CUBE_POS_X as usize * CUBE_DIM_X as usize + UNIT_POS_X as usize;
+    while i < elements {
+        let (row, x) = (i / nx, i % nx);
+        let at = place.x as usize
+            + x
+            + (place.y as usize + row % ny) * place.row
+            + (place.z as usize + row / ny) * place.layer;
+        let mut bits = cells[start + at];
+        if comptime!(masked) {
+            let word = hidden[row * mask_row + x / 32];
+            bits = select(((word >> u32::cast_from(x % 32)) & 1u32) == 1u32, 0u32, bits);
         }
-        let to = unit * 6;
-        sums[to] = a;
-        sums[to + 1] = b;
-        sums[to + 2] = c;
-        sums[to + 3] = d;
-        sums[to + 4] = negative;
-        sums[to + 5] = large;
+        let exponent = (bits >> 23u32) & 255u32;
+        let mut mantissa = bits & 0x007f_ffffu32;
+        // Infinities and what is no number are too large as well.
+        large = select(exponent >= comptime!(LARGE), 1u32, large);
+        mantissa = select(exponent > 0u32, mantissa | 0x0080_0000u32, mantissa);
+        let mut low = 0u32;
+        let mut high = 0u32;
+        if exponent >= comptime!(UNIT) {
+            let shift = exponent - comptime!(UNIT);
+            if shift >= 32u32 {
+                high = mantissa << (shift & 31u32);
+            } else {
+                low = mantissa << shift;
+                if shift > 0u32 {
+                    high = mantissa >> (32u32 - shift);
+                }
+            }
+        } else {
+            // Less than 1/2 is nothing; what lies in the middle goes to the even one.
+            let shift = comptime!(UNIT) - exponent;
+            if shift < 25u32 {
+                let rest = mantissa & ((1u32 << shift) - 1u32);
+                let half = 1u32 << (shift - 1u32);
+                low = mantissa >> shift;
+                if rest > half || (rest == half && (low & 1u32) == 1u32) {
+                    low += 1u32;
+                }
+            }
+        }
+        if (bits >> 31u32) == 1u32 && (low != 0u32 || high != 0u32) {
+            low = !low + 1u32;
+            high = !high + select(low == 0u32, 1u32, 0u32);
+            negative += 1u32;
+        }
+        a += low & 0xffffu32;
+        b += low >> 16u32;
+        c += high & 0xffffu32;
+        d += high >> 16u32;
+        i += units;
     }
+    // Limbs overlap by half; a negative number was counted 2^64 too high.
+    let low = a + (b << 16u32);
+    let middle = (b >> 16u32) + select(low < a, 1u32, 0u32);
+    let second = c + middle;
+    let both = second + (d << 16u32);
+    let carry = select(second < c, 1u32, 0u32) + select(both < second, 1u32, 0u32);
+    let third = (d >> 16u32) + carry;
+    let sign = select(third < negative, 0xffff_ffffu32, 0u32);
+    leave(sums, Wide { a: low, b: both, c: third - negative, d: sign }, large);
 }
 
 /// Living cells, in units of 2^-40 as well: 2^40 each.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn add_bits(cells: &Array<u32>, sums: &mut Array<u32>, place: &Place, mask: u32, elements: usize, units: usize) {
-    let unit = element();
-    if unit < units {
-        let (nx, ny) = (place.nx as usize, place.ny as usize);
-        let mut count = 0u32;
-        let mut i = unit;
-        while i < elements {
-            let (row, x) = (i / nx, i % nx);
-            let at = place.x as usize
-                + x
-                + (place.y as usize + row % ny) * place.row
-                + (place.z as usize + row / ny) * place.layer;
-            let word = cells[at];
-            let living = select(x == nx - 1, word & mask, word);
-            count += u32::count_ones(living);
-            i += units;
-        }
-        let to = unit * 6;
-        // 2^40 is 2^8 in the limb of 2^32, and a count has less than 22 bits.
-        sums[to] = 0u32;
-        sums[to + 1] = 0u32;
-        sums[to + 2] = count << 8u32;
-        sums[to + 3] = 0u32;
-        sums[to + 4] = 0u32;
-        sums[to + 5] = 0u32;
+    let (nx, ny) = (place.nx as usize, place.ny as usize);
+    let mut count = 0u32;
+    let mut i = CUBE_POS_X as usize * CUBE_DIM_X as usize + UNIT_POS_X as usize;
+    while i < elements {
+        let (row, x) = (i / nx, i % nx);
+        let at = place.x as usize
+            + x
+            + (place.y as usize + row % ny) * place.row
+            + (place.z as usize + row / ny) * place.layer;
+        let word = cells[at];
+        let living = select(x == nx - 1, word & mask, word);
+        count += u32::count_ones(living);
+        i += units;
     }
+    leave(sums, Wide { a: 0u32.runtime(), b: count << 8u32, c: count >> 24u32, d: 0u32.runtime() }, 0u32);
 }

@@ -88,7 +88,7 @@ impl Simulation {
     /// # Errors
     /// A step is half made, or the tile's device failed.
     pub fn totals_of(&self, tile: &dyn GridTile) -> Result<Vec<i128>, GridError> {
-        let mut totals = (0..tile.fields()).map(|field| tile.total(field)).collect::<Result<Vec<_>, _>>()?;
+        let mut totals = tile.totals()?;
         if self.physics.force.is_some() {
             totals.extend_from_slice(&tile.force()?[..self.grid.dimensions()]);
         }

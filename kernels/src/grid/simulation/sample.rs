@@ -1,7 +1,7 @@
 //! What of a grid can be looked at: quantities from a tile's fields, thinned for pictures, and put together from many tiles.
 use super::physics::Kind;
 use super::{OutputSpec, Simulation, SimulationError};
-use crate::grid::any_tile::Fields;
+use crate::grid::any_tile::{Fields, blocks};
 use crate::grid::{Face, GridError, Region};
 
 /// What one can look at.
@@ -35,14 +35,6 @@ pub struct Field {
     pub size: [usize; 3],
     /// One for each.
     pub values: Vec<f32>,
-}
-
-/// The blocks that a region touches, in blocks: `stride` cells along x and y each, counted from the grid's corner. Layers
-/// are not thinned.
-pub fn blocks(region: Region, stride: usize) -> Region {
-    let stride = stride.max(1);
-    let ([x, y, z], [right, top, up]) = (region.start, region.end);
-    Region { start: [x / stride, y / stride, z], end: [right.div_ceil(stride), top.div_ceil(stride), up] }
 }
 
 impl Simulation {
@@ -90,7 +82,7 @@ impl Simulation {
             return Err(GridError::Region { region, tile: whole }.into());
         }
         match &self.physics.kind {
-            Kind::Life if quantity == "alive" => count(tile, region, stride),
+            Kind::Life if quantity == "alive" => Ok(tile.living(region, stride)?),
             Kind::Fluid(fluid) => {
                 let part = self.part(quantity)?;
                 let of = |cell: &[f32]| cell.try_into().map_or(0.0, |cell| part.of(fluid.moments(cell)));
@@ -185,27 +177,10 @@ fn pick(
     let mut cell = vec![0.0; fields.len()];
     tile.rows(fields, region, stride, &mut |[y, z], rows| {
         let start = place(to, [0, y / stride, z]);
-        for x in (region.start[0].next_multiple_of(stride)..region.end[0]).step_by(stride) {
-            cell.iter_mut().zip(rows).for_each(|(cell, row)| *cell = row[x - region.start[0]]);
-            values[start + x / stride - to.start[0]] = value(&cell);
-        }
-    })?;
-    Ok(values)
-}
-
-/// Of each block the number of living cells.
-fn count(tile: &dyn Fields, region: Region, stride: usize) -> Result<Vec<f32>, SimulationError> {
-    let to = blocks(region, stride);
-    let mut values = vec![0.0; to.cells()];
-    tile.rows(&[0], region, 1, &mut |[y, z], rows| {
-        let start = place(to, [0, y / stride, z]);
-        let (mut block, mut left) = (start, stride - region.start[0] % stride);
-        for alive in rows.iter().flatten() {
-            if left == 0 {
-                (block, left) = (block + 1, stride);
-            }
-            values[block] += alive;
-            left -= 1;
+        let start = start + region.start[0].div_ceil(stride) - to.start[0];
+        for x in 0..rows.first().map_or(0, Vec::len) {
+            cell.iter_mut().zip(rows).for_each(|(cell, row)| *cell = row[x]);
+            values[start + x] = value(&cell);
         }
     })?;
     Ok(values)

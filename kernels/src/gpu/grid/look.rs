@@ -1,0 +1,253 @@
+//! What people look at: rows thinned and living cells counted by the device, so that little has to leave it.
+use cubecl::prelude::*;
+
+use super::GpuTile;
+use super::memory::{Buffer, address, check, element, over};
+use super::place::Place;
+use super::state::CHUNK_BYTES;
+use crate::grid::any_tile::{TakeRow, blocks, count};
+use crate::grid::frame::Format;
+use crate::grid::{GridError, Region};
+
+impl<R: Runtime> GpuTile<R> {
+    /// Rows of some fields, as [`crate::grid::any_tile::Fields::rows`].
+    pub(super) fn read_rows(
+        &self,
+        fields: &[usize],
+        region: Region,
+        every: usize,
+        call: TakeRow<'_>,
+    ) -> Result<(), GridError> {
+        self.own(fields.iter().copied().max().unwrap_or(0), region)?;
+        let first: [usize; 2] = std::array::from_fn(|axis| region.start[axis].next_multiple_of(every));
+        let [nx, ny] = std::array::from_fn(|axis| region.end[axis].saturating_sub(first[axis]).div_ceil(every));
+        let rows = ny * (region.end[2] - region.start[2]);
+        if nx * rows * fields.len() == 0 {
+            // Nothing of a row is nevertheless a row.
+            let nothing = vec![Vec::new(); fields.len()];
+            (0..rows).for_each(|row| call([first[1] + row % ny * every, region.start[2] + row / ny], &nothing));
+            return Ok(());
+        }
+        let names: Vec<u32> = fields.iter().map(|&field| field as u32).collect();
+        let names = Buffer::from_elements(&self.client, &names)?;
+        let owned = self.frame.owned.start;
+        let mut cells = vec![Vec::new(); fields.len()];
+        let at_once = (CHUNK_BYTES / (4 * nx * fields.len())).max(1);
+        for begin in (0..rows).step_by(at_once) {
+            let these = at_once.min(rows - begin);
+            let from = Thin {
+                first: [first[0] - owned[0], first[1] - owned[1], region.start[2] - owned[2]],
+                every,
+                nx,
+                ny,
+                begin,
+                fields: fields.len(),
+            };
+            let values: Vec<f32> = self.thinned(&from, &names, these)?;
+            for (row, values) in values.chunks_exact(nx * fields.len()).enumerate() {
+                for (cells, values) in cells.iter_mut().zip(values.chunks_exact(nx)) {
+                    cells.clear();
+                    cells.extend_from_slice(values);
+                }
+                let row = begin + row;
+                call([first[1] + row % ny * every, region.start[2] + row / ny], &cells);
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows after rows, field after field of each.
+    fn thinned(&self, from: &Thin, names: &Buffer, rows: usize) -> Result<Vec<f32>, GridError> {
+        let len = rows * from.fields * from.nx;
+        let to = Buffer { handle: self.client.empty(4 * len), len };
+        let (cubes, dim) = over(len);
+        let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
+        let (place, mask) = (self.memory.place(&self.frame.span(0)), self.hidden.as_ref().unwrap_or(&nothing));
+        // SAFETY: all that is asked for is owned, the mask has a bit for each owned cell; units beyond `len` do nothing.
+        unsafe {
+            pick::launch_unchecked::<R>(
+                &self.client,
+                cubes,
+                dim,
+                address(&self.client, self.state.len.max(len)),
+                self.state.arg(),
+                mask.arg(),
+                names.arg(),
+                to.arg(),
+                place,
+                from.launched(),
+                2 * (self.frame.size[0] as usize).div_ceil(64),
+                self.frame.size[1] as usize,
+                len,
+                self.frame.format == Format::Bit,
+                self.hidden.is_some(),
+            );
+        }
+        check(&self.client)?;
+        to.read(&self.client, 0..len).map(|bytes| bytemuck::pod_collect_to_vec(&bytes))
+    }
+
+    /// Living cells by blocks, as [`crate::grid::any_tile::Fields::living`].
+    pub(super) fn read_living(&self, region: Region, stride: usize) -> Result<Vec<f32>, GridError> {
+        self.own(0, region)?;
+        if self.frame.format != Format::Bit {
+            return count(&mut |row| self.read_rows(&[0], region, 1, row), region, stride);
+        }
+        let (owned, to) = (self.frame.owned.start, blocks(region, stride));
+        let (len, [width, height, _]) = (to.cells(), to.size());
+        let counts = Buffer { handle: self.client.empty(4 * len), len };
+        let (cubes, dim) = over(len);
+        let at: [u32; 3] = std::array::from_fn(|axis| (region.start[axis] - owned[axis]) as u32);
+        let place = self.memory.place(&self.frame.span(0));
+        // SAFETY: all that is looked at is owned; units beyond `len` do nothing.
+        unsafe {
+            count_living::launch_unchecked::<R>(
+                &self.client,
+                cubes,
+                dim,
+                address(&self.client, self.state.len.max(len)),
+                self.state.arg(),
+                counts.arg(),
+                place,
+                (region.end[0] - owned[0]) as u32,
+                (region.end[1] - owned[1]) as u32,
+                at[0],
+                at[1],
+                at[2],
+                (region.start[0] % stride) as u32,
+                (region.start[1] % stride) as u32,
+                stride as u32,
+                width,
+                height,
+                len,
+            );
+        }
+        check(&self.client)?;
+        let bytes = counts.read(&self.client, 0..len)?;
+        Ok(bytemuck::pod_collect_to_vec::<u8, u32>(&bytes).into_iter().map(|count| count as f32).collect())
+    }
+}
+
+/// Some rows of some fields, every so many cells.
+struct Thin {
+    /// The first cell's place among the owned ones.
+    first: [usize; 3],
+    every: usize,
+    /// Cells of a row, rows of a layer.
+    nx: usize,
+    ny: usize,
+    /// The first row of these.
+    begin: usize,
+    fields: usize,
+}
+
+impl Thin {
+    fn launched<R: Runtime>(&self) -> ThinnedLaunch<R> {
+        let [x, y, z] = self.first.map(|at| at as u32);
+        ThinnedLaunch::new(x, y, z, self.every as u32, self.nx, self.ny, self.begin, self.fields)
+    }
+}
+
+/// [`Thin`] as a kernel sees it.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Thinned {
+    x: u32,
+    y: u32,
+    z: u32,
+    every: u32,
+    nx: usize,
+    ny: usize,
+    begin: usize,
+    fields: usize,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn pick(
+    cells: &Array<u32>,
+    hidden: &Array<u32>,
+    names: &Array<u32>,
+    to: &mut Array<f32>,
+    place: &Place,
+    thin: &Thinned,
+    mask_row: usize,
+    height: usize,
+    len: usize,
+    #[comptime] bits: bool,
+    #[comptime] masked: bool,
+) {
+    let i = element();
+    if i < len {
+        let (column, rest) = (i % thin.nx, i / thin.nx);
+        let (row, name) = (thin.begin + rest / thin.fields, rest % thin.fields);
+        let x = thin.x + u32::cast_from(column) * thin.every;
+        let y = thin.y + u32::cast_from(row % thin.ny) * thin.every;
+        let z = thin.z + u32::cast_from(row / thin.ny);
+        let line = names[name] as usize * place.plane
+            + (place.z + z) as usize * place.layer
+            + (place.y + y) as usize * place.row
+            + place.x as usize;
+        let (word, bit) = ((x / 32u32) as usize, x % 32u32);
+        if comptime!(bits) {
+            to[i] = f32::cast_from((cells[line + word] >> bit) & 1u32);
+        } else {
+            let mut value = f32::reinterpret(cells[line + x as usize]);
+            if comptime!(masked) {
+                let mask = hidden[(z as usize * height + y as usize) * mask_row + word];
+                value = select(((mask >> bit) & 1u32) == 1u32, 0.0f32, value);
+            }
+            to[i] = value;
+        }
+    }
+}
+
+/// A unit counts a block. `x_end` and `y_end`: of the region, `x` to `z` its first cell, `x_in` and `y_in` its place in its
+/// block.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn count_living(
+    cells: &Array<u32>,
+    to: &mut Array<u32>,
+    place: &Place,
+    x_end: u32,
+    y_end: u32,
+    x: u32,
+    y: u32,
+    z: u32,
+    x_in: u32,
+    y_in: u32,
+    stride: u32,
+    width: usize,
+    height: usize,
+    len: usize,
+) {
+    let i = element();
+    if i < len {
+        let (column, rest) = (u32::cast_from(i % width), i / width);
+        let (row, layer) = (u32::cast_from(rest % height), u32::cast_from(rest / height));
+        // Blocks are counted from the grid's corner, so the first may have begun before the region.
+        let left = x + select(column == 0u32, 0u32, column * stride - x_in);
+        let low = y + select(row == 0u32, 0u32, row * stride - y_in);
+        let (right, high) = (x + (column + 1u32) * stride - x_in, y + (row + 1u32) * stride - y_in);
+        let (right, high) = (select(right < x_end, right, x_end), select(high < y_end, high, y_end));
+        let start = (place.z + z + layer) as usize * place.layer + place.x as usize;
+        let (first, last) = (left / 32u32, (right - 1u32) / 32u32);
+        let mut count = 0u32;
+        let mut line = low;
+        while line < high {
+            let begin = start + (place.y + line) as usize * place.row;
+            let mut at = first;
+            while at <= last {
+                let mut word = cells[begin + at as usize];
+                if at == first {
+                    word &= 0xffff_ffffu32 << (left % 32u32);
+                }
+                if at == last {
+                    word &= 0xffff_ffffu32 >> (31u32 - (right - 1u32) % 32u32);
+                }
+                count += u32::count_ones(word);
+                at += 1u32;
+            }
+            line += 1u32;
+        }
+        to[i] = count;
+    }
+}
