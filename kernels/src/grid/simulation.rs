@@ -35,7 +35,7 @@ use self::physics::Physics;
 use super::any_tile::GridTile;
 use super::lbm::SUBSONIC;
 use super::rule::Rule;
-use super::{Grid, GridError, SIZE_MAX};
+use super::{Grid, GridError, Region, SIZE_MAX};
 
 pub use super::any_tile::blocks;
 pub use force::{Force, ForceSpec};
@@ -256,7 +256,22 @@ impl Simulation {
     /// # Errors
     /// The tile's device failed.
     pub fn load(&self, tile: &mut dyn GridTile) -> Result<(), GridError> {
-        tile.load(&mut |at, cell| self.initial.set(at, cell))
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        for part in self.initial_parts(tile.region()) {
+            tile.restore(part, &self.initial(part, threads))?;
+        }
+        tile.resume(0);
+        Ok(())
+    }
+
+    /// Boxes of a region that together are it, whole along x, each of a few megabytes.
+    pub fn initial_parts(&self, region: Region) -> Vec<Region> {
+        initial::parts(region, self.rule())
+    }
+
+    /// The cells of a box before the first step, as [`Tile::save`](super::tile::Tile::save) writes them.
+    pub fn initial(&self, region: Region, threads: usize) -> Vec<u8> {
+        self.initial.cells(region, self.rule(), threads)
     }
 
     /// What can be looked at.

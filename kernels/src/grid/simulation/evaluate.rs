@@ -168,9 +168,30 @@ impl Number for Slope {
 
 /// A number from 0 to 1 that depends on the job's seed, the stream and the cell's place in the grid, and on nothing else.
 pub(super) fn noise(seed: u64, stream: u64, [x, y, z]: [usize; 3]) -> f64 {
-    let mixed = mix(mix(mix(seed).wrapping_add(stream)).wrapping_add(z as u64));
-    let bits = mix(mix(mixed.wrapping_add(y as u64)).wrapping_add(x as u64));
-    (bits >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+    NoiseRow::new(seed, stream, [y, z]).at(x)
+}
+
+/// The noise of a row of cells.
+#[derive(Clone, Copy)]
+pub(super) struct NoiseRow(u64);
+
+/// Noise is so many of these.
+pub(super) const NOISE_UNITS: f64 = (1u64 << 53) as f64;
+
+impl NoiseRow {
+    pub(super) fn new(seed: u64, stream: u64, [y, z]: [usize; 2]) -> Self {
+        let mixed = mix(mix(mix(seed).wrapping_add(stream)).wrapping_add(z as u64));
+        Self(mix(mixed.wrapping_add(y as u64)))
+    }
+
+    /// A cell's, in units.
+    pub(super) fn units(self, x: usize) -> u64 {
+        mix(self.0.wrapping_add(x as u64)) >> 11
+    }
+
+    pub(super) fn at(self, x: usize) -> f64 {
+        self.units(x) as f64 * (1.0 / NOISE_UNITS)
+    }
 }
 
 /// The finaliser of splitmix64: each bit of the input changes half of the bits of the output.

@@ -3,7 +3,7 @@
 //! The grammar is that of rule files (`grid/rule_file.rs`) with places instead of fields, powers and more functions, in 64
 //! bits. An expression becomes a list of operations on a stack, bounded in length and depth. Every node must make the same
 //! bits of it: the functions that processors' libraries disagree about are `libm`'s, compiled from Rust text.
-use super::evaluate::{Number, noise};
+use super::evaluate::{NoiseRow, Number, noise};
 
 /// Bytes of an expression at most: a page of text is a tenth of it.
 const TEXT_BYTES_MAX: usize = 16 << 10;
@@ -15,6 +15,8 @@ const DEPTH_MAX: usize = 64;
 const STACK_MAX: usize = 64;
 /// What most expressions get along with.
 const STACK_USUAL: usize = 8;
+/// Cells of a row that are computed together.
+const LANES: usize = 64;
 
 /// What expressions may name beside x, y, z and functions.
 #[derive(Clone, Debug, Default)]
@@ -162,6 +164,53 @@ impl Expression {
             }
         }
         stack[0]
+    }
+
+    /// The values of a row of cells from `x` on, the same as one by one.
+    pub(super) fn row(&self, x: usize, [y, z]: [usize; 2], values: &mut [f64]) {
+        if let Some(value) = self.constant() {
+            return values.fill(value);
+        }
+        let mut stack = vec![[0.0; LANES]; self.stack.max(1)];
+        for (block, values) in values.chunks_mut(LANES).enumerate() {
+            let x = x + block * LANES;
+            let mut top = 0;
+            for operation in &self.operations {
+                match *operation {
+                    Operation::Number(number) => {
+                        stack[top] = [number; LANES];
+                        top += 1;
+                    }
+                    Operation::Place(axis) => {
+                        let along = |i| f64::place([x + i, y, z][usize::from(axis)] as f64 + 0.5, usize::from(axis));
+                        stack[top] = std::array::from_fn(along);
+                        top += 1;
+                    }
+                    Operation::Noise(stream) => {
+                        let row = NoiseRow::new(self.seed, stream, [y, z]);
+                        stack[top] = std::array::from_fn(|i| row.at(x + i));
+                        top += 1;
+                    }
+                    Operation::Unary(unary) => {
+                        stack[top - 1].iter_mut().for_each(|value| *value = value.unary(unary));
+                    }
+                    Operation::Binary(binary) => {
+                        top -= 1;
+                        let (before, after) = stack.split_at_mut(top);
+                        let pairs = before[top - 1].iter_mut().zip(&after[0]);
+                        pairs.for_each(|(value, other)| *value = value.binary(binary, *other));
+                    }
+                    Operation::Select => {
+                        top -= 2;
+                        let (before, after) = stack.split_at_mut(top);
+                        for (i, value) in before[top - 1].iter_mut().enumerate() {
+                            *value = if *value != 0.0 { after[0][i] } else { after[1][i] };
+                        }
+                    }
+                }
+            }
+            values.copy_from_slice(&stack[0][..values.len()]);
+        }
     }
 
     /// Appends what makes it different from others.

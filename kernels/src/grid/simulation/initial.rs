@@ -1,4 +1,4 @@
-//! `[initial]`: the fields of every cell before the first step, from its place in the grid alone.
+//! `[initial]`: the fields of every cell before the first step, from its place in the grid alone. Next: `initial/rows.rs`.
 use std::ops::Range;
 
 use super::SimulationError;
@@ -12,6 +12,10 @@ use crate::grid::lbm::LatticeFluid;
 use crate::grid::life::Pattern;
 use crate::grid::rule::CellMap;
 use crate::grid::{Face, Grid};
+
+mod rows;
+
+pub(super) use rows::parts;
 
 /// Patterns at most: each is text.
 const PATTERNS_MAX: usize = 256;
@@ -93,12 +97,7 @@ impl Initial {
             }
             Self::Fields(sources) => {
                 for (value, source) in cell.iter_mut().zip(sources) {
-                    *value = match source {
-                        Source::Expression(expression) => expression.at(at) as f32,
-                        Source::Image(image, [low, high]) => {
-                            (low + (high - low) * f64::from(image.at(at)) / 65535.0) as f32
-                        }
-                    };
+                    *value = source.at(at) as f32;
                 }
             }
         }
@@ -118,6 +117,15 @@ impl Initial {
             Self::Fluid(flow) => flow.speed(at),
             Self::Fluid3(flow) => flow.speed(at),
             Self::Life(_) | Self::Fields(_) => 0.0,
+        }
+    }
+}
+
+impl Source {
+    fn at(&self, at: [usize; 3]) -> f64 {
+        match self {
+            Self::Expression(expression) => expression.at(at),
+            Self::Image(image, [low, high]) => low + (high - low) * f64::from(image.at(at)) / 65535.0,
         }
     }
 }

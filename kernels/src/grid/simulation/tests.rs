@@ -8,6 +8,7 @@ use crate::grid::tile::{Threads, Tile};
 mod bad;
 mod expressions;
 mod forces;
+mod initial;
 
 /// A job file in a folder of its own, with the files it names.
 pub(super) fn written(text: &str, files: &[(&str, &[u8])]) -> (tempfile::TempDir, PathBuf) {

@@ -1,0 +1,163 @@
+//! The initial state of many cells at once: by rows, on all threads, as the bytes of a saved state.
+use super::super::evaluate::{NOISE_UNITS, NoiseRow};
+use super::{Flow, Initial, Living, Source};
+use crate::grid::Region;
+use crate::grid::frame::Format;
+use crate::grid::number::{Half, Number};
+use crate::grid::rule::Rule;
+
+/// Bytes that are made at once: enough for all threads, and little enough that one part waits while another is made.
+const PART_BYTES: usize = 4 << 20;
+
+/// Boxes of a region that together are it, whole along x.
+pub(in super::super) fn parts(region: Region, rule: &Rule) -> Vec<Region> {
+    let [width, height, depth] = region.size();
+    let rows = (PART_BYTES / (rule.fields() * row_bytes(rule.format(), width)).max(1)).max(1);
+    let (rows, layers) = (rows.min(height).max(1), (rows / height.max(1)).max(1));
+    let mut parts = Vec::new();
+    for z in (0..depth).step_by(layers) {
+        for y in (0..height).step_by(rows) {
+            let [x, low, near] = region.start;
+            let end = [region.end[0], low + height.min(y + rows), near + depth.min(z + layers)];
+            parts.push(Region { start: [x, low + y, near + z], end });
+        }
+    }
+    parts
+}
+
+/// Bytes of a row of a saved field.
+fn row_bytes(format: Format, width: usize) -> usize {
+    match format {
+        Format::Float | Format::Half => format.bytes() * width,
+        Format::Bit => width.div_ceil(8),
+    }
+}
+
+/// The bytes that a number is saved as, one place after the other.
+fn save(format: Format, values: impl Iterator<Item = f32>, places: &mut [u8]) {
+    if format == Format::Half {
+        let places = places.chunks_exact_mut(2);
+        places.zip(values).for_each(|(place, value)| place.copy_from_slice(bytemuck::bytes_of(&Half::of(value))));
+    } else {
+        places.chunks_exact_mut(4).zip(values).for_each(|(place, value)| place.copy_from_slice(&value.to_le_bytes()));
+    }
+}
+
+impl Initial {
+    /// The cells of a box as they are saved: field by field, rows along x.
+    pub(in super::super) fn cells(&self, region: Region, rule: &Rule, threads: usize) -> Vec<u8> {
+        let [width, height, depth] = region.size();
+        let (rows, bytes) = (height * depth, row_bytes(rule.format(), width));
+        let mut cells = vec![0; rule.fields() * rows * bytes];
+        if cells.is_empty() {
+            return cells;
+        }
+        // A share of the rows of each field for each thread.
+        let each = rows.div_ceil(threads.max(1));
+        let mut shares: Vec<Vec<&mut [u8]>> = (0..rows.div_ceil(each)).map(|_| Vec::new()).collect();
+        for field in cells.chunks_mut(rows * bytes) {
+            shares.iter_mut().zip(field.chunks_mut(each * bytes)).for_each(|(share, rows)| share.push(rows));
+        }
+        let make = |number: usize, share: Vec<&mut [u8]>| {
+            let mut fields: Vec<_> = share.into_iter().map(|rows| rows.chunks_mut(bytes)).collect();
+            let mut row = number * each;
+            loop {
+                let mut of_row: Vec<&mut [u8]> = fields.iter_mut().filter_map(Iterator::next).collect();
+                if of_row.is_empty() {
+                    break;
+                }
+                let at = [region.start[0], region.start[1] + row % height, region.start[2] + row / height];
+                self.row(rule.format(), at, width, &mut of_row);
+                row += 1;
+            }
+        };
+        std::thread::scope(|scope| {
+            let mut shares = shares.into_iter().enumerate();
+            let own = shares.next();
+            for (number, share) in shares {
+                scope.spawn(move || make(number, share));
+            }
+            if let Some((number, share)) = own {
+                make(number, share);
+            }
+        });
+        cells
+    }
+
+    /// A row of each field.
+    fn row(&self, format: Format, at: [usize; 3], width: usize, fields: &mut [&mut [u8]]) {
+        match self {
+            Self::Life(living) => living.row(at, width, fields[0]),
+            Self::Fluid(flow) if flow.is_even() => self.same(format, at, fields),
+            Self::Fluid3(flow) if flow.is_even() => self.same(format, at, fields),
+            Self::Fluid(_) | Self::Fluid3(_) => {
+                let mut cell = vec![0.0; fields.len()];
+                for x in 0..width {
+                    self.set([at[0] + x, at[1], at[2]], &mut cell);
+                    let bytes = format.bytes();
+                    let places = fields.iter_mut().map(|field| &mut field[bytes * x..bytes * (x + 1)]);
+                    places.zip(&cell).for_each(|(place, value)| save(format, [*value].into_iter(), place));
+                }
+            }
+            Self::Fields(sources) => {
+                let mut values = vec![0.0; width];
+                for (field, source) in fields.iter_mut().zip(sources) {
+                    match source {
+                        Source::Expression(expression) => expression.row(at[0], [at[1], at[2]], &mut values),
+                        Source::Image(..) => {
+                            let pixels = values.iter_mut().zip(at[0]..);
+                            pixels.for_each(|(value, x)| *value = source.at([x, at[1], at[2]]));
+                        }
+                    }
+                    save(format, values.iter().map(|value| *value as f32), field);
+                }
+            }
+        }
+    }
+
+    /// Each cell of the row as its first one.
+    fn same(&self, format: Format, at: [usize; 3], fields: &mut [&mut [u8]]) {
+        let mut cell = vec![0.0; fields.len()];
+        self.set(at, &mut cell);
+        for (field, value) in fields.iter_mut().zip(&cell) {
+            save(format, std::iter::repeat(*value), field);
+        }
+    }
+}
+
+impl<const D: usize> Flow<D> {
+    /// Whether all cells are the same.
+    fn is_even(&self) -> bool {
+        let moving = self.velocity.iter().any(|part| part.constant().is_none());
+        self.omega.is_none() && self.density.constant().is_some() && !moving
+    }
+}
+
+impl Living {
+    /// A row of bits, which begin a byte.
+    fn row(&self, [x, y, z]: [usize; 3], width: usize, bits: &mut [u8]) {
+        // Exactly those below the share: noise is a whole number of units.
+        let share = (self.share * NOISE_UNITS).ceil() as u64;
+        let noise = NoiseRow::new(self.seed, 0, [y, z]);
+        let mut values = [0.0; 64];
+        for (word, bytes) in bits.chunks_mut(8).enumerate() {
+            let x = x + 64 * word;
+            let count = (width - 64 * word).min(64);
+            let mut found = 0u64;
+            if share > 0 {
+                (0..64).for_each(|i| found |= u64::from(noise.units(x + i) < share) << i);
+            }
+            if let Some(expression) = &self.expression {
+                expression.row(x, [y, z], &mut values[..count]);
+                values[..count].iter().zip(0..).for_each(|(value, i)| found |= u64::from(*value != 0.0) << i);
+            }
+            if let Some(mask) = &self.mask {
+                (0..count).for_each(|i| found |= u64::from(mask.at([x + i, y, z])) << i);
+            }
+            found &= u64::MAX >> (64 - count);
+            bytes.copy_from_slice(&found.to_le_bytes()[..bytes.len()]);
+        }
+        let alive = self.cells[self.near(y)].iter().map(|cell| cell[1]).filter(|at| (x..x + width).contains(at));
+        alive.for_each(|at| bits[(at - x) / 8] |= 1 << ((at - x) % 8));
+    }
+}
