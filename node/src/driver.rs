@@ -61,6 +61,19 @@ impl DriverHandle {
     }
 }
 
+#[cfg(test)]
+impl DriverQueue {
+    /// What the node would be told next; none if nothing comes for so long.
+    pub(crate) fn next_input(&self, patience: Duration) -> Option<Input> {
+        loop {
+            match self.events.recv_timeout(patience).ok()? {
+                Event::Input(input) | Event::Arrived(input, _) => return Some(input),
+                Event::Views(_) | Event::StopAfter(_) => {}
+            }
+        }
+    }
+}
+
 /// Inputs handled before their outputs are carried out: what came together runs together, as one batch, and nothing
 /// waits longer than this many quick steps.
 const TOGETHER_MAX: usize = 64;

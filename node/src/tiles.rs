@@ -4,23 +4,25 @@ use crate::driver::DriverHandle;
 use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
-use kernels::grid::any_tile::GridTile;
+use kernels::grid::any_tile::{GridTile, Mark};
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Threads;
 use kernels::grid::{Link, Region};
-use node_core::id::{JobId, LoadId};
+use node_core::id::{JobId, LoadId, WorkId};
 use node_core::input::{GridInput, Input};
 use node_core::tiles::order::{Report, SaveKind, Stop, StopKind, TileOrder, TileStart};
 use node_core::tiles::{TileLoaded, TileMade, TileWork};
 use partitioner::tiles::Block;
 use states::{StateName, States};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::Instant;
 use transport::frame::Dtype;
 
 pub mod states;
+#[cfg(test)]
+mod tests;
 
 /// Something for the tiles' thread.
 pub enum Command {
@@ -34,6 +36,30 @@ pub enum Command {
         order: Box<TileOrder>,
         /// Its state.
         cells: Option<Bytes>,
+    },
+    /// Some cells of a tile's initial state, made meanwhile.
+    Cells {
+        /// Its job.
+        job: JobId,
+        /// The order that they are for.
+        load: LoadId,
+        /// Which tile.
+        tile: u16,
+        /// Where they are.
+        part: Region,
+        /// As a saved state has them.
+        cells: Vec<u8>,
+    },
+    /// All of them came, or why not.
+    CellsEnd {
+        /// Its job.
+        job: JobId,
+        /// The order that is answered.
+        load: LoadId,
+        /// Which tile.
+        tile: u16,
+        /// Why not.
+        result: Result<(), String>,
     },
     /// Give a tile the cells of a snapshot among the states.
     Restore {
@@ -76,13 +102,18 @@ pub struct Hands {
     pub device: Arc<Compute>,
 }
 
-/// Starts the thread. It ends when the sender is dropped.
+/// How the thread is told something.
+pub type Commands = Arc<mpsc::Sender<Command>>;
+
+/// Starts the thread. It ends when the last sender is dropped.
 ///
 /// # Errors
 /// The operating system refuses a thread.
-pub fn spawn(hands: Hands) -> std::io::Result<mpsc::Sender<Command>> {
+pub fn spawn(hands: Hands) -> std::io::Result<Commands> {
     let (sender, commands) = mpsc::channel();
-    let tiles = Tiles { tiles: HashMap::new(), threads: None, hands };
+    let sender = Arc::new(sender);
+    let own = Arc::downgrade(&sender);
+    let tiles = Tiles { tiles: HashMap::new(), threads: None, pending: VecDeque::new(), own, hands };
     std::thread::Builder::new().name("tiles".into()).spawn(move || tiles.run(&commands))?;
     Ok(sender)
 }
@@ -91,6 +122,10 @@ struct Tiles {
     tiles: HashMap<(JobId, u16), Held>,
     /// Started with the first tile.
     threads: Option<Threads>,
+    /// Runs that a GPU is at, in its order: at most one of each tile, since the core waits for the answer.
+    pending: VecDeque<Pending>,
+    /// For those who make initial states.
+    own: Weak<mpsc::Sender<Command>>,
     hands: Hands,
 }
 
@@ -99,41 +134,98 @@ struct Held {
     order: Box<TileOrder>,
     /// None at a warm standby.
     tile: Option<Box<dyn GridTile>>,
+    /// Its initial state is being made.
+    loading: Option<Loading>,
+    /// The end of the last run of a tile without neighbours, which is answered while the device is at it.
+    ahead: Option<Mark>,
+}
+
+struct Loading {
+    load: LoadId,
+    /// One for each part of the state that waits here.
+    waiting: mpsc::Receiver<()>,
+}
+
+/// A run that is launched.
+struct Pending {
+    job: JobId,
+    tile: u16,
+    work: WorkId,
+    began: Instant,
+    /// Answered when this is reached.
+    mark: Mark,
+    made: TileMade,
 }
 
 impl Tiles {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
-        while let Ok(command) = commands.recv() {
+        loop {
+            // While a GPU is at one tile another one's run is launched; then the first is waited for.
+            let launched = !self.pending.is_empty();
+            let command = if launched { commands.try_recv() } else { commands.recv().map_err(Into::into) };
             match command {
-                Command::Load { job, load, order, cells } => {
-                    let tile = order.tile;
-                    let loaded = guarded(|| self.load(job, order, cells.as_deref()));
+                Ok(command) => self.carry_out(command),
+                Err(mpsc::TryRecvError::Empty) => {}
+                Err(mpsc::TryRecvError::Disconnected) => return,
+            }
+            if launched && let Some(first) = self.pending.pop_front() {
+                self.finish(first);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Load { job, load, order, cells } => {
+                let tile = order.tile;
+                if let Some(loaded) = guarded(|| self.load(job, load, order, cells.as_deref())).transpose() {
                     self.answer(GridInput::Loaded { job, tile, load, result: loaded });
                 }
-                Command::Restore { job, load, tile, step } => {
-                    let result = guarded(|| self.restore(job, tile, step));
-                    self.answer(GridInput::Loaded { job, tile, load, result });
+            }
+            Command::Cells { job, load, tile, part, cells } => {
+                if let Err(reason) = guarded(|| self.put(job, load, tile, part, &cells)) {
+                    self.loaded(job, load, tile, Err(reason));
                 }
-                Command::Run(work) => {
-                    let (job, tile, id) = (work.job, work.tile, work.work);
-                    let result = guarded(|| self.compute(&work));
-                    self.answer(GridInput::Made { job, tile, work: id, result });
-                }
-                Command::Drop { job, tile } => {
-                    self.tiles.remove(&(job, tile));
-                    self.hands.states.drop_tile(job, tile);
-                    self.taken(job);
-                }
-                Command::Unload { job } => {
-                    let before = self.tiles.len();
-                    self.tiles.retain(|(of, _), _| *of != job);
-                    self.hands.states.drop_job(job);
-                    if self.tiles.len() < before {
-                        self.taken(job);
+            }
+            Command::CellsEnd { job, load, tile, result } => self.loaded(job, load, tile, result),
+            Command::Restore { job, load, tile, step } => {
+                let result = guarded(|| self.restore(job, tile, step));
+                self.answer(GridInput::Loaded { job, tile, load, result });
+            }
+            Command::Run(work) => {
+                let (job, tile, id, began) = (work.job, work.tile, work.work, Instant::now());
+                match guarded(|| self.compute(&work)) {
+                    Ok((made, mark)) => {
+                        let run = Pending { job, tile, work: id, began, mark, made };
+                        if run.mark.is_reached() { self.finish(run) } else { self.pending.push_back(run) }
                     }
+                    Err(reason) => self.answer(GridInput::Made { job, tile, work: id, result: Err(reason) }),
+                }
+            }
+            Command::Drop { job, tile } => {
+                self.tiles.remove(&(job, tile));
+                self.hands.states.drop_tile(job, tile);
+                self.taken(job);
+            }
+            Command::Unload { job } => {
+                let before = self.tiles.len();
+                self.tiles.retain(|(of, _), _| *of != job);
+                self.hands.states.drop_job(job);
+                if self.tiles.len() < before {
+                    self.taken(job);
                 }
             }
         }
+    }
+
+    /// Answers a run when it is made.
+    fn finish(&self, run: Pending) {
+        let Pending { job, tile, work, began, mark, mut made } = run;
+        let result = guarded(|| mark.wait().map_err(|e| e.to_string())).map(|()| {
+            made.compute_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            made
+        });
+        self.answer(GridInput::Made { job, tile, work, result });
     }
 
     fn answer(&self, input: GridInput) {
@@ -148,7 +240,14 @@ impl Tiles {
         self.hands.driver.input(Input::CapacityChanged(capacity));
     }
 
-    fn load(&mut self, job: JobId, order: Box<TileOrder>, cells: Option<&[u8]>) -> Result<TileLoaded, String> {
+    /// Makes a tile. None: its initial state follows.
+    fn load(
+        &mut self,
+        job: JobId,
+        load: LoadId,
+        order: Box<TileOrder>,
+        cells: Option<&[u8]>,
+    ) -> Result<Option<TileLoaded>, String> {
         let key = (job, order.tile);
         self.tiles.remove(&key);
         let known = self.tiles.iter().find(|((of, _), held)| *of == job && held.order.simulation == order.simulation);
@@ -156,15 +255,15 @@ impl Tiles {
             Some((_, held)) => held.simulation.clone(),
             None => Arc::new(Simulation::from_bytes(&order.simulation).map_err(|e| e.to_string())?),
         };
-        let mut held = Held { simulation, order, tile: None };
+        let mut held = Held { simulation, order, tile: None, loading: None, ahead: None };
         let mut step = None;
         let warm = held.order.standby == Some(node_core::tiles::order::Tier::Warm);
         if !warm {
             let mut tile = held.make(&self.hands.device)?;
             step = match held.order.start {
                 TileStart::Initial => {
-                    held.simulation.load(&mut *tile).map_err(|e| e.to_string())?;
-                    Some(0)
+                    held.loading = Some(self.begin(job, load, &held)?);
+                    None
                 }
                 TileStart::Checkpoint { step } => {
                     let cells = cells.ok_or("the checkpoint's cells did not come")?;
@@ -176,10 +275,61 @@ impl Tiles {
             };
             held.tile = Some(tile);
         }
-        let bytes = held.order.bytes_max;
+        let (bytes, loading) = (held.order.bytes_max, held.loading.is_some());
         self.tiles.insert(key, held);
         self.taken(job);
-        Ok(TileLoaded { bytes, step })
+        Ok((!loading).then_some(TileLoaded { bytes, step }))
+    }
+
+    /// Begins to make the initial state of a tile: beside this thread, which goes on with other tiles.
+    fn begin(&self, job: JobId, load: LoadId, held: &Held) -> Result<Loading, String> {
+        let commands = self.own.upgrade().ok_or("the node is about to end")?;
+        // One part waits while the next is made.
+        let (ready, waiting) = mpsc::sync_channel(1);
+        let (simulation, threads) = (held.simulation.clone(), self.hands.device.threads);
+        let (tile, parts) = (held.order.tile, simulation.initial_parts(region(held.order.block())));
+        let make = move || {
+            let result = guarded(|| {
+                for part in parts {
+                    let cells = simulation.initial(part, threads);
+                    if ready.send(()).is_err() {
+                        // The tile is not wanted any more.
+                        break;
+                    }
+                    let _ = commands.send(Command::Cells { job, load, tile, part, cells });
+                }
+                Ok(())
+            });
+            let _ = commands.send(Command::CellsEnd { job, load, tile, result });
+        };
+        let thread = std::thread::Builder::new().name("initial".into()).spawn(make);
+        thread.map_err(|e| format!("no thread: {e}"))?;
+        Ok(Loading { load, waiting })
+    }
+
+    /// Cells of a tile that is being made.
+    fn put(&mut self, job: JobId, load: LoadId, tile: u16, part: Region, cells: &[u8]) -> Result<(), String> {
+        let held = self.tiles.get_mut(&(job, tile));
+        let Some(Held { tile: Some(tile), loading: Some(loading), .. }) = held else { return Ok(()) };
+        if loading.load != load {
+            return Ok(());
+        }
+        let put = tile.restore(part, cells).map_err(|e| e.to_string());
+        let _ = loading.waiting.recv();
+        put
+    }
+
+    /// The initial state of a tile is whole, or cannot be had.
+    fn loaded(&mut self, job: JobId, load: LoadId, tile: u16, result: Result<(), String>) {
+        let Some(held) = self.tiles.get_mut(&(job, tile)) else { return };
+        if held.loading.take_if(|loading| loading.load == load).is_none() {
+            return;
+        }
+        if let Some(tile) = &mut held.tile {
+            tile.resume(0);
+        }
+        let result = result.map(|()| TileLoaded { bytes: held.order.bytes_max, step: Some(0) });
+        self.answer(GridInput::Loaded { job, tile, load, result });
     }
 
     fn restore(&mut self, job: JobId, tile: u16, step: u32) -> Result<TileLoaded, String> {
@@ -196,8 +346,11 @@ impl Tiles {
         Ok(TileLoaded { bytes: held.order.bytes_max, step: Some(step) })
     }
 
-    fn compute(&mut self, work: &TileWork) -> Result<TileMade, String> {
-        let began = Instant::now();
+    /// Makes a run, or tells the device to. It is made when the mark is reached.
+    ///
+    /// A tile without neighbours is told to go on before that: while the device is at one piece the next is there already, and
+    /// no more than that, so that it can be stopped within two.
+    fn compute(&mut self, work: &TileWork) -> Result<(TileMade, Mark), String> {
         let strips: Vec<(u16, Option<Tensor>)> =
             work.strips_in.iter().map(|&(link, id)| (link, self.hands.tensors.take(id))).collect();
         let held = self.tiles.get_mut(&(work.job, work.tile)).ok_or("the tile is not here")?;
@@ -220,9 +373,13 @@ impl Tiles {
         }
         let mut making = Making { work, hands: &self.hands, simulation: &held.simulation, made: TileMade::default() };
         making.steps(&mut **tile, threads)?;
-        tile.wait().map_err(|e| e.to_string())?;
-        making.made.compute_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        Ok(making.made)
+        let (alone, last) = (held.order.tiles.len() == 1, work.to == held.order.schedule.steps);
+        let (made, mark, before) = (making.made, tile.mark(), held.ahead.take());
+        if !alone || last {
+            return Ok((made, mark));
+        }
+        held.ahead = Some(mark);
+        Ok((made, before.unwrap_or_else(Mark::reached)))
     }
 }
 

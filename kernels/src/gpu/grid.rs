@@ -7,6 +7,7 @@
 //! Next: `gpu/grid/place.rs`, then `gpu/grid/scalar.rs` for the shortest rule.
 use cubecl::prelude::*;
 
+use crate::grid::any_tile::Mark;
 use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::rule::{Rule, Stepper};
 use crate::grid::{Grid, GridError, Link, Region, halo};
@@ -55,6 +56,8 @@ pub struct GpuTile<R: Runtime> {
     state: Buffer,
     next: Buffer,
     exchange: Exchange,
+    /// A few words that are read only to learn how far the device is.
+    stamp: Buffer,
     /// Bits of the owned cells that the rule hides.
     hidden: Option<Buffer>,
     half: bool,
@@ -95,7 +98,7 @@ impl<R: Runtime> GpuTile<R> {
         let (motion, stepper) = Motion::new(client, rule, &frame, &memory)?;
         let state = Buffer::new(client, fields * memory.plane)?;
         let next = Buffer::new(client, fields * memory.plane)?;
-        let exchange = Exchange::none(frame.format);
+        let (exchange, stamp) = (Exchange::none(frame.format), Buffer::from_elements(client, &[0; 4])?);
         let (client, half, fresh, step) = (client.clone(), false, 0, 0);
         let mut tile = Self {
             client,
@@ -107,6 +110,7 @@ impl<R: Runtime> GpuTile<R> {
             state,
             next,
             exchange,
+            stamp,
             hidden: None,
             half,
             fresh,
@@ -299,6 +303,13 @@ impl<R: Runtime> GpuTile<R> {
     pub fn wait(&self) -> Result<(), GridError> {
         check(&self.client)?;
         cubecl::future::block_on(self.client.sync()).map_err(memory::failed)
+    }
+
+    /// Marks the end of what the device was told so far.
+    pub fn mark(&self) -> Mark {
+        // A read is done in its turn, so one that is with the device already tells when that has come.
+        let coming = exchange::submitted(self.client.clone(), self.stamp.handle.clone());
+        Mark::new(move || cubecl::future::block_on(coming).map(drop).map_err(memory::failed))
     }
 
     fn strips_at(&self, link: usize) -> Result<&halo::Strips, GridError> {

@@ -88,6 +88,11 @@ pub trait GridTile: Fields + Send {
         Ok(())
     }
 
+    /// Marks the end of what it was told so far.
+    fn mark(&self) -> Mark {
+        Mark::reached()
+    }
+
     /// Sets all owned cells; `cell` is given global coordinates and writes the fields.
     ///
     /// # Errors
@@ -188,6 +193,45 @@ pub trait GridTile: Fields + Send {
     /// # Errors
     /// A step is half made, or the device failed.
     fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError>;
+}
+
+/// A place in what a tile was told, for whoever wants to know when all before it is done. One that is dropped is waited for.
+pub struct Mark(Option<Wait>);
+
+type Wait = Box<dyn FnOnce() -> Result<(), GridError> + Send>;
+
+impl Mark {
+    /// Everything is done.
+    pub fn reached() -> Self {
+        Self(None)
+    }
+
+    /// All is done when this returns.
+    pub(crate) fn new(wait: impl FnOnce() -> Result<(), GridError> + Send + 'static) -> Self {
+        Self(Some(Box::new(wait)))
+    }
+
+    /// Whether there is nothing to wait for.
+    pub fn is_reached(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Returns when it is reached.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn wait(mut self) -> Result<(), GridError> {
+        self.0.take().map_or(Ok(()), |wait| wait())
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if let Some(wait) = self.0.take() {
+            // Whoever dropped it does not care how it ended.
+            let _ = wait();
+        }
+    }
 }
 
 impl Fields for Tile {

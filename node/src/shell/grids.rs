@@ -1,7 +1,7 @@
 //! Carries out what the core decides about simulations.
 use super::{Shell, route};
 use crate::tiles::states::{StateName, States};
-use crate::tiles::{Command, region};
+use crate::tiles::{Command, Commands, region};
 use node_core::id::{Epoch, JobId, LoadId, NodeId};
 use node_core::input::{GridInput, Input};
 use node_core::output::GridCommand;
@@ -10,19 +10,18 @@ use node_core::tiles::order::{TileOrder, TileStart};
 use partitioner::tiles::Block;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::mpsc;
 use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 /// The shell's own bookkeeping of tiles.
 pub(crate) struct TileShell {
-    commands: mpsc::Sender<Command>,
+    commands: Commands,
     states: Arc<States>,
     /// What is held here: bytes, and the strips that come for it.
     held: BTreeMap<(JobId, u16), (u64, Expectation)>,
 }
 
 impl TileShell {
-    pub(crate) fn new(commands: mpsc::Sender<Command>, states: Arc<States>) -> Self {
+    pub(crate) fn new(commands: Commands, states: Arc<States>) -> Self {
         Self { commands, states, held: BTreeMap::new() }
     }
 

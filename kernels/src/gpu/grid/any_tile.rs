@@ -2,7 +2,7 @@
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use crate::grid::any_tile::{Fields, GridTile, TakeRow};
+use crate::grid::any_tile::{Fields, GridTile, Mark, TakeRow};
 use crate::grid::tile::Threads;
 use crate::grid::{GridError, Link, Region};
 
@@ -39,6 +39,10 @@ impl<R: Runtime> GridTile for GpuTile<R> {
 
     fn wait(&self) -> Result<(), GridError> {
         self.wait()
+    }
+
+    fn mark(&self) -> Mark {
+        self.mark()
     }
 
     fn load(&mut self, cell: &mut dyn FnMut([usize; 3], &mut [f32])) -> Result<(), GridError> {

@@ -36,7 +36,7 @@ struct List {
     words: usize,
 }
 
-type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
+pub(super) type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
 
 /// Strips on their way from the device.
 pub(super) enum Packed {
@@ -216,7 +216,7 @@ impl Drop for Exchange {
 }
 
 /// A read that is with the device already, whenever it is awaited.
-fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
+pub(super) fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
     let mut coming: Coming = Box::pin(async move {
         let read = client.read_async(vec![handle]);
         // The first poll ends here, before the one that may block.
