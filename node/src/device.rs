@@ -43,7 +43,7 @@ impl Compute {
             device: format!("{} {}", device.id, device.name),
             memory_total: offered,
             memory_free: offered,
-            bytes_per_second: speed.weight_bytes_s,
+            bytes_per_second: gpu_speed(&device).unwrap_or(speed.weight_bytes_s),
             flops_per_second: speed.flops_s,
             step_ns: STEP_NS[usize::from(gpu)],
             numerics: numerics(&device),
@@ -69,6 +69,19 @@ impl Compute {
             id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_burn::load_gpu_stage(file, options, id),
         }
     }
+}
+
+/// Bytes a second of a GPU's memory, as measured now; none where the processor computes.
+fn gpu_speed(device: &Device) -> Option<u64> {
+    if device.id == DeviceId::Cpu {
+        return None;
+    }
+    let measured = kernels_burn::copy_speed(device.id);
+    if let Err(why) = &measured {
+        let id = device.id;
+        tracing::warn!(%why, %id, "the device could not be measured: it is planned with as if it were the processor");
+    }
+    measured.ok()
 }
 
 fn tile(

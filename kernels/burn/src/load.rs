@@ -74,6 +74,29 @@ pub fn bench_gpu(device: DeviceId) -> Result<Vec<Figure>, String> {
     }
 }
 
+/// Bytes a second that a copy in a GPU's memory reads and writes: what its tiles of grids come close to.
+///
+/// # Errors
+/// The device is not here or fails.
+pub fn copy_speed(device: DeviceId) -> Result<u64, String> {
+    fn measured<R: cubecl::Runtime>(device: &R::Device) -> Result<u64, String> {
+        let client = R::client(device);
+        let bytes = if is_slow(&client) { COPY_BYTES / 64 } else { COPY_BYTES / 4 };
+        let figure = copy_figure(&client, bytes);
+        client.memory_cleanup();
+        figure.map(|figure| figure.bytes_per_second as u64)
+    }
+    match backend(device)? {
+        Gpu::Cuda(gpu) => measured::<cubecl::cuda::CudaRuntime>(&gpu),
+        Gpu::Vulkan(gpu) => measured::<cubecl::wgpu::WgpuRuntime>(&gpu),
+    }
+}
+
+/// Software drivers share the host's memory and cores: a part of what is usual shows as much.
+fn is_slow<R: cubecl::Runtime>(client: &cubecl::client::ComputeClient<R>) -> bool {
+    client.properties().hardware.plane_size_max < 32
+}
+
 /// Formats measured.
 const QUANTS: [QuantType; 5] = [QuantType::Q4_0, QuantType::Q4_1, QuantType::Q8_0, QuantType::Q4K, QuantType::Q6K];
 /// Rows and columns: an attention matrix of a 7B model, its feed-forward matrices, its head.
@@ -83,8 +106,7 @@ const COPY_BYTES: usize = 1 << 30;
 
 fn figures<R: cubecl::Runtime>(device: &R::Device) -> Result<Vec<Figure>, String> {
     let client = R::client(device);
-    // Software drivers share the host's memory and cores: a sixteenth shows as much.
-    let slow = client.properties().hardware.plane_size_max < 32;
+    let slow = is_slow(&client);
     let mut figures = vec![copy_figure(&client, if slow { COPY_BYTES / 16 } else { COPY_BYTES })?];
     for (rows, cols) in SHAPES.into_iter().filter(|(rows, _)| !slow || *rows <= 3584) {
         for quant in QUANTS {
