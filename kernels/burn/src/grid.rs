@@ -1,4 +1,4 @@
-//! Where a device's name meets the tiles of grids.
+//! Where a device's name meets the tiles of grids. Next: `grid/oracle.rs`, the rules in plain burn operations.
 use kernels::device::DeviceId;
 use kernels::gpu::grid::{cuda_tile, vulkan_tile};
 use kernels::grid::any_tile::GridTile;
@@ -7,6 +7,8 @@ use kernels::grid::tile::Tile;
 use kernels::grid::{Grid, GridError, Region};
 
 use crate::device::wgpu_device;
+
+pub mod oracle;
 
 /// A tile on a device of this machine, all cells zero. `depth`: steps that one exchange of halos serves. `free`: bytes of a
 /// GPU's memory that the tile may take.

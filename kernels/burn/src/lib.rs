@@ -7,7 +7,7 @@ mod backend;
 mod cube;
 mod device;
 mod flex;
-mod grid;
+pub mod grid;
 mod load;
 pub mod oracle;
 pub mod reference;

@@ -1,6 +1,9 @@
 //! The suite on every backend of this machine, and the real model on Vulkan against its oracle.
 //!
 //! One binary, outside the crate: a test build of the crate itself would compile burn's GPU backends once more.
+#[path = "suite/grid.rs"]
+mod grid;
+
 use std::sync::Arc;
 
 use kernels::device::DeviceId;
