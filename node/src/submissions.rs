@@ -27,6 +27,8 @@ pub mod checkpoints;
 pub mod forces;
 pub mod inherited;
 
+/// Whole frames that wait for an earlier one, at most: then it does not come any more, because who made it is lost.
+const FRAMES_HELD: usize = 4;
 /// Jobs that are over and can still be looked at.
 const OVER_KEPT: usize = 16;
 /// Pixels along the longer side of what watchers see.
@@ -82,8 +84,10 @@ struct Made {
     cut: Vec<Region>,
     /// Outputs of which some tiles are here, by output and step.
     mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<u16>)>,
-    /// Frames that are whole and could not be written yet.
+    /// Frames that are whole and could not be written yet, or wait for earlier ones: a film's are in order.
     unwritten: BTreeMap<(u16, u32), Field>,
+    /// The step of the next frame to be written, by output.
+    next: BTreeMap<u16, u32>,
     writers: BTreeMap<u16, Writer>,
     checkpoints: Option<Checkpoints>,
 }
@@ -422,6 +426,11 @@ impl Submission {
     /// It is over: what needs all frames is written, the rest is let go.
     fn close(&self) {
         let mut made = self.made();
+        for number in 0..self.simulation.outputs().len() {
+            if let Err(error) = self.write(&mut made, number as u16, 0) {
+                tracing::warn!("{error}");
+            }
+        }
         for writer in made.writers.values_mut() {
             if let Err(error) = writer.finish() {
                 tracing::warn!("{error}");
@@ -477,7 +486,10 @@ impl Submission {
         bytes: &Bytes,
     ) -> Result<(), String> {
         if made.unwritten.contains_key(&key) {
-            return self.write(made, key);
+            return self.write(made, key.0, FRAMES_HELD);
+        }
+        if made.next.get(&key.0).is_some_and(|next| key.1 < *next) {
+            return Ok(());
         }
         let simulation = &self.simulation;
         let output = simulation.outputs().get(usize::from(key.0));
@@ -510,7 +522,7 @@ impl Submission {
         let field = mosaic.finish();
         if output.is_some() {
             made.unwritten.insert(key, field);
-            return self.write(made, key);
+            return self.write(made, key.0, FRAMES_HELD);
         }
         let mut view = self.view.lock().expect("no panics under this lock");
         if view.as_ref().is_none_or(|(step, _)| *step <= key.1) {
@@ -520,29 +532,37 @@ impl Submission {
         Ok(())
     }
 
-    /// Writes a whole frame, or leaves it to be tried again.
-    fn write(&self, made: &mut Made, key: (u16, u32)) -> Result<(), String> {
-        let (number, step) = key;
-        let outputs = self.simulation.outputs();
-        let (Some(output), Some(out), Some(field)) =
-            (outputs.get(usize::from(number)), &self.out, made.unwritten.get(&key))
-        else {
+    /// Writes an output's whole frames in order, as long as none is missing between them, or more than so many wait for one
+    /// that is; what cannot be written is left to be tried again.
+    fn write(&self, made: &mut Made, number: u16, held: usize) -> Result<(), String> {
+        let (Some(output), Some(out)) = (self.simulation.outputs().get(usize::from(number)), &self.out) else {
             return Ok(());
         };
-        let writer = match made.writers.entry(number) {
-            Entry::Occupied(writer) => writer.into_mut(),
-            Entry::Vacant(entry) => {
-                let writer = Writer::new(&self.simulation, output, out, self.telling().begun_at.into());
-                entry.insert(writer.map_err(|e| e.to_string())?)
+        let every = u32::try_from(output.every).unwrap_or(u32::MAX);
+        let begun_at = self.telling().begun_at;
+        let first = begun_at.checked_next_multiple_of(every).unwrap_or(u32::MAX);
+        loop {
+            let mut whole = made.unwritten.range((number, 0)..=(number, u32::MAX));
+            let Some((&(_, step), field)) = whole.next() else { return Ok(()) };
+            let next = made.next.get(&number).copied().unwrap_or(first);
+            if step > next && whole.count() < held {
+                return Ok(());
             }
-        };
-        writer.write(step.into(), field).map_err(|e| e.to_string())?;
-        if u64::from(step) + output.every > self.simulation.steps() {
-            // The last one: whoever is told that the run is done finds all of it.
-            writer.finish().map_err(|e| e.to_string())?;
+            let writer = match made.writers.entry(number) {
+                Entry::Occupied(writer) => writer.into_mut(),
+                Entry::Vacant(entry) => {
+                    let writer = Writer::new(&self.simulation, output, out, begun_at.into());
+                    entry.insert(writer.map_err(|e| e.to_string())?)
+                }
+            };
+            writer.write(step.into(), field).map_err(|e| e.to_string())?;
+            if u64::from(step) + output.every > self.simulation.steps() {
+                // The last one: whoever is told that the run is done finds all of it.
+                writer.finish().map_err(|e| e.to_string())?;
+            }
+            made.next.insert(number, step.saturating_add(every));
+            made.unwritten.remove(&(number, step));
         }
-        made.unwritten.remove(&key);
-        Ok(())
     }
 
     fn painter(&self) -> Painter {

@@ -8,18 +8,24 @@ use alloc::vec::Vec;
 pub(super) struct Collected {
     /// Parts that are here, by what they are parts of.
     parts: BTreeMap<(u32, SaveKind), BTreeSet<u16>>,
-    /// Those that are whole already, the last of each kind: late parts of them are not wanted.
+    /// The last that is whole, of each kind: earlier ones are not wanted any more, unless they are `open`.
     whole: BTreeMap<SaveKind, u32>,
+    /// What was announced and is not whole. Parts overtake each other on their way here; of outputs each one counts.
+    open: BTreeSet<(SaveKind, u32)>,
     reports: BTreeMap<u32, BTreeMap<u16, Report>>,
     /// The last report told.
     reported: Option<u32>,
 }
 
 impl Collected {
-    /// Whether a part is still wanted.
-    pub(super) fn wants(&self, tile: u16, step: u32, kind: SaveKind) -> bool {
-        let late = self.whole.get(&kind).is_some_and(|whole| step <= *whole);
-        !late && !self.parts.get(&(step, kind)).is_some_and(|tiles| tiles.contains(&tile))
+    /// A part is announced. Whether it is still wanted.
+    pub(super) fn wants(&mut self, tile: u16, step: u32, kind: SaveKind) -> bool {
+        let late = self.whole.get(&kind).is_some_and(|whole| step <= *whole) && !self.open.contains(&(kind, step));
+        if late || self.parts.get(&(step, kind)).is_some_and(|tiles| tiles.contains(&tile)) {
+            return false;
+        }
+        self.open.insert((kind, step));
+        true
     }
 
     /// A part is here; whether it was the last one.
@@ -29,11 +35,16 @@ impl Collected {
         parts.len() == tiles
     }
 
-    /// All of it is here and dealt with; parts of earlier ones of the kind are given up.
+    /// All of it is here and dealt with; but for outputs, earlier ones of the kind are given up.
     pub(super) fn whole(&mut self, step: u32, kind: SaveKind) {
         let whole = self.whole.entry(kind).or_insert(step);
         *whole = step.max(*whole);
-        self.parts.retain(|(at, of), _| *of != kind || *at > step);
+        let dealt_with = |at: u32, of: SaveKind| match kind {
+            SaveKind::Output(_) => of == kind && at == step,
+            SaveKind::Checkpoint | SaveKind::Snapshot => of == kind && at <= step,
+        };
+        self.parts.retain(|(at, of), _| !dealt_with(*at, *of));
+        self.open.retain(|(of, at)| !dealt_with(*at, *of));
     }
 
     /// Checkpoints that are here whole and not dealt with yet.
@@ -75,4 +86,40 @@ fn sum(all: Report, part: Report) -> Report {
     let totals = all.totals.iter().zip(&part.totals).map(|(a, b)| a.wrapping_add(*b)).collect();
     let hash = all.hash.zip(part.hash).map(|(a, b)| a.wrapping_add(b));
     Report { totals, hash, not_finite: all.not_finite.or(part.not_finite) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_that_are_overtaken_stay_wanted() {
+        let (mut collected, frame) = (Collected::default(), SaveKind::Output(0));
+        for step in [10, 20] {
+            assert!(collected.wants(0, step, frame) && collected.wants(1, step, frame));
+        }
+        assert!(!collected.part(2, 0, 10, frame) && !collected.part(2, 1, 20, frame));
+        assert!(collected.part(2, 0, 20, frame));
+        collected.whole(20, frame);
+        assert!(!collected.is_idle(), "half of the first frame is still to come");
+        assert!(collected.wants(1, 10, frame) && !collected.wants(0, 10, frame) && !collected.wants(1, 20, frame));
+        assert!(collected.part(2, 1, 10, frame));
+        collected.whole(10, frame);
+        assert!(collected.is_idle() && !collected.wants(1, 10, frame));
+        // Made again after going back: the same, and not wanted; what was on its way is.
+        assert!(collected.wants(0, 30, frame) && collected.wants(0, 40, frame) && collected.wants(1, 40, frame));
+        let _ = (collected.part(2, 0, 40, frame), collected.part(2, 1, 40, frame));
+        collected.whole(40, frame);
+        collected.restart();
+        assert!(!collected.wants(0, 20, frame) && collected.wants(0, 30, frame) && !collected.wants(0, 40, frame));
+    }
+
+    #[test]
+    fn earlier_checkpoints_are_given_up() {
+        let (mut collected, kind) = (Collected::default(), SaveKind::Checkpoint);
+        assert!(collected.wants(0, 10, kind) && collected.wants(0, 20, kind));
+        assert!(!collected.part(2, 0, 10, kind));
+        collected.whole(20, kind);
+        assert!(collected.is_idle() && !collected.wants(1, 10, kind) && !collected.wants(0, 20, kind));
+    }
 }
