@@ -1,6 +1,6 @@
 //! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers are told.
 use crate::driver::DriverHandle;
-use crate::output::{Painter, Writer, render};
+use crate::output::{Writer, render};
 use crate::tiles::states::{StateName, States, Wanted};
 use crate::tiles::{common, region};
 use bytes::Bytes;
@@ -22,17 +22,18 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use transport::Endpoint;
+use view::Pace;
+pub use view::{View, Watched};
 
 pub mod checkpoints;
 pub mod forces;
 pub mod inherited;
+pub mod view;
 
 /// Whole frames that wait for an earlier one, at most: then it does not come any more, because who made it is lost.
 const FRAMES_HELD: usize = 4;
 /// Jobs that are over and can still be looked at.
 const OVER_KEPT: usize = 16;
-/// Pixels along the longer side of what watchers see.
-const VIEW_SIZE: usize = 512;
 
 /// All simulations that were submitted here.
 pub struct Submissions {
@@ -68,7 +69,7 @@ pub struct Submission {
     pub out: Option<PathBuf>,
     /// Held for moments only: the thread that decides writes into it.
     told: Mutex<Told>,
-    view: Mutex<Option<(u32, Arc<Field>)>>,
+    view: Mutex<Option<Arc<View>>>,
     /// The table of forces, if one is wanted. Held for moments only.
     forces: Mutex<Option<Forces>>,
     /// Held while the disk is written.
@@ -107,10 +108,12 @@ pub struct Told {
     pub step_ns: u64,
     /// Who computes what.
     pub tiles: Vec<(NodeId, Region)>,
-    /// When the first step could begin, and when the last was made.
+    /// When the first step could begin, and when the last was made or the run ended.
     pub running_since: Option<Instant>,
     /// See there.
     pub computed: Option<Instant>,
+    /// How fast it has been of late.
+    pub pace: Pace,
     /// When it was last interrupted, and for how long at most.
     pub longest_stall: Duration,
     stalled_since: Option<Instant>,
@@ -354,7 +357,7 @@ impl Submission {
     }
 
     /// What watchers see: a step, and a quantity thinned to fit a screen.
-    pub fn view(&self) -> Option<(u32, Arc<Field>)> {
+    pub fn view(&self) -> Option<Arc<View>> {
         self.view.lock().expect("no panics under this lock").clone()
     }
 
@@ -378,6 +381,7 @@ impl Submission {
                 }
                 told.waiting = None;
                 told.step = *step;
+                told.pace.mark(now, *step);
             }
             GridEvent::Progress { step } => {
                 if *step > told.step
@@ -386,6 +390,7 @@ impl Submission {
                     told.longest_stall = told.longest_stall.max(now - since);
                 }
                 told.step = *step;
+                told.pace.mark(now, *step);
             }
             GridEvent::Report { step, report } => {
                 told.first_totals.get_or_insert_with(|| report.totals.clone());
@@ -407,6 +412,7 @@ impl Submission {
             }
             GridEvent::Waiting { reason } => told.waiting = Some(reason.clone()),
             GridEvent::Ended { result, figures } => {
+                told.computed.get_or_insert(now);
                 told.ended = Some(result.clone());
                 told.figures.clone_from(figures);
             }
@@ -495,7 +501,10 @@ impl Submission {
         let output = simulation.outputs().get(usize::from(key.0));
         let (quantity, shown) = match output {
             Some(output) => (output.quantity.as_str(), simulation.shown(output)),
-            None => (simulation.default_quantity(), view(simulation)),
+            None => {
+                let watched = Watched::of(simulation);
+                (watched.quantity, watched.shown)
+            }
         };
         let tiles = made.cut.len();
         let entry = match made.mosaics.entry(key) {
@@ -524,9 +533,10 @@ impl Submission {
             made.unwritten.insert(key, field);
             return self.write(made, key.0, FRAMES_HELD);
         }
+        let new = View::new(simulation, key.1, field);
         let mut view = self.view.lock().expect("no panics under this lock");
-        if view.as_ref().is_none_or(|(step, _)| *step <= key.1) {
-            *view = Some((key.1, Arc::new(field)));
+        if view.as_ref().is_none_or(|view| view.step <= new.step) {
+            *view = Some(Arc::new(new));
             self.changed.send_modify(|count| *count += 1);
         }
         Ok(())
@@ -565,22 +575,17 @@ impl Submission {
         }
     }
 
-    fn painter(&self) -> Painter {
-        let simulation = &self.simulation;
-        let colours = kernels::grid::simulation::Colours::of(simulation.default_quantity());
-        Painter::new(simulation, colours, None, view(simulation), VIEW_SIZE)
-    }
-
     /// What watchers see, as a picture: a PNG file.
     pub fn picture(&self) -> Option<(u32, Vec<u8>)> {
-        let (step, field) = self.view()?;
-        Some((step, self.painter().paint(&field, None).png()))
+        let view = self.view()?;
+        Some((view.step, Watched::of(&self.simulation).painter(&self.simulation).paint(&view.field, None).png()))
     }
 
     /// The same for a terminal of so many columns and lines.
     pub fn text(&self, columns: usize, lines: usize) -> Option<(u32, String)> {
-        let (step, field) = self.view()?;
-        Some((step, render(&self.painter(), &field, columns, lines)))
+        let view = self.view()?;
+        let painter = Watched::of(&self.simulation).painter(&self.simulation);
+        Some((view.step, render(&painter, &view.field, columns, lines)))
     }
 
     fn checkpoint(&self, step: u32) -> Result<Checkpoint, String> {
@@ -595,11 +600,6 @@ impl Submission {
     fn made(&self) -> MutexGuard<'_, Made> {
         self.made.lock().expect("no panics under this lock")
     }
-}
-
-/// What watchers see of a simulation.
-pub fn view(simulation: &Simulation) -> (Region, usize) {
-    simulation.view(simulation.grid().size()[2] / 2, VIEW_SIZE)
 }
 
 /// What the planner needs to know of a simulation.
@@ -633,8 +633,10 @@ fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume:
         // Nobody keeps them: never made.
         outputs.iter_mut().for_each(|every| *every = 0);
     }
-    // For whoever watches, with each report: what it takes is little beside that.
-    outputs.push(whole(simulation.check_every()));
+    // For whoever watches: now and then, and how it ends.
+    let every = whole(Watched::of(simulation).every(simulation));
+    outputs
+        .extend([every, if whole(simulation.steps()).is_multiple_of(every) { 0 } else { whole(simulation.steps()) }]);
     GridSpec {
         job,
         name: simulation.name().to_owned(),

@@ -2,6 +2,7 @@
 use crate::device::Compute;
 use crate::driver::DriverHandle;
 use crate::residency::Residency;
+use crate::submissions::Watched;
 use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
 use kernels::grid::any_tile::{GridTile, Mark};
@@ -491,11 +492,11 @@ impl Making<'_> {
         let outputs = self.simulation.outputs();
         let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
             Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
-            // One more than the job names: for whoever watches.
-            None if usize::from(number) == outputs.len() => {
-                (self.simulation.default_quantity(), crate::submissions::view(self.simulation))
+            // More than the job names: for whoever watches.
+            None => {
+                let watched = Watched::of(self.simulation);
+                (watched.quantity, watched.shown)
             }
-            None => return Err("there is no such output".into()),
         };
         let mut bytes = Vec::new();
         if let Some(part) = common(&shown, &tile.region()) {

@@ -82,6 +82,11 @@ impl ApiError {
         Self { param: Some("Idempotency-Key"), ..error }
     }
 
+    /// 409: what is to be ended has ended.
+    pub(crate) fn over(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::CONFLICT, "invalid_request_error", Some("job_over"), message)
+    }
+
     fn busy() -> Self {
         let message = "the queue of this model is full: try again in a moment";
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", Some("queue_full"), message)

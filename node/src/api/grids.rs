@@ -3,7 +3,8 @@ use super::engine::Engine;
 use super::error::ApiError;
 use super::{App, body, off_thread};
 use crate::handle::hex;
-use crate::submissions::{Submission, Submissions, Submit};
+use crate::submissions::{Submission, Submissions, Submit, Watched};
+use crate::views::PeerView;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
@@ -103,6 +104,10 @@ pub(crate) async fn cancel<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     let (all, submission) = find(&app, &job)?;
+    if let Some(result) = submission.told().ended {
+        let how = result.err().unwrap_or_else(|| "it is done".into());
+        return Err(ApiError::over(format!("the simulation `{job}` has ended: {how}")));
+    }
     all.cancel(submission.job);
     Ok(Json(json!({"job": format!("{:016x}", submission.job.0), "cancelled": true})))
 }
@@ -194,18 +199,19 @@ pub(crate) async fn page() -> Response {
         // The page needs nothing from anywhere else.
         (
             header::CONTENT_SECURITY_POLICY,
-            "default-src 'self'; img-src 'self' blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+            "default-src 'self'; img-src 'self' blob: data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
         ),
     ];
     (headers, include_str!("watch.html")).into_response()
 }
 
-/// Names of nodes, and what each copies in a second.
+/// Names of nodes, and how fast each read memory when it started: its processor, of which nothing follows for a GPU.
 async fn nodes<E: Engine>(app: &App<E>) -> Nodes {
-    app.engine.state().await.peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect()
+    let read = |peer: &PeerView| peer.device.starts_with("cpu").then_some(peer.bytes_per_second);
+    app.engine.state().await.peers.into_iter().map(|peer| (peer.node.clone(), (read(&peer), peer.name))).collect()
 }
 
-type Nodes = BTreeMap<String, (String, u64)>;
+type Nodes = BTreeMap<String, (Option<u64>, String)>;
 
 /// How a simulation stands, or how it ended.
 pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
@@ -215,6 +221,7 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
     let end = told.computed.unwrap_or_else(std::time::Instant::now);
     let seconds = told.running_since.map_or(0.0, |since| (end - since).as_secs_f64());
     let rate = if seconds > 0.0 { steps / seconds } else { 0.0 };
+    let now = if told.ended.is_some() { None } else { told.pace.steps_per_s(std::time::Instant::now(), told.step) };
     let left = (simulation.steps() as f64 - f64::from(told.step)).max(0.0);
     let traffic = simulation.rule().costs().traffic_bits as f64 / 8.0;
     let sum = |value: fn(&node_core::tiles::order::TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
@@ -253,21 +260,24 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
             let node = hex(&NodeId(node.0));
             let figures = told.figures.get(number).copied().unwrap_or_default();
             json!({
-                "node": node, "name": names.get(&node).map(|(name, _)| name), "from": start, "to": end,
+                "node": node, "name": names.get(&node).map(|(_, name)| name), "from": start, "to": end,
                 "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
                 "halo_bytes": figures.sent_bytes,
             })
         })
         .collect();
-    let copied: u64 =
-        told.tiles.iter().filter_map(|(node, _)| names.get(&hex(&NodeId(node.0)))).map(|(_, copied)| copied).sum();
-    let share = (copied > 0 && rate > 0.0).then(|| rate * cells * traffic / copied as f64);
+    let read = told.tiles.iter().map(|(node, _)| names.get(&hex(&NodeId(node.0))).and_then(|(read, _)| *read));
+    let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
+    let share = read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64);
+    let quantity = Watched::of(simulation).quantity;
+    let picture = submission.view().map(|view| json!({"step": view.step, "quantity": quantity, "range": view.range}));
+    let pace = now.unwrap_or(rate);
     json!({
         "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
         "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
         "error": told.ended.as_ref().and_then(|result| result.as_ref().err()), "waiting": told.waiting,
         "step": told.step, "steps": simulation.steps(), "from_step": told.begun_at, "depth": told.depth,
-        "seconds": seconds, "seconds_left": (rate > 0.0).then(|| left / rate), "steps_per_s": rate,
+        "seconds": seconds, "seconds_left": (pace > 0.0).then(|| left / pace), "steps_per_s": rate, "steps_per_s_now": now,
         "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
         "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
         "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
@@ -275,6 +285,6 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
         "force": force,
         "checkpoint": told.checkpoint, "out": submission.out, "tiles": tiles,
         "taken_over_from": told.inherited_from.map(|node| node.to_string()),
-        "state_hash": told.hash.map(|hash| format!("{hash:032x}")),
+        "picture": picture, "state_hash": told.hash.map(|hash| format!("{hash:032x}")),
     })
 }

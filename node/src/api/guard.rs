@@ -12,7 +12,8 @@ use std::sync::Arc;
 /// What is demanded of callers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Guard {
-    /// Present: every request but `/healthz` must carry it as a bearer token.
+    /// Present: every request but `/healthz` must carry it as a bearer token, and but the page that shows simulations: it
+    /// holds nothing, and asks for the key itself.
     pub(crate) key: Option<Arc<str>>,
 }
 
@@ -48,7 +49,9 @@ impl Guard {
             return Err(ApiError::forbidden(format!("web pages may not use this API (sec-fetch-site: {site})")));
         }
         match &self.key {
-            Some(key) if path != "/healthz" => check_key(key, text(header::AUTHORIZATION)),
+            Some(key) if path != "/healthz" && !path.starts_with("/watch/") => {
+                check_key(key, text(header::AUTHORIZATION))
+            }
             Some(_) | None => Ok(()),
         }
     }
