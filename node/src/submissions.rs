@@ -161,6 +161,16 @@ impl Submissions {
                 bytes.len()
             ));
         }
+        if let Some(out) = &out
+            && let Some(writes) =
+                self.all().iter().find(|job| job.out.as_ref() == Some(out) && job.told().ended.is_none())
+        {
+            return Err(format!(
+                "the simulation {:016x} writes into {} already: end it with `meshnode cancel`, or name another folder",
+                writes.job.0,
+                out.display()
+            ));
+        }
         let checkpoints = match &out {
             Some(out) => Some(Checkpoints::open(out, &simulation)?),
             None => None,

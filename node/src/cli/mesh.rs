@@ -192,7 +192,7 @@ fn peers_text(peers: &Value) -> String {
 
 fn jobs_text(jobs: &Value) -> String {
     if list(jobs).next().is_none() {
-        return "no jobs: start one with `meshnode serve MODEL`\n".into();
+        return "no jobs: start one with `meshnode serve MODEL` or `meshnode submit JOB.toml`\n".into();
     }
     list(jobs)
         .map(|job| {
@@ -226,7 +226,14 @@ fn simulations_text(simulations: &Value) -> String {
             list(&job["tiles"]).count().to_string(),
         ]);
     }
-    if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) }
+    let mut text = if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) };
+    for job in list(simulations) {
+        if let Some(why) = job["error"].as_str().or(job["waiting"].as_str()) {
+            let id: String = string(&job["job"]).chars().take(8).collect();
+            let _ = writeln!(text, "{id}: {why}");
+        }
+    }
+    text
 }
 
 /// The last move of a job.

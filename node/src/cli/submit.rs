@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -76,15 +76,31 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
         let submitted = service.client.post("/api/v1/grids", &body)?;
         Ok((service, submitted))
     })?;
+    let job = submitted["job"].as_str().unwrap_or_default().to_owned();
     if !args.wait {
-        answer(global, &submitted, |submitted| {
-            let job = submitted["job"].as_str().unwrap_or("?");
-            format!("{job}\nlook at it with `meshnode jobs`, end it with `meshnode cancel {job}`")
+        placed(&service, &job)?;
+        answer(global, &submitted, |_| {
+            format!("{job}\nlook at it with `meshnode watch {job}`, end it with `meshnode cancel {job}`")
         });
         return Ok(());
     }
-    let job = submitted["job"].as_str().unwrap_or_default().to_owned();
     follow(global, &service, &interrupts, &job)
+}
+
+/// So long a submission waits to hear that there is no place for the grid, or whatever else ends it at once.
+const PLACED_MAX: Duration = Duration::from_secs(2);
+
+fn placed(service: &Service, job: &str) -> Result<(), Failure> {
+    let end = Instant::now() + PLACED_MAX;
+    while Instant::now() < end {
+        let report = service.client.get(&format!("/api/v1/grids/{job}"))?;
+        match report["state"].as_str() {
+            Some("failed") => return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed"))),
+            Some("starting") if report["tiles"].as_array().is_none_or(Vec::is_empty) => std::thread::sleep(GLANCE),
+            _ => return Ok(()),
+        }
+    }
+    Ok(())
 }
 
 /// Shows how a job gets on until it is over.
@@ -102,7 +118,7 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
     let style =
         ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}").unwrap_or_else(|_| ProgressStyle::default_bar());
     bar.set_style(style);
-    let mut waiting = None;
+    let (mut waiting, mut checkpoint) = (None, None);
     loop {
         let report: Value = match receiver.recv_timeout(GLANCE) {
             Ok(line) => line.map_err(|_| left())?,
@@ -110,6 +126,10 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
                 if interrupts.came() {
                     bar.finish_and_clear();
                     let _ = service.client.delete(&format!("/api/v1/grids/{job}"));
+                    remark(match checkpoint {
+                        Some(step) => format!("ended: --resume goes on from the checkpoint of step {step}"),
+                        None => "ended; there is no checkpoint to go on from".to_owned(),
+                    });
                     return Err(Failure::quiet(Failure::INTERRUPTED));
                 }
                 continue;
@@ -127,13 +147,13 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
         if global.json {
             say(&report);
         }
+        checkpoint = report["checkpoint"].as_u64().or(checkpoint);
         bar.set_length(report["steps"].as_u64().unwrap_or(0));
         bar.set_position(report["step"].as_u64().unwrap_or(0));
         let left = report["seconds_left"].as_f64().map_or_else(String::new, |s| {
             format!(", {} left", indicatif::HumanDuration(Duration::from_secs_f64(s.clamp(0.0, 1e9))))
         });
-        let mlups = report["mlups"].as_f64().unwrap_or(0.0);
-        bar.set_message(format!("{} {}{left}", report["name"].as_str().unwrap_or(""), rate(mlups * 1e6)));
+        bar.set_message(format!("{} {}{left}", report["name"].as_str().unwrap_or(""), rate(cells_per_s_now(&report))));
         match report["state"].as_str() {
             Some("done") => {
                 bar.finish_and_clear();
@@ -159,7 +179,36 @@ fn left() -> Failure {
     )
 }
 
-fn rate(cells_per_s: f64) -> String {
+/// Of late while it runs, on the whole when it is over.
+pub(super) fn cells_per_s_now(report: &Value) -> f64 {
+    let number = |name: &str| report[name].as_f64();
+    let all = number("cells_per_s").unwrap_or(0.0);
+    match (number("steps_per_s_now"), number("steps_per_s")) {
+        (Some(now), Some(steps)) if steps > 0.0 => all * now / steps,
+        _ => all,
+    }
+}
+
+/// Nodes that compute tiles, each once.
+pub(super) fn nodes(report: &Value) -> String {
+    let mut names: Vec<&str> = Vec::new();
+    for tile in report["tiles"].as_array().into_iter().flatten() {
+        let name =
+            tile["name"].as_str().or_else(|| tile["node"].as_str().and_then(|node| node.get(..8))).unwrap_or("?");
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    match names.len() {
+        0..=NODES_NAMED => names.join(", "),
+        more => format!("{} and {} more", names[..NODES_NAMED].join(", "), more - NODES_NAMED),
+    }
+}
+
+/// More than so many names nobody reads in a line.
+const NODES_NAMED: usize = 6;
+
+pub(super) fn rate(cells_per_s: f64) -> String {
     match cells_per_s {
         rate if rate >= 1e12 => format!("{:.2} T cells/s", rate / 1e12),
         rate if rate >= 1e9 => format!("{:.2} G cells/s", rate / 1e9),
@@ -186,14 +235,22 @@ fn summary(report: &Value) -> String {
         let hidden = report["communication_hidden"].as_f64().map_or(0.0, |share| share * 100.0);
         let _ = writeln!(
             text,
-            "  {tiles} tiles, halos of {} steps, {} sent, {hidden:.0} % of communication hidden",
+            "  {tiles} tiles on {}, halos of {} steps, {} sent, {hidden:.0} % of communication hidden",
+            nodes(report),
             report["depth"],
             Size(report["halo_bytes"].as_u64().unwrap_or(0)),
         );
     }
     for total in report["totals"].as_array().into_iter().flatten() {
         if let (Some(first), Some(last)) = (total["first"].as_f64(), total["last"].as_f64()) {
-            let _ = writeln!(text, "  {} {first:.9} -> {last:.9}", total["name"].as_str().unwrap_or("total"));
+            let name = match total["name"].as_str() {
+                // What it has above density 1, which is where round-off shows.
+                Some("mass") => "mass beyond density 1:",
+                name => name.unwrap_or("total"),
+            };
+            // Living cells are counted.
+            let digits = if first.fract() == 0.0 && last.fract() == 0.0 { 0 } else { 9 };
+            let _ = writeln!(text, "  {name} {first:.digits$} -> {last:.digits$}");
         }
     }
     if let Some(force) = force(report) {

@@ -1,5 +1,6 @@
 //! `meshnode watch`: a simulation as it is now, in half blocks of colour, until it is over.
 use super::interrupt::{GLANCE, Interrupts};
+use super::submit::{cells_per_s_now, nodes, rate};
 use super::{Failure, Global, remark, say};
 use serde_json::Value;
 use std::io::{IsTerminal, Write};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 Examples:
   meshnode watch 4f2a                      in this terminal; Ctrl-C ends the watching, not the simulation
   meshnode watch 4f2a --json               its figures as JSON lines
-A browser shows the same: the address is printed first.")]
+A browser shows the same: the address is printed, too.")]
 pub(super) struct WatchArgs {
     /// The job's id, or the beginning of it, as `meshnode jobs` shows it
     job: String,
@@ -23,21 +24,32 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
     let (client, path) = (global.client(), format!("/api/v1/grids/{}", args.job));
     let interrupts = Interrupts::listen()?;
     let first = client.get(&path)?;
-    remark(format!("{}/watch/{}", client.base(), first["job"].as_str().unwrap_or(&args.job)));
+    let page = format!("{}/watch/{}", client.base(), first["job"].as_str().unwrap_or(&args.job));
     let terminal = std::io::stdout().is_terminal() && !global.json;
+    if terminal {
+        let _ = console::Term::stdout().clear_screen();
+    } else {
+        remark(&page);
+    }
     loop {
         let report = client.get(&path)?;
         if global.json {
             say(&report);
         } else if terminal {
             let (lines, columns) = console::Term::stdout().size();
-            let picture = client.get_text(&format!("{path}/text?columns={columns}&lines={}", lines.saturating_sub(4)));
+            let caption = [caption(&report), speed(&report), page.clone()];
+            let rest = lines.saturating_sub(caption.len() as u16 + 2);
+            let picture = client.get_text(&format!("{path}/text?columns={columns}&lines={rest}"));
             let mut out = std::io::stdout().lock();
             // Over what was there: a screen that is cleared first flickers.
-            let _ = write!(out, "\x1b[H{}\x1b[0m{}\x1b[J", picture.unwrap_or_default(), caption(&report));
+            let _ = write!(out, "\x1b[H{}\x1b[0m\x1b[K\n", picture.unwrap_or_default());
+            for line in caption {
+                let _ = writeln!(out, "{}\x1b[K", console::truncate_str(&line, usize::from(columns), "…"));
+            }
+            let _ = write!(out, "\x1b[J");
             let _ = out.flush();
         } else {
-            say(caption(&report).trim());
+            say(format!("{}; {}", caption(&report), speed(&report)));
         }
         match report["state"].as_str() {
             Some("done") => return Ok(()),
@@ -56,18 +68,32 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
     }
 }
 
+/// Where it stands.
 fn caption(report: &Value) -> String {
+    let left = report["seconds_left"].as_f64().filter(|_| report["state"] == "running");
+    let left = left.map_or_else(String::new, |s| {
+        format!(", {} left", indicatif::HumanDuration(Duration::from_secs_f64(s.clamp(0.0, 1e9))))
+    });
+    let state = match report["waiting"].as_str() {
+        Some(why) => format!("waiting: {why}"),
+        None => report["state"].as_str().unwrap_or("").to_owned(),
+    };
+    let name = report["name"].as_str().unwrap_or("");
+    format!("{name}: {state}, step {} of {}{left}", report["step"], report["steps"])
+}
+
+/// How fast it is, and where.
+fn speed(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
-    let left = report["seconds_left"].as_f64().map_or_else(String::new, |s| format!(", {s:.0} s left"));
+    let cells = cells_per_s_now(report);
+    let now = if number("cells_per_s") > 0.0 { cells / number("cells_per_s") } else { 0.0 };
+    let tiles = report["tiles"].as_array().map_or(0, Vec::len);
+    let tiles = if tiles == 1 { "one tile".to_owned() } else { format!("{tiles} tiles") };
     format!(
-        "\n{}: step {} of {}, {:.1} steps/s, {:.1} M cells/s, {:.1} GB/s effective{left}; {} tiles, {}\n",
-        report["name"].as_str().unwrap_or(""),
-        report["step"],
-        report["steps"],
-        number("steps_per_s"),
-        number("mlups"),
-        number("t_eff_gb_s"),
-        report["tiles"].as_array().map_or(0, Vec::len),
-        report["waiting"].as_str().or(report["state"].as_str()).unwrap_or(""),
+        "{:.1} steps/s, {}, {:.1} GB/s effective; {tiles} on {}",
+        number("steps_per_s") * now,
+        rate(cells),
+        number("t_eff_gb_s") * now,
+        nodes(report),
     )
 }

@@ -116,7 +116,7 @@ impl Checkpoints {
         }
         Err(wrong.unwrap_or_else(|| {
             format!(
-                "there is no checkpoint in {}: run without --resume, with checkpoint_every in the job",
+                "there is no checkpoint in {}: run without --resume; checkpoint_every in the job says how often one is made",
                 self.folder.display()
             )
         }))
