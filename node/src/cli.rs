@@ -124,7 +124,7 @@ enum Command {
     Jobs,
     /// Fetch a model into the cache
     Pull(model::PullArgs),
-    /// Show how the mesh would share a model or a simulation, and why
+    /// Show how the mesh would share a model or a simulation (JOB.toml), and why
     Plan(plan::PlanArgs),
     /// Ask a model
     Run(run::RunArgs),

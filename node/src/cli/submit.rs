@@ -19,9 +19,11 @@ Examples:
   meshnode submit sim.toml --out run1 --wait --json | tail -n 1
   meshnode submit sim.toml --out run1 --resume --wait
 
-Outputs and checkpoints go to --out; without it, nothing is kept but the summary. With --json: JSON lines while it runs, the
-last one with state_hash, mlups, steps, halo_bytes, communication_hidden and what else there is to know. Ctrl-C ends a job
-that is waited for; its checkpoints stay. Where no node listens, --wait runs the job in this process, alone.")]
+Outputs and checkpoints go to --out; without it, nothing is kept but the summary. Ctrl-C ends a job that is waited for; its \
+checkpoints stay. Where no node listens, --wait runs the job in this process, alone.
+
+With --json: JSON lines while it runs, the last one with state_hash, mlups, steps, halo_bytes, communication_hidden and what \
+else there is to know.")]
 pub(super) struct SubmitArgs {
     /// The job file
     job: PathBuf,
