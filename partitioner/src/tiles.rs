@@ -4,7 +4,7 @@
 //! machines of either side compute in a second, or it is cut into slabs, whichever is predicted to be faster. A halo of depth
 //! k is exchanged every k steps: fewer waits for the network, more cells computed twice. Next: `explain.rs`.
 use crate::cost;
-use crate::fleet::{Device, DeviceId, Fleet};
+use crate::fleet::{Device, DeviceId, Fleet, Link};
 use alloc::collections::BTreeSet;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -604,6 +604,30 @@ pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, r
     found
 }
 
+/// A node that stands by for a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileStandby {
+    /// For which tile.
+    pub tile: u16,
+    /// Who.
+    pub device: DeviceId,
+    /// Nanoseconds from one snapshot of a warm standby to the next.
+    pub snapshot_every_ns: u64,
+}
+
+/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries, and none comes so
+/// seldom that the halos kept meanwhile would not suffice.
+fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
+    let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
+    let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
+    u64::try_from(fetched * 10).unwrap_or(u64::MAX).clamp(SNAPSHOT_LEAST_NS, SNAPSHOT_MOST_NS)
+}
+
+/// A snapshot is copied within the owner's memory too: more often costs steps.
+const SNAPSHOT_LEAST_NS: u64 = 1_000_000_000;
+/// What is made again takes as long as it did.
+const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
+
 /// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
 /// another machine where there is one, with the fewest tiles to look after, the fastest of these. `fleet` is the mesh as it
 /// would be if nobody held anything of the job.
@@ -614,8 +638,9 @@ pub fn standbys(
     fleet: &Fleet,
     headroom_percent: u8,
     kept: &[(u16, DeviceId)],
-) -> Vec<(u16, DeviceId)> {
+) -> Vec<TileStandby> {
     let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
+    let mut found = Vec::new();
     let machine = |id: DeviceId| fleet.device(id).map(|device| device.machine);
     let numerics = |id: DeviceId| fleet.device(id).map(|device| device.numerics);
     for (tile, (owner, block)) in owners.iter().enumerate() {
@@ -644,9 +669,13 @@ pub fn standbys(
             let same = machine(*owner) == Some(device.machine);
             (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
         });
-        chosen.extend(best.map(|device| (tile, device.id)));
+        if let Some(device) = best.map(|device| device.id) {
+            chosen.push((tile, device));
+            let snapshot_every_ns = snapshot_every_ns(work, block, fleet.link(*owner, device));
+            found.push(TileStandby { tile, device, snapshot_every_ns });
+        }
     }
-    chosen
+    found
 }
 
 #[cfg(test)]

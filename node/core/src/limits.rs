@@ -127,8 +127,8 @@ pub const TILE_PROGRESS: Duration = Duration::from_millis(200);
 pub const TILE_HELD: Duration = Duration::from_millis(20);
 /// How soon a standby asks for a snapshot again that did not come, or came too late.
 pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
-/// How often a warm standby takes a snapshot, at least.
-pub const SNAPSHOT_EVERY: Duration = Duration::from_secs(5);
+/// How often a warm standby takes a snapshot, at most, whatever it is told.
+pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_secs(1);
 /// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
 pub const SUCCESSORS_MAX: usize = 4;
 /// Nodes that coordinated a simulation before and may come back.

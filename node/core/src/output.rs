@@ -7,8 +7,8 @@ use crate::tiles::{GridEvent, TileWork};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
-use partitioner::tiles::{Block, GridError, GridPlan, GridWork};
-use partitioner::{DeviceId, Fleet, Options, Plan, PlanError, Standby, Work};
+use partitioner::tiles::{Block, GridError, GridPlan, GridWork, TileStandby};
+use partitioner::{Fleet, Options, Plan, PlanError, Standby, Work};
 
 /// Do this.
 #[allow(missing_docs)] // of fields: each variant says what they are
@@ -208,7 +208,7 @@ pub enum Event {
     /// Of a simulation that is coordinated here.
     Grid { job: JobId, event: Box<GridEvent> },
     /// Answer to `GridInput::Plan`, and who would stand by for which tile.
-    GridPlan { call: CallId, result: Result<Box<GridPlan>, GridError>, standbys: Vec<(u16, DeviceId)> },
+    GridPlan { call: CallId, result: Result<Box<GridPlan>, GridError>, standbys: Vec<TileStandby> },
     /// Something was refused or dropped, for the log.
     Refused { from: Option<NodeId>, what: String },
 }

@@ -79,11 +79,17 @@ fn simulation_text(report: &Value) -> String {
     if !standbys.is_empty() {
         let mut rows = vec![row(["TILE", "STANDBY", "TIER", "STALL IF LOST"])];
         for standby in standbys {
+            let (usual, most) = (standby["stall_ms"].as_f64(), standby["stall_max_ms"].as_f64());
+            let usual = format!("about {:.0} ms", usual.unwrap_or(0.0));
+            let stall = match standby["snapshot_every_s"].as_f64().zip(most) {
+                Some((every, most)) => format!("{usual}, at most {most:.0} ms: a snapshot every {every:.1} s"),
+                None => usual,
+            };
             rows.push(vec![
                 standby["tile"].to_string(),
                 string(&standby["name"]).to_owned(),
                 string(&standby["tier"]).to_owned(),
-                format!("about {:.0} ms", standby["stall_ms"].as_f64().unwrap_or(0.0)),
+                stall,
             ]);
         }
         let _ = write!(text, "\n{}", render(&rows));

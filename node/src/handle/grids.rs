@@ -5,9 +5,9 @@ use crate::submissions::{Submissions, work};
 use kernels::grid::simulation::{Simulation, Tier};
 use node_core::id::NodeId;
 use node_core::input::{GridInput, Input};
-use node_core::limits::{LEASE, SNAPSHOT_EVERY};
+use node_core::limits::LEASE;
 use node_core::output::Event;
-use partitioner::tiles::{GridPlan, GridWork, takeover_ns};
+use partitioner::tiles::{GridPlan, GridWork, TileStandby, takeover_ns};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -54,11 +54,13 @@ impl NodeHandle {
         let mut report = report(&simulation, &work, &plan, &names);
         let standbys: Vec<Value> = standbys
             .iter()
-            .map(|(tile, device)| {
-                let node = hex(&NodeId(device.0));
+            .map(|standby| {
+                let node = hex(&NodeId(standby.device.0));
+                let [usual, most] = stalls_ms(tier, &work, &plan, standby);
+                let snapshots = (tier == Tier::Warm).then_some(standby.snapshot_every_ns as f64 / 1e9);
                 json!({
-                    "tile": tile, "node": node, "name": names.get(&node), "tier": tier_name(tier),
-                    "stall_ms": stall_ms(tier, &work, &plan, usize::from(*tile)),
+                    "tile": standby.tile, "node": node, "name": names.get(&node), "tier": tier_name(tier),
+                    "stall_ms": usual, "stall_max_ms": most, "snapshot_every_s": snapshots,
                 })
             })
             .collect();
@@ -75,13 +77,15 @@ fn tier_name(tier: Tier) -> &'static str {
     }
 }
 
-/// Predicted milliseconds without a step if a tile's node is lost, the time to notice it included.
-fn stall_ms(tier: Tier, work: &GridWork, plan: &GridPlan, tile: usize) -> f64 {
-    let again = match tier {
-        Tier::Warm => Some(SNAPSHOT_EVERY.as_nanos() as u64),
-        Tier::Hot | Tier::None => None,
-    };
-    LEASE.as_secs_f64() * 1e3 + takeover_ns(work, plan, tile, again) as f64 / 1e6
+/// Predicted milliseconds without a step if a tile's node is lost, the time to notice it included: on average, and just before
+/// the next snapshot.
+fn stalls_ms(tier: Tier, work: &GridWork, plan: &GridPlan, standby: &TileStandby) -> [f64; 2] {
+    let every = standby.snapshot_every_ns;
+    [every, 2 * every].map(|every| {
+        let again = (tier == Tier::Warm).then_some(every);
+        let takeover_ns = takeover_ns(work, plan, usize::from(standby.tile), again);
+        LEASE.as_secs_f64() * 1e3 + takeover_ns as f64 / 1e6
+    })
 }
 
 fn report(simulation: &Simulation, work: &GridWork, plan: &GridPlan, names: &BTreeMap<String, String>) -> Value {

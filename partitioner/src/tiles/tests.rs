@@ -227,9 +227,22 @@ fn tiles_and_their_standbys_are_of_one_arithmetic() {
     let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
     let guards = standbys(&work, &owners, plan.depth(), &fleet, 10, &[]);
     assert_eq!(guards.len(), owners.len());
-    for (tile, device) in guards {
+    for TileStandby { tile, device, snapshot_every_ns } in guards {
         assert!(kind(device) == 9 && device != owners[usize::from(tile)].0);
+        assert!((1_000_000_000..=30_000_000_000).contains(&snapshot_every_ns));
     }
+}
+
+#[test]
+fn snapshots_take_a_tenth_of_the_link() {
+    let work = d2q9(4096, 4096);
+    let block = Block { from: [0; 3], to: [4096, 2048, 1] };
+    let every = |bytes_per_second| snapshot_every_ns(&work, &block, &Link { rtt_ns: 1_000_000, bytes_per_second });
+    // 302 MB over 1 Gbit/s take 2.4 s.
+    let gigabit = every(125_000_000);
+    assert!(gigabit.abs_diff(24_159_191_040) < 10, "{gigabit}");
+    assert_eq!(every(100_000_000_000), 1_000_000_000);
+    assert_eq!(every(0), 30_000_000_000);
 }
 
 #[test]

@@ -17,7 +17,7 @@ use alloc::{boxed::Box, format, string::String, vec::Vec};
 use job::GridJob;
 pub use job::{GridJobView, GridState, TileView};
 use partitioner::DeviceId;
-use partitioner::tiles::{Block, GridError, GridPlan, GridWork};
+use partitioner::tiles::{Block, GridError, GridPlan, GridWork, TileStandby};
 
 /// Top byte of this machine's `PlanGrid` tokens and `Persist` sequence numbers.
 pub const GRID_TAG: u64 = 3 << 56;
@@ -251,7 +251,7 @@ impl Grids {
     }
 
     /// Standbys were chosen.
-    pub fn handle_standbys(&mut self, now: Instant, job: JobId, chosen: &[(u16, DeviceId)]) {
+    pub fn handle_standbys(&mut self, now: Instant, job: JobId, chosen: &[TileStandby]) {
         if let Some(grid) = self.jobs.get_mut(&job) {
             grid.handle_standbys(now, chosen, &mut self.out);
         }

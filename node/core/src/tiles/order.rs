@@ -165,6 +165,8 @@ pub struct TileOrder {
     pub bytes_max: u64,
     /// Predicted nanoseconds of computing a step.
     pub step_ns: u64,
+    /// For a warm standby: milliseconds from one snapshot to the next.
+    pub snapshot_ms: u32,
     /// Who may take the job over when its coordinator is silent, in order.
     pub successors: Vec<NodeId>,
     /// Who coordinated it before, the last one first: they may come back.

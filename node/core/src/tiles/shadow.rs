@@ -4,8 +4,8 @@ use super::order::SaveKind;
 use super::run::State;
 use super::{Tiles, TilesOutput};
 use crate::id::{JobId, LoadId, NodeId};
-use crate::limits::{SNAPSHOT_EVERY, SNAPSHOT_RETRY};
-use crate::time::Instant;
+use crate::limits::{SNAPSHOT_EVERY_MIN, SNAPSHOT_RETRY};
+use crate::time::{Duration, Instant};
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -105,6 +105,7 @@ impl Tiles {
         let mut say = Vec::new();
         for run in held.runs.values_mut().filter(|run| run.is_shadow()) {
             let (tile, epoch, owner) = (run.tile(), run.epoch, run.order.owner(run.order.tile));
+            let every = Duration::from_millis(run.order.snapshot_ms.into()).max(SNAPSHOT_EVERY_MIN);
             match &mut run.state {
                 State::Running => {
                     let feeders = run.peers().into_iter().filter_map(|peer| Some((peer, run.order.owner(peer)?)));
@@ -117,7 +118,7 @@ impl Tiles {
                     *since = now;
                     say.extend(owner.map(|owner| (owner, epoch, TileMessage::WantSnapshot { tile })));
                 }
-                State::Holding { at, .. } if now.since(*at) >= SNAPSHOT_EVERY => {
+                State::Holding { at, .. } if now.since(*at) >= every => {
                     *at = now;
                     say.extend(owner.map(|owner| (owner, epoch, TileMessage::WantSnapshot { tile })));
                 }

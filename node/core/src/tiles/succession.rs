@@ -41,6 +41,8 @@ pub struct WilledTile {
     pub step_ns: u64,
     /// Who stands by, and whether it has cells.
     pub standby: Option<(NodeId, bool)>,
+    /// Milliseconds from one of its snapshots to the next.
+    pub snapshot_ms: u32,
 }
 
 /// A simulation as its successor takes it over.

@@ -100,6 +100,8 @@ struct Standby {
     step: Option<u32>,
     asked: Instant,
     told: bool,
+    /// Milliseconds from one snapshot to the next.
+    snapshot_ms: u32,
 }
 
 impl GridJob {
@@ -281,6 +283,7 @@ impl GridJob {
             start,
             bytes_max: self.tiles[tile].bytes,
             step_ns: self.tiles[tile].step_ns,
+            snapshot_ms: self.tiles[tile].standby.map_or(0, |standby| standby.snapshot_ms),
             successors: self.successors(),
             formers: self.formers.clone(),
         })

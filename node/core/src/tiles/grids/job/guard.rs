@@ -10,6 +10,7 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use partitioner::DeviceId;
+use partitioner::tiles::TileStandby;
 
 impl GridJob {
     pub(super) fn lacks_standbys(&self) -> bool {
@@ -38,14 +39,16 @@ impl GridJob {
     pub(in crate::tiles::grids) fn handle_standbys(
         &mut self,
         now: Instant,
-        chosen: &[(u16, DeviceId)],
+        chosen: &[TileStandby],
         out: &mut VecDeque<GridOutput>,
     ) {
-        for &(tile, device) in chosen {
+        for &TileStandby { tile, device, snapshot_every_ns } in chosen {
             let Some(known) = self.tiles.get_mut(usize::from(tile)).filter(|tile| tile.standby.is_none()) else {
                 continue;
             };
-            known.standby = Some(Standby { node: device.into(), prepared: false, step: None, asked: now, told: false });
+            let snapshot_ms = u32::try_from(snapshot_every_ns / 1_000_000).unwrap_or(u32::MAX);
+            let node = device.into();
+            known.standby = Some(Standby { node, prepared: false, step: None, asked: now, told: false, snapshot_ms });
             self.ask_standby(now, usize::from(tile), out);
         }
         self.watch(out);

@@ -71,6 +71,7 @@ impl GridJob {
                 step: current.then_some(0),
                 asked: Instant::default(),
                 told: false,
+                snapshot_ms: willed.snapshot_ms,
             }),
         });
         job.tiles = tiles.collect();
@@ -113,5 +114,6 @@ impl GridJob {
 
 fn willed(tile: &Tile) -> WilledTile {
     let standby = tile.standby.map(|standby| (standby.node, standby.step.is_some()));
-    WilledTile { bytes: tile.bytes, step_ns: tile.step_ns, standby }
+    let snapshot_ms = tile.standby.map_or(0, |standby| standby.snapshot_ms);
+    WilledTile { bytes: tile.bytes, step_ns: tile.step_ns, standby, snapshot_ms }
 }
