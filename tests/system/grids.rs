@@ -167,15 +167,25 @@ fn pictures(out: &Path) -> Vec<(String, Vec<u8>)> {
 #[test]
 fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
     let folder = Folder::new();
-    let alone = solo(&folder, 600);
-    let kills: u32 = std::env::var("GRID_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(2);
+    // More kills of longer runs, other tiers: to measure with.
+    let number = |name: &str, usual: u32| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual);
+    let (kills, steps) = (number("GRID_KILLS", 2), number("GRID_STEPS", 600));
+    let tier = std::env::var("GRID_STANDBY").unwrap_or_else(|_| "hot".into());
+    let alone = solo(&folder, steps);
     for kill in 0..kills {
         let mut mesh = mesh(4, MEMORY);
-        let file = folder.job(&job(600, "standby = \"hot\""));
+        let text = job(steps, &format!("standby = {tier:?}"));
+        let file = folder.job(&text);
+        if tier == "warm" {
+            let api = mesh.nodes[0].api.to_string();
+            let plan = Command::new(meshnode()).arg("plan").arg(&file).args(["--json", "--api", &api]).output();
+            let plan: Value = serde_json::from_slice(&plan.expect("the program runs").stdout).expect("a plan");
+            eprintln!("predicted: {}", plan["standbys"]);
+        }
         let out = folder.out(&format!("hot{kill}"));
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
         // Somewhere in the run, once standbys are there.
-        let at = 150 + u64::from(kill * 37 % 300);
+        let at = u64::from(steps / 4 + kill * 37 * (steps / 600) % (steps / 2));
         let report = run.until(|report| report["step"].as_u64() >= Some(at) || report["state"] == "failed");
         let tiles = report["tiles"].as_array().cloned().unwrap_or_default();
         assert!(tiles.len() > 1, "two nodes are needed: {report}");
