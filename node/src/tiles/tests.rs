@@ -52,6 +52,9 @@ impl Bench {
             start: TileStart::Initial,
             bytes_max: 1 << 30,
             step_ns: 1,
+            snapshot_ms: 0,
+            successors: Vec::new(),
+            formers: Vec::new(),
         };
         let (load, order) = (LoadId(1), Box::new(order));
         self.commands.send(Command::Load { job, load, order, cells: None }).unwrap();
