@@ -322,6 +322,7 @@ impl Grids {
         for grid in self.jobs.values_mut() {
             grid.handle_wakeup(now, &mut self.ids, &mut self.out);
         }
+        self.sweep();
     }
 
     /// When to come back, and who asked.
