@@ -4,7 +4,6 @@ use super::error::ApiError;
 use super::{App, body, off_thread};
 use crate::handle::hex;
 use crate::submissions::{Submission, Submissions, Submit, Watched};
-use crate::views::PeerView;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
@@ -18,7 +17,7 @@ use kernels::grid::tile::Tile;
 use node_core::id::{JobId, NodeId};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -205,13 +204,12 @@ pub(crate) async fn page() -> Response {
     (headers, include_str!("watch.html")).into_response()
 }
 
-/// Names of nodes, and how fast each read memory when it started: its processor, of which nothing follows for a GPU.
+/// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
 async fn nodes<E: Engine>(app: &App<E>) -> Nodes {
-    let read = |peer: &PeerView| peer.device.starts_with("cpu").then_some(peer.bytes_per_second);
-    app.engine.state().await.peers.into_iter().map(|peer| (peer.node.clone(), (read(&peer), peer.name))).collect()
+    app.engine.state().await.peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect()
 }
 
-type Nodes = BTreeMap<String, (Option<u64>, String)>;
+type Nodes = BTreeMap<String, (String, u64)>;
 
 /// How a simulation stands, or how it ended.
 pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
@@ -260,13 +258,14 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
             let node = hex(&NodeId(node.0));
             let figures = told.figures.get(number).copied().unwrap_or_default();
             json!({
-                "node": node, "name": names.get(&node).map(|(_, name)| name), "from": start, "to": end,
+                "node": node, "name": names.get(&node).map(|(name, _)| name), "from": start, "to": end,
                 "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
                 "halo_bytes": figures.sent_bytes,
             })
         })
         .collect();
-    let read = told.tiles.iter().map(|(node, _)| names.get(&hex(&NodeId(node.0))).and_then(|(read, _)| *read));
+    let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
+    let read = computing.iter().map(|node| names.get(node).map(|(_, read)| *read));
     let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
     let share = read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64);
     let quantity = Watched::of(simulation).quantity;
