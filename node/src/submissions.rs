@@ -30,8 +30,9 @@ pub mod forces;
 pub mod inherited;
 pub mod view;
 
-/// Whole frames that wait for an earlier one, at most: then it does not come any more, because who made it is lost.
-const FRAMES_HELD: usize = 4;
+/// Whole frames of an output that wait for an earlier one after a loss, in number and in bytes: then it does not come any
+/// more, because who made it is gone. As long as nobody is, it comes.
+const FRAMES_HELD: [usize; 2] = [64, 256 << 20];
 /// Jobs that are over and can still be looked at.
 const OVER_KEPT: usize = 16;
 
@@ -443,7 +444,7 @@ impl Submission {
     fn close(&self) {
         let mut made = self.made();
         for number in 0..self.simulation.outputs().len() {
-            if let Err(error) = self.write(&mut made, number as u16, 0) {
+            if let Err(error) = self.write(&mut made, number as u16, true) {
                 tracing::warn!("{error}");
             }
         }
@@ -502,7 +503,7 @@ impl Submission {
         bytes: &Bytes,
     ) -> Result<(), String> {
         if made.unwritten.contains_key(&key) {
-            return self.write(made, key.0, FRAMES_HELD);
+            return self.write(made, key.0, false);
         }
         if made.next.get(&key.0).is_some_and(|next| key.1 < *next) {
             return Ok(());
@@ -541,7 +542,7 @@ impl Submission {
         let field = mosaic.finish();
         if output.is_some() {
             made.unwritten.insert(key, field);
-            return self.write(made, key.0, FRAMES_HELD);
+            return self.write(made, key.0, false);
         }
         let new = View::new(simulation, key.1, field);
         let mut view = self.view.lock().expect("no panics under this lock");
@@ -552,20 +553,24 @@ impl Submission {
         Ok(())
     }
 
-    /// Writes an output's whole frames in order, as long as none is missing between them, or more than so many wait for one
-    /// that is; what cannot be written is left to be tried again.
-    fn write(&self, made: &mut Made, number: u16, held: usize) -> Result<(), String> {
+    /// Writes an output's whole frames in order, as long as none is missing between them, or all of them; what cannot be
+    /// written is left to be tried again.
+    fn write(&self, made: &mut Made, number: u16, all: bool) -> Result<(), String> {
         let (Some(output), Some(out)) = (self.simulation.outputs().get(usize::from(number)), &self.out) else {
             return Ok(());
         };
         let every = u32::try_from(output.every).unwrap_or(u32::MAX);
-        let begun_at = self.telling().begun_at;
+        let (begun_at, undisturbed) = {
+            let told = self.telling();
+            (told.begun_at, told.losses == 0 && told.inherited_from.is_none())
+        };
         let first = begun_at.checked_next_multiple_of(every).unwrap_or(u32::MAX);
         loop {
             let mut whole = made.unwritten.range((number, 0)..=(number, u32::MAX));
             let Some((&(_, step), field)) = whole.next() else { return Ok(()) };
             let next = made.next.get(&number).copied().unwrap_or(first);
-            if step > next && whole.count() < held {
+            let held = FRAMES_HELD[0].min(FRAMES_HELD[1] / (4 * field.values.len()).max(1));
+            if step > next && !all && (undisturbed || whole.count() < held) {
                 return Ok(());
             }
             let writer = match made.writers.entry(number) {
