@@ -76,8 +76,8 @@ impl GridJob {
         });
         job.tiles = tiles.collect();
         let schedule = &job.spec.schedule;
-        // The last output is for watchers.
-        let written = schedule.outputs.iter().rev().skip(1).any(|&every| every > 0);
+        // The last two outputs are for watchers.
+        let written = schedule.outputs.iter().rev().skip(2).any(|&every| every > 0);
         let kept = written || schedule.checkpoint_every.is_some();
         job.tell(GridEvent::Inherited { from: epoch.minter, simulation: job.spec.simulation.clone(), kept }, out);
         job
