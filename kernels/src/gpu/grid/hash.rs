@@ -1,4 +1,9 @@
 //! The state hash made where the state is: keyed BLAKE3 of each run of cells, a unit a run, as `grid/hash.rs` defines it.
+#![expect(
+    clippy::needless_range_loop,
+    clippy::manual_div_ceil,
+    reason = "kernels know loops over numbers and plain division only"
+)]
 use cubecl::prelude::*;
 
 use super::GpuTile;
