@@ -1,4 +1,5 @@
 //! A tile's own cells as a whole: saved and restored, summed, and looked through for what is no number.
+use super::any_tile::Fields;
 use super::frame::Format;
 use super::halo;
 use super::number::{Half, Number};
@@ -11,6 +12,26 @@ const TOTAL_BITS: u32 = 40;
 /// A number in units of 2^-40.
 pub(crate) fn units(number: f32) -> i128 {
     (f64::from(number) * (1u64 << TOTAL_BITS) as f64).round_ties_even() as i128
+}
+
+/// The sum of numbers in units of 2^-40. Those below 2048 in amount are rounded by what adding a number so large does
+/// (Dekker's trick) and summed in 64 bits, which is the same and many times faster.
+fn sum(numbers: &[f32]) -> i128 {
+    /// 2^52 + 2^51: a sum with it has no bits below 1, and its lowest bits are the other number's.
+    const ROUND: f64 = 6_755_399_441_055_744.0;
+    let mut total = 0i128;
+    for some in numbers.chunks(2048) {
+        if some.iter().fold(true, |small, number| small & (number.abs() < 2048.0)) {
+            let rounded = |number: f32| f64::from(number) * (1u64 << TOTAL_BITS) as f64 + ROUND;
+            let sum = some
+                .iter()
+                .fold(0i64, |sum, &number| sum + rounded(number).to_bits().wrapping_sub(ROUND.to_bits()) as i64);
+            total = total.wrapping_add(sum.into());
+        } else {
+            total = some.iter().fold(total, |total, &number| total.wrapping_add(units(number)));
+        }
+    }
+    total
 }
 
 impl Tile {
@@ -64,7 +85,7 @@ impl Tile {
     pub fn total(&self, field: usize) -> Result<i128, GridError> {
         let mut total = 0i128;
         self.each_row(field, &mut |_, row| {
-            total = row.iter().fold(total, |total, &cell| total.wrapping_add(units(cell)));
+            total = total.wrapping_add(sum(row));
             true
         })?;
         Ok(total)
@@ -106,15 +127,11 @@ impl Tile {
 
     /// Calls with where a row begins and its cells, until that says no.
     fn each_row(&self, field: usize, call: &mut dyn FnMut([usize; 3], &[f32]) -> bool) -> Result<(), GridError> {
-        let Region { start, end } = self.region();
-        for z in start[2]..end[2] {
-            for y in start[1]..end[1] {
-                let row = self.read(field, Region { start: [start[0], y, z], end: [end[0], y + 1, z + 1] })?;
-                if !call([start[0], y, z], &row) {
-                    return Ok(());
-                }
-            }
-        }
+        let region = self.region();
+        let mut more = true;
+        self.rows(&[field], region, 1, &mut |[y, z], rows| {
+            more = more && call([region.start[0], y, z], &rows[0]);
+        })?;
         Ok(())
     }
 }
@@ -132,6 +149,11 @@ pub(crate) fn first_not_finite(
     let mut first: Option<([usize; 3], usize)> = None;
     for field in 0..fields {
         each_row(field, &mut |[x, y, z], row| {
+            // All at once: what is no number, or infinite, is above every number as an integer.
+            let largest = row.iter().fold(0, |largest, cell| (cell.to_bits() as i32 & i32::MAX).max(largest));
+            if largest < f32::INFINITY.to_bits() as i32 {
+                return true;
+            }
             let Some(there) = row.iter().position(|cell| !cell.is_finite()) else { return true };
             let found = ([x + there, y, z], field);
             first = Some(first.map_or(found, |first| if order(found) < order(first) { found } else { first }));
@@ -140,4 +162,37 @@ pub(crate) fn first_not_finite(
         })?;
     }
     Ok(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quick_sum_is_the_sum_of_units() {
+        let mut state = 7u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state
+        };
+        for case in 0..40 {
+            let mut numbers: Vec<f32> = (0..5000)
+                .map(|_| (next() as f32 / u32::MAX as f32 - 0.5) * [1e-13, 1e-7, 1.0, 4000.0][case % 4])
+                .collect();
+            numbers.extend([
+                0.0,
+                -0.0,
+                0.5f32.powi(41),
+                -(0.5f32.powi(41)),
+                1.5 * 0.5f32.powi(40),
+                2047.999,
+                -2047.999,
+            ]);
+            if case % 8 == 7 {
+                numbers.extend([f32::NAN, f32::INFINITY, -1e30]);
+            }
+            let slow = numbers.iter().fold(0i128, |sum, &number| sum.wrapping_add(units(number)));
+            assert_eq!(sum(&numbers), slow, "case {case}");
+        }
+    }
 }
