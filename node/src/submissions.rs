@@ -117,7 +117,8 @@ pub struct Told {
     pub pace: Pace,
     /// When it was last interrupted, and for how long at most.
     pub longest_stall: Duration,
-    stalled_since: Option<Instant>,
+    /// Since when, and the step beyond which it has gone on.
+    stalled: Option<(Instant, u32)>,
     /// Times that a tile was taken over, or all went back.
     pub losses: u32,
     /// The last totals, by field, in units of 2^-40, with the step.
@@ -256,8 +257,10 @@ impl Submissions {
                     }
                 }
             }
-            Event::Lost { job, silent_ms, .. } => {
-                if let Some(submission) = self.find(*job) {
+            Event::Lost { job, node, silent_ms } => {
+                // The loss of whom it was inherited from is in it already.
+                let known = self.find(*job).filter(|known| known.telling().inherited_from != Some(*node));
+                if let Some(submission) = known {
                     submission.lost(Duration::from_millis(*silent_ms));
                 }
             }
@@ -395,9 +398,8 @@ impl Submission {
                 told.pace.mark(now, *step);
             }
             GridEvent::Progress { step } => {
-                if *step > told.step
-                    && let Some(since) = told.stalled_since.take()
-                {
+                // What is made again is not gone on with.
+                if let Some((since, _)) = told.stalled.take_if(|(_, at)| *step > *at) {
                     told.longest_stall = told.longest_stall.max(now - since);
                 }
                 told.step = *step;
@@ -460,8 +462,8 @@ impl Submission {
     fn lost(&self, silent: Duration) {
         let mut told = self.telling();
         told.losses += 1;
-        let since = Instant::now();
-        told.stalled_since.get_or_insert(since.checked_sub(silent).unwrap_or(since));
+        let (since, step) = (Instant::now(), told.step);
+        told.stalled.get_or_insert((since.checked_sub(silent).unwrap_or(since), step));
     }
 
     fn cut(&self) -> Vec<Region> {

@@ -282,18 +282,29 @@ fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool
     panic!("it does not come to that: {last}");
 }
 
+/// Whether a node has a copy of another's checkpoint.
+fn mirrors(node: &LocalNode) -> bool {
+    let folders = |folder: PathBuf| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let steps = folders(node.data_dir.join("simulations")).flat_map(|job| folders(job.join("checkpoints")));
+    steps.into_iter().any(|step| step.join("manifest.json").is_file())
+}
+
 #[test]
 fn a_run_survives_the_node_that_it_was_submitted_to() {
     let folder = Folder::new();
-    let alone = solo(&folder, 600);
+    let alone = solo(&folder, 1500);
     // More than half of those who take part have to agree: of three tiles' owners two are left.
-    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 50", THIRD)] {
+    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 100", THIRD)] {
         let mut mesh = mesh(4, memory);
-        let file = folder.job(&job(600, &format!("standby = {standby:?}\n{checkpoints}")));
+        let file = folder.job(&job(1500, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
         let report = run.until(|report| report["step"].as_u64() >= Some(200) || report["state"] == "failed");
         let tiles = report["tiles"].as_array().map_or(0, Vec::len);
         assert!(tiles >= if standby == "hot" { 2 } else { 3 }, "{report}");
+        let end = Instant::now() + JOIN_MAX;
+        while standby == "none" && !mesh.nodes[1..].iter().any(mirrors) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         mesh.nodes[0].kill();
         let report = inherited(&mesh.nodes[1..], RUN_MAX, |job| job["state"] == "done" || job["state"] == "failed");
         assert_eq!(report["state"], "done", "{report}");

@@ -6,10 +6,12 @@ use crate::tiles::region;
 use crate::tiles::states::Wanted;
 use kernels::grid::simulation::Simulation;
 use node_core::id::{JobId, NodeId};
+use node_core::limits::LEASE;
 use partitioner::tiles::Block;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 use tokio::sync::watch;
 
 /// The folder in a node's data directory where they are kept, one folder for each.
@@ -88,11 +90,15 @@ impl Submissions {
             if kept { format!("what it makes goes to {}", folder.display()) } else { "it keeps nothing".into() };
         tracing::warn!("job {:016x}: node {from} is silent, and this node goes on with it; {place}", job.0);
         let mark = folder.join(MARK);
+        let now = Instant::now();
+        // Nothing was heard of it for a lease at least.
+        let stalled = Some((now.checked_sub(LEASE).unwrap_or(now), 0));
+        let told = Told { inherited_from: Some(from), losses: 1, stalled, ..Told::default() };
         let submission = Arc::new(Submission {
             job,
             simulation,
             out: kept.then_some(folder),
-            told: Mutex::new(Told { inherited_from: Some(from), ..Told::default() }),
+            told: Mutex::new(told),
             view: Mutex::default(),
             forces: Mutex::default(),
             made: Mutex::new(Made::default()),
