@@ -101,9 +101,13 @@ fn tile(
     }
 }
 
-/// Stages with equal ids agree bit for bit; CPUs by instruction set, GPUs by model.
+/// Stages with equal ids agree bit for bit; CPUs by instruction set, GPUs by model, wherever in a machine they are.
 fn numerics(device: &Device) -> u64 {
-    let name = if device.id == DeviceId::Cpu { "cpu".to_owned() } else { format!("{} {}", device.id, device.name) };
+    let name = match device.id {
+        DeviceId::Cpu => "cpu".to_owned(),
+        DeviceId::Cuda(_) => format!("cuda {}", device.name),
+        DeviceId::Vulkan(_) => format!("vulkan {}", device.name),
+    };
     u64::from_le_bytes(blake3::hash(name.as_bytes()).as_bytes()[..8].try_into().unwrap_or([0; 8]))
 }
 
@@ -177,6 +181,14 @@ mod tests {
         let need = simulation.needs(quantity)[0];
         assert!(simulation.sample(&*tiles[0], need, regions[0], 4).unwrap().iter().any(|value| *value != 0.0));
         tiles.iter().fold(0u128, |sum, tile| sum.wrapping_add(tile.state_hash(&mut threads).unwrap()))
+    }
+
+    #[test]
+    fn two_gpus_of_a_kind_share_a_simulation() {
+        let gpu = |id| Device { id, name: "A".into(), memory_total: 1, memory_free: 1 };
+        assert_eq!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Cuda(1))));
+        assert_ne!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Vulkan(0))));
+        assert_ne!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Cpu)));
     }
 
     #[test]
