@@ -270,7 +270,9 @@ fn inherited(nodes: &[LocalNode], limit: Duration, done: impl Fn(&Value) -> bool
     while Instant::now() < end {
         for node in nodes {
             let Ok(list) = node.get("/api/v1/grids") else { continue };
-            if let Some(job) = list.as_array().and_then(|jobs| jobs.first()) {
+            let Some(job) = list.as_array().and_then(|jobs| jobs.first()) else { continue };
+            // Of two that went on with it for a moment, one ends it.
+            if last.is_null() || job["state"] != "failed" {
                 last = job.clone();
             }
         }

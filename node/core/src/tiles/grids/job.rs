@@ -87,6 +87,8 @@ struct Tile {
     bytes: u64,
     step_ns: u64,
     ready: Option<TileReady>,
+    /// Its owner has the memory for it already.
+    held: bool,
     step: u32,
     figures: TileFigures,
     standby: Option<Standby>,
@@ -186,7 +188,7 @@ impl GridJob {
         let mut resident: BTreeMap<NodeId, u64> = BTreeMap::new();
         for tile in &self.tiles {
             let standby = tile.standby.filter(|standby| standby.prepared).map(|standby| standby.node);
-            for node in tile.ready.iter().map(|_| tile.owner).chain(standby) {
+            for node in tile.held.then_some(tile.owner).into_iter().chain(standby) {
                 *resident.entry(node).or_default() += tile.bytes;
             }
         }
@@ -222,6 +224,7 @@ impl GridJob {
             bytes: tile.bytes,
             step_ns: tile.compute_ns,
             ready: None,
+            held: false,
             step,
             figures: TileFigures::default(),
             standby: None,
@@ -313,7 +316,7 @@ impl GridJob {
         if known.owner != from || !matches!(self.phase, Phase::Preparing { .. }) {
             return;
         }
-        (known.step, known.ready) = (ready.step, Some(ready.clone()));
+        (known.step, known.ready, known.held) = (ready.step, Some(ready.clone()), true);
         if self.tiles.iter().any(|tile| tile.ready.is_none()) {
             return;
         }

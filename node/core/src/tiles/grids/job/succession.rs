@@ -63,6 +63,7 @@ impl GridJob {
             bytes: willed.bytes,
             step_ns: willed.step_ns,
             ready: None,
+            held: true,
             step: 0,
             figures: TileFigures::default(),
             standby: willed.standby.map(|(node, current)| Standby {
