@@ -276,6 +276,13 @@ impl Tiles {
             held.epoch = epoch;
             held.succession.replaced();
             held.runs.values_mut().for_each(|run| run.pause(&mut self.out));
+            // All begin anew: what was held under the cut before would take the room of what comes.
+            if matches!(order.start, TileStart::Initial | TileStart::Checkpoint { .. }) {
+                for (tile, mut run) in core::mem::take(&mut held.runs) {
+                    run.end(job, &mut self.out);
+                    self.out.push_back(TilesOutput::Drop { job, tile });
+                }
+            }
         }
         let nodes = if epoch.minter == self.me { Vec::new() } else { alloc::vec![epoch.minter] };
         if epoch.minter != self.me {

@@ -313,10 +313,11 @@ impl GridJob {
             standby.prepared = true;
             return;
         }
+        known.held |= known.owner == from;
         if known.owner != from || !matches!(self.phase, Phase::Preparing { .. }) {
             return;
         }
-        (known.step, known.ready, known.held) = (ready.step, Some(ready.clone()), true);
+        (known.step, known.ready) = (ready.step, Some(ready.clone()));
         if self.tiles.iter().any(|tile| tile.ready.is_none()) {
             return;
         }
