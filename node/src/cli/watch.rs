@@ -42,7 +42,7 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
             let picture = client.get_text(&format!("{path}/text?columns={columns}&lines={rest}"));
             let mut out = std::io::stdout().lock();
             // Over what was there: a screen that is cleared first flickers.
-            let _ = write!(out, "\x1b[H{}\x1b[0m\x1b[K\n", picture.unwrap_or_default());
+            let _ = writeln!(out, "\x1b[H{}\x1b[0m\x1b[K", picture.unwrap_or_default());
             for line in caption {
                 let _ = writeln!(out, "{}\x1b[K", console::truncate_str(&line, usize::from(columns), "…"));
             }
