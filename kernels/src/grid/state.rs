@@ -10,13 +10,13 @@ use super::{GridError, Region};
 const TOTAL_BITS: u32 = 40;
 
 /// A number in units of 2^-40.
-pub(crate) fn units(number: f32) -> i128 {
+fn units(number: f32) -> i128 {
     (f64::from(number) * (1u64 << TOTAL_BITS) as f64).round_ties_even() as i128
 }
 
 /// The sum of numbers in units of 2^-40. Those below 2048 in amount are rounded by what adding a number so large does
 /// (Dekker's trick) and summed in 64 bits, which is the same and many times faster.
-fn sum(numbers: &[f32]) -> i128 {
+pub(crate) fn sum(numbers: &[f32]) -> i128 {
     /// 2^52 + 2^51: a sum with it has no bits below 1, and its lowest bits are the other number's.
     const ROUND: f64 = 6_755_399_441_055_744.0;
     let mut total = 0i128;

@@ -9,13 +9,11 @@ use super::memory::{Buffer, address, check, element, over};
 use super::place::Memory;
 use crate::grid::frame::Format;
 use crate::grid::halo::{bits, set_bits};
-use crate::grid::state::first_not_finite;
+use crate::grid::state::{first_not_finite, sum};
 use crate::grid::{GridError, Region};
 
 /// Bytes of rows that are moved at once.
 pub(super) const CHUNK_BYTES: usize = 16 << 20;
-/// Totals are counted in units of 2^-40, as on a processor.
-const TOTAL_SCALE: f64 = (1u64 << 40) as f64;
 
 /// Whole rows of one field and layer as they are in memory.
 enum Rows {
@@ -189,8 +187,7 @@ impl<R: Runtime> GpuTile<R> {
     fn read_total(&self, field: usize) -> Result<i128, GridError> {
         let mut total = 0i128;
         self.each_row(field, &mut |_, row| {
-            let sum = row.iter().map(|&cell| (f64::from(cell) * TOTAL_SCALE).round_ties_even() as i128);
-            total = total.wrapping_add(sum.fold(0, i128::wrapping_add));
+            total = total.wrapping_add(sum(row));
             true
         })?;
         Ok(total)

@@ -10,7 +10,7 @@ use super::place::Place;
 use super::sums::{Sums, Wide, leave};
 use crate::grid::GridError;
 use crate::grid::frame::Format;
-use crate::grid::state::units as to_units;
+use crate::grid::state::sum as sum_of;
 
 /// Elements of a unit at most: more limbs than that overflow.
 const EACH_MAX: usize = 1 << 16;
@@ -104,8 +104,7 @@ impl<R: Runtime> GpuTile<R> {
             }
             check(&self.client)?;
             let bytes = found.read(&self.client, 0..some.len())?;
-            let numbers = bytemuck::pod_collect_to_vec::<u8, f32>(&bytes);
-            sum = numbers.into_iter().fold(sum, |sum, number| sum.wrapping_add(to_units(number)));
+            sum = sum.wrapping_add(sum_of(&bytemuck::pod_collect_to_vec::<u8, f32>(&bytes)));
         }
         Ok(sum)
     }
@@ -153,7 +152,7 @@ fn add_floats(
     #[comptime] masked: bool,
 ) {
     let start = CUBE_POS_Y as usize * place.plane;
-    let (nx, ny) = (place.nx as usize, place.ny as usize);
+    let nx = place.nx as usize;
     let mut a = 0u32;
     let mut b = 0u32;
     let mut c = 0u32;
@@ -163,11 +162,7 @@ fn add_floats(
     let mut i = CUBE_POS_X as usize * CUBE_DIM_X as usize + UNIT_POS_X as usize;
     while i < elements {
         let (row, x) = (i / nx, i % nx);
-        let at = place.x as usize
-            + x
-            + (place.y as usize + row % ny) * place.row
-            + (place.z as usize + row / ny) * place.layer;
-        let mut bits = cells[start + at];
+        let mut bits = cells[start + element_at(place, row, x)];
         if comptime!(masked) {
             let word = hidden[row * mask_row + x / 32];
             bits = select(((word >> u32::cast_from(x % 32)) & 1u32) == 1u32, 0u32, bits);
@@ -223,19 +218,22 @@ fn add_floats(
     leave(sums, Wide { a: low, b: both, c: third - negative, d: sign }, large);
 }
 
+/// Where the element `x` of a span's row is in a plane; rows are counted through all its layers.
+#[cube]
+fn element_at(place: &Place, row: usize, x: usize) -> usize {
+    let ny = place.ny as usize;
+    place.x as usize + x + (place.y as usize + row % ny) * place.row + (place.z as usize + row / ny) * place.layer
+}
+
 /// Living cells, in units of 2^-40 as well: 2^40 each.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn add_bits(cells: &Array<u32>, sums: &mut Array<u32>, place: &Place, mask: u32, elements: usize, units: usize) {
-    let (nx, ny) = (place.nx as usize, place.ny as usize);
+    let nx = place.nx as usize;
     let mut count = 0u32;
     let mut i = CUBE_POS_X as usize * CUBE_DIM_X as usize + UNIT_POS_X as usize;
     while i < elements {
         let (row, x) = (i / nx, i % nx);
-        let at = place.x as usize
-            + x
-            + (place.y as usize + row % ny) * place.row
-            + (place.z as usize + row / ny) * place.layer;
-        let word = cells[at];
+        let word = cells[element_at(place, row, x)];
         let living = select(x == nx - 1, word & mask, word);
         count += u32::count_ones(living);
         i += units;
