@@ -240,8 +240,8 @@ impl Submissions {
     pub fn tell(&self, event: &Event) {
         match event {
             Event::Grid { job, event } => {
-                if let GridEvent::Inherited { from, simulation, kept } = &**event {
-                    self.inherit(*job, *from, simulation, *kept);
+                if let GridEvent::Inherited { from, simulation, schedule } = &**event {
+                    self.inherit(*job, *from, simulation, schedule);
                 }
                 if let Some(submission) = self.find(*job) {
                     if matches!(**event, GridEvent::Ended { .. }) {

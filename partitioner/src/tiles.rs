@@ -615,12 +615,19 @@ pub struct TileStandby {
     pub snapshot_every_ns: u64,
 }
 
-/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries, and none comes so
-/// seldom that the halos kept meanwhile would not suffice.
+/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries.
 fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
     let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
     let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
     u64::try_from(fetched * 10).unwrap_or(u64::MAX).clamp(SNAPSHOT_LEAST_NS, SNAPSHOT_MOST_NS)
+}
+
+/// Nanoseconds in which a tile's neighbours send it so many bytes of halos: what they keep must reach back to a snapshot.
+pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, bytes: u64) -> u64 {
+    let scratchless = GridWork { state_bits: halo_bits(work, depth), scratch_bytes: 0, ..work.clone() };
+    let halo = tile_bytes(&scratchless, block, depth).saturating_sub(bytes_of(block.cells(), scratchless.state_bits));
+    let cycles = u128::from(bytes) / u128::from(halo.max(1));
+    u64::try_from(cycles * u128::from(depth) * u128::from(step_ns)).unwrap_or(u64::MAX)
 }
 
 /// A snapshot is copied within the owner's memory too: more often costs steps.

@@ -137,6 +137,8 @@ pub const FORMERS_MAX: usize = 8;
 pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 /// How long it counts that a participant said the coordinator is silent: it is said again five times within that.
 pub const VOICE_MAX: Duration = Duration::from_secs(1);
+/// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
+pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// How long one piece of a tile without neighbours may take: it is looked at in between.
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// Checkpoints and frames that cannot be written are tried again.

@@ -324,7 +324,7 @@ impl Node {
             Message::Stale { job, mine } => {
                 self.placement.handle_stale(from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
-                self.grids.handle_stale(job, mine);
+                self.grids.handle_stale(from, job, mine);
             }
             Message::Standby { job, epoch, stage, node } => {
                 if self.is_admitted(from, job, epoch) && from == epoch.minter {

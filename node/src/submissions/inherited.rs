@@ -7,6 +7,7 @@ use crate::tiles::states::Wanted;
 use kernels::grid::simulation::Simulation;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
+use node_core::tiles::order::Schedule;
 use partitioner::tiles::Block;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -79,12 +80,15 @@ impl Submissions {
     }
 
     /// This node goes on with a simulation that was submitted to `from`.
-    pub(super) fn inherit(&self, job: JobId, from: NodeId, simulation: &[u8], kept: bool) {
+    pub(super) fn inherit(&self, job: JobId, from: NodeId, simulation: &[u8], schedule: &Schedule) {
         let simulation = match Simulation::from_bytes(simulation) {
             Ok(simulation) => simulation,
             // It was computed here until now.
             Err(error) => return tracing::warn!("job {:016x}: {error}", job.0),
         };
+        // What follows the outputs that the job names is for watchers.
+        let mut outputs = schedule.outputs.iter().take(simulation.outputs().len());
+        let kept = schedule.checkpoint_every.is_some() || outputs.any(|&every| every > 0);
         let folder = self.job_folder(job);
         let place =
             if kept { format!("what it makes goes to {}", folder.display()) } else { "it keeps nothing".into() };

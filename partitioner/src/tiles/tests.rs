@@ -246,6 +246,18 @@ fn snapshots_take_a_tenth_of_the_link() {
 }
 
 #[test]
+fn kept_halos_reach_back_for_as_long_as_they_are_many() {
+    // Two rows of 8192 cells above and below, twelve bytes of each a step, every 2 ms.
+    let work = d2q9(8192, 8192);
+    let block = Block { from: [0, 2048, 0], to: [8192, 4096, 1] };
+    let last = halos_last_ns(&work, &block, 1, 2_000_000, 256 << 20);
+    assert_eq!(last, (256 << 20) / (2 * 8192 * 12) * 2_000_000);
+    // A tile that has no neighbours is sent nothing.
+    let whole = Block { from: [0; 3], to: [8192, 8192, 1] };
+    assert_eq!(halos_last_ns(&work, &whole, 1, u64::MAX, 256 << 20), u64::MAX);
+}
+
+#[test]
 fn a_warm_standby_makes_half_of_what_lies_between_snapshots_again() {
     let fleet = fleet(vec![device(1, 20, 8 << 30)], 0, 1 << 30);
     let work = d2q9(2048, 2048);

@@ -3,7 +3,7 @@ use super::Node;
 use super::planning::HEADROOM_PERCENT;
 use crate::id::{Epoch, JobId, NodeId};
 use crate::input::GridInput;
-use crate::limits::LEASE;
+use crate::limits::{HALO_LOG_BYTES_MAX, LEASE, SNAPSHOT_EVERY_MIN};
 use crate::message::Message;
 use crate::output::{Event, GridCommand, Output, Payload};
 use crate::tiles::message::TileMessage;
@@ -11,7 +11,8 @@ use crate::tiles::order::SaveKind;
 use crate::tiles::{GridJobView, GridOutput, HeldTile, Inheritance, TilesOutput, message};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use partitioner::tiles::standbys;
+use partitioner::tiles::{Block, GridWork, TileStandby, halos_last_ns, standbys};
+use partitioner::{DeviceId, Fleet};
 
 impl Node {
     /// Simulations of which this node is the coordinator.
@@ -119,19 +120,19 @@ impl Node {
                 let found = result.as_ref().ok().filter(|_| guarded);
                 let standbys = found.map_or_else(Vec::new, |plan| {
                     let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
-                    standbys(&work, &owners, plan.depth(), &self.fleet(), HEADROOM_PERCENT, &[])
+                    guards(&work, &owners, (plan.depth(), plan.step_ns()), &self.fleet(), &[])
                 });
                 self.notify(Event::GridPlan { call, result, standbys });
             }
             GridOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             GridOutput::Message { to, job, epoch, say } => self.send(to, message(job, epoch, say)),
             GridOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),
-            GridOutput::Standbys { job, work, owners, depth, kept, resident, without } => {
+            GridOutput::Standbys { job, work, owners, depth, step_ns, kept, resident, without } => {
                 let mut fleet = self.fleet_for(job, &resident);
                 for device in &mut fleet.devices {
                     device.excluded |= without.contains(&device.id.into());
                 }
-                let chosen = standbys(&work, &owners, depth, &fleet, HEADROOM_PERCENT, &kept);
+                let chosen = guards(&work, &owners, (depth, step_ns), &fleet, &kept);
                 self.grids.handle_standbys(self.now, job, &chosen);
             }
             GridOutput::Collect { job, from, tile, step, kind, bytes } => {
@@ -175,4 +176,21 @@ impl Node {
         let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
         self.liveness.handle_watch(self.now, job, epoch, &others);
     }
+}
+
+/// Who stands by for which tile. Snapshots of warm ones come so often that the halos kept since the last but one would do.
+fn guards(
+    work: &GridWork,
+    owners: &[(DeviceId, Block)],
+    (depth, step_ns): (u32, u64),
+    fleet: &Fleet,
+    kept: &[(u16, DeviceId)],
+) -> Vec<TileStandby> {
+    let mut chosen = standbys(work, owners, depth, fleet, HEADROOM_PERCENT, kept);
+    for standby in &mut chosen {
+        let block = &owners[usize::from(standby.tile)].1;
+        let last = halos_last_ns(work, block, depth, step_ns, HALO_LOG_BYTES_MAX / 2);
+        standby.snapshot_every_ns = standby.snapshot_every_ns.min(last.max(SNAPSHOT_EVERY_MIN.as_nanos() as u64));
+    }
+    chosen
 }

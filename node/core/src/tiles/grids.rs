@@ -6,7 +6,7 @@ mod collect;
 mod job;
 
 use super::message::TileMessage;
-use super::order::{GridSpec, Report, SaveKind, TileFigures};
+use super::order::{GridSpec, Report, SaveKind, Schedule, TileFigures};
 use super::succession::Inheritance;
 use crate::id::{CallId, Epoch, Ids, JobId, NodeId};
 use crate::limits::JOBS_MAX;
@@ -50,6 +50,8 @@ pub enum GridOutput {
         work: Box<GridWork>,
         owners: Vec<(DeviceId, Block)>,
         depth: u32,
+        /// Predicted nanoseconds of a step.
+        step_ns: u64,
         kept: Vec<(u16, DeviceId)>,
         /// What nodes hold of the job.
         resident: Vec<(NodeId, u64)>,
@@ -70,8 +72,8 @@ pub enum GridOutput {
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridEvent {
-    /// This node took it over, since the coordinator is silent. `kept`: something is to be kept on disk.
-    Inherited { from: NodeId, simulation: Vec<u8>, kept: bool },
+    /// This node took it over, since the coordinator is silent.
+    Inherited { from: NodeId, simulation: Vec<u8>, schedule: Schedule },
     /// It has a placement and begins, or goes on, from this step.
     Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
     /// All tiles are there, and it runs.
@@ -283,13 +285,14 @@ impl Grids {
     }
 
     /// Somebody knows a higher epoch of a job than this node does: one of its own that it has forgotten, or a successor's.
-    pub fn handle_stale(&mut self, job: JobId, theirs: Epoch) {
+    /// Of that only who takes part is believed.
+    pub fn handle_stale(&mut self, from: NodeId, job: JobId, theirs: Epoch) {
         let me = self.me;
         let Some(grid) = self.jobs.get_mut(&job).filter(|grid| grid.epoch() < theirs) else { return };
         if theirs.minter == me {
             grid.skip_epochs(theirs);
             grid.replan(&BTreeSet::new(), &mut self.ids, &mut self.out);
-        } else if grid.names(theirs.minter) {
+        } else if grid.names(from) && grid.names(theirs.minter) {
             grid.stand_down(theirs.minter);
             self.sweep();
         }

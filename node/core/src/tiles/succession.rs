@@ -8,7 +8,7 @@ use super::message::TileMessage;
 use super::order::{GridSpec, Tier, TileStart};
 use super::{Tiles, TilesOutput};
 use crate::id::{Epoch, JobId, NodeId};
-use crate::limits::{COLLECT_RETRY, FORMERS_MAX, SUCCESSION_TURN, VOICE_MAX};
+use crate::limits::{FORMERS_MAX, MIRROR_RETRY, SUCCESSION_TURN, VOICE_MAX};
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, string::String, vec::Vec};
@@ -191,7 +191,7 @@ impl Tiles {
         mirror.under_way = None;
         match result {
             Ok(()) => mirror.have = Some(step),
-            Err(_) => mirror.again = now + COLLECT_RETRY,
+            Err(_) => mirror.again = now + MIRROR_RETRY,
         }
         self.mirror(now, job);
     }

@@ -183,6 +183,12 @@ impl GridJob {
         });
     }
 
+    /// Owners and standbys.
+    fn participants(&self) -> BTreeSet<NodeId> {
+        let standbys = self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node);
+        self.tiles.iter().map(|tile| tile.owner).chain(standbys).collect()
+    }
+
     /// Bytes that nodes hold of the job.
     fn resident(&self) -> Vec<(NodeId, u64)> {
         let mut resident: BTreeMap<NodeId, u64> = BTreeMap::new();
@@ -569,9 +575,7 @@ impl GridJob {
 
     /// Ends it everywhere.
     pub(super) fn end(&mut self, result: Result<(), String>, out: &mut VecDeque<GridOutput>) {
-        let mut nodes: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
-        nodes.extend(self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node));
-        for node in nodes {
+        for node in self.participants() {
             self.say(node, TileMessage::End, out);
         }
         out.push_back(GridOutput::Unwatch { job: self.spec.job });

@@ -29,6 +29,7 @@ impl GridJob {
             work: Box::new(self.spec.work.clone()),
             owners: self.tiles.iter().map(|tile| (tile.owner.into(), tile.block)).collect(),
             depth: self.depth,
+            step_ns: self.step_ns,
             kept,
             resident: self.resident(),
             without: self.unfit.clone(),

@@ -5,9 +5,9 @@ use super::super::super::succession::{Inheritance, Will, WilledTile};
 use super::super::{GridEvent, GridOutput};
 use super::{GridJob, Phase, Standby, Tile};
 use crate::id::{Epoch, NodeId};
-use crate::limits::{FORMERS_MAX, SUCCESSORS_MAX};
+use crate::limits::SUCCESSORS_MAX;
 use crate::time::Instant;
-use alloc::collections::{BTreeSet, VecDeque};
+use alloc::collections::VecDeque;
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl GridJob {
@@ -55,7 +55,6 @@ impl GridJob {
         job.phase = Phase::Running;
         (job.depth, job.step_ns, job.start) = (depth, will.step_ns, will.start);
         (job.formers, job.inherited) = (formers, true);
-        job.formers.truncate(FORMERS_MAX);
         let tiles = owners.into_iter().zip(&will.tiles);
         let tiles = tiles.map(|((owner, block), willed)| Tile {
             block,
@@ -76,18 +75,14 @@ impl GridJob {
             }),
         });
         job.tiles = tiles.collect();
-        let schedule = &job.spec.schedule;
-        // The last two outputs are for watchers.
-        let written = schedule.outputs.iter().rev().skip(2).any(|&every| every > 0);
-        let kept = written || schedule.checkpoint_every.is_some();
-        job.tell(GridEvent::Inherited { from: epoch.minter, simulation: job.spec.simulation.clone(), kept }, out);
+        let (simulation, schedule) = (job.spec.simulation.clone(), job.spec.schedule.clone());
+        job.tell(GridEvent::Inherited { from: epoch.minter, simulation, schedule }, out);
         job
     }
 
     /// Whether enough of those who take part stay to take it over.
     pub(in crate::tiles::grids) fn can_be_left(&self) -> bool {
-        let standbys = self.tiles.iter().filter_map(|tile| tile.standby).map(|standby| standby.node);
-        let all: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).chain(standbys).collect();
+        let all = self.participants();
         let others = all.iter().filter(|node| **node != self.me).count();
         self.phase == Phase::Running && !self.successors().is_empty() && 2 * others > all.len()
     }
