@@ -114,7 +114,7 @@ impl Tile {
     pub fn pack(&self, link: usize) -> Result<Vec<u8>, GridError> {
         let strips = self.strips_at(link)?;
         let mut strip = Vec::with_capacity(strips.bytes_out);
-        let planes = if self.half { &self.next } else { &self.state };
+        let planes = if self.half > 0 { &self.next } else { &self.state };
         for (field, span) in strips.out.iter().enumerate() {
             read(&self.frame, planes, field, span, &mut strip);
         }

@@ -71,6 +71,11 @@ impl Planes {
         })
     }
 
+    /// For those who only read.
+    pub(crate) fn shared_to_read(&self) -> Shared<'_> {
+        Shared { planes: self }
+    }
+
     /// For threads that write different rows of the same planes.
     pub(crate) fn shared(&mut self) -> Shared<'_> {
         Shared { planes: self }
@@ -91,6 +96,11 @@ pub(crate) struct Shared<'a> {
 }
 
 impl Shared<'_> {
+    /// Bytes from a plane's beginning to the next one's.
+    pub(crate) fn stride(&self) -> usize {
+        self.planes.len + STAGGER
+    }
+
     /// Where a plane begins. Whoever writes sees to it that nobody else reads or writes there.
     pub(crate) fn start<T: Pod>(&self, plane: usize) -> *mut T {
         assert!(plane < self.planes.count, "plane {plane} of {}", self.planes.count);

@@ -3,6 +3,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::frame::{Format, Frame};
+use super::fused::RowWise;
 use super::planes::{Planes, Shared};
 use super::{Grid, GridError};
 use crate::cpu::Isa;
@@ -204,6 +205,11 @@ pub(crate) trait Stepper: Send + Sync {
     /// # Safety
     /// `rows` and what is a radius around them are within the frame; nobody else reads or writes these rows of `next`.
     unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows);
+
+    /// The same by single rows, if it can.
+    fn row_wise(&self) -> Option<&dyn RowWise> {
+        None
+    }
 
     /// Where a field moves to in a step if it moves with every step: of the outermost layer of a halo only what moves
     /// inwards is needed. `None`: all of it is.

@@ -2,13 +2,14 @@
 //!
 //! A cycle: the halos are exchanged (`grid/halo.rs`), then up to `depth` steps are computed. Each computes the owned
 //! cells and as much of the halo as the steps after it will look at, so the computed part shrinks by the radius each
-//! time. The last step of a cycle can be made in two parts, strips that neighbours wait for first: while they travel,
-//! the interior is computed. All this only chooses which cells are computed when: a cell's arithmetic is the same
-//! everywhere.
+//! time. Where a rule can, several steps are made in one pass over the memory (`grid/fused.rs`). The last pass of a cycle
+//! can be made in two parts, strips that neighbours wait for first: while they travel, the interior is computed. All this
+//! only chooses which cells are computed when: a cell's arithmetic is the same everywhere.
 use super::frame::{Format, Frame, Span};
+use super::fused::{self, Pass, Ring};
 use super::halo::Strips;
 use super::number::{Half, Number};
-use super::planes::Planes;
+use super::planes::{Planes, Shared};
 use super::rule::{Rows, Rule, Stepper};
 use super::{Grid, GridError, Region};
 use crate::cpu::Isa;
@@ -17,6 +18,8 @@ use crate::pool::Pool;
 /// Threads that advance tiles, one tile at a time.
 pub struct Threads {
     pool: Pool,
+    /// What each keeps between the steps of a pass, once there was one.
+    rings: Vec<Ring>,
 }
 
 impl Threads {
@@ -25,7 +28,7 @@ impl Threads {
     /// # Errors
     /// The operating system refuses a thread.
     pub fn new(count: usize) -> std::io::Result<Self> {
-        Ok(Self { pool: Pool::new(count)? })
+        Ok(Self { pool: Pool::new(count)?, rings: Vec::new() })
     }
 
     /// How many there are.
@@ -36,24 +39,38 @@ impl Threads {
     pub(crate) fn pool(&mut self) -> &mut Pool {
         &mut self.pool
     }
+
+    /// Rings for passes of so many steps.
+    fn prepare(&mut self, frame: &Frame, planes: usize, steps: usize) -> Result<(), GridError> {
+        if self.rings.first().is_none_or(|ring| !ring.serves(frame, planes, steps)) {
+            // The old ones go first.
+            self.rings.clear();
+            let rings = (0..self.count()).map(|_| Ring::new(frame, planes, steps));
+            self.rings = rings.collect::<Result<_, _>>()?;
+        }
+        Ok(())
+    }
 }
 
 /// A box of a grid and what is known around it.
 ///
-/// Invariants: `state` holds step `step` of all owned cells and of `fresh` steps' worth of halo. While `half` is set the
-/// strips of the next step are in `next`, and `state` is still whole.
+/// Invariants: `state` holds step `step` of all owned cells and of `fresh` steps' worth of halo. While `half` is not 0 the
+/// strips of the state so many steps on are in `next`, and `state` is still whole.
 pub struct Tile {
     pub(crate) frame: Frame,
     pub(crate) stepper: Box<dyn Stepper>,
     pub(crate) state: Planes,
     pub(crate) next: Planes,
-    pub(crate) half: bool,
+    /// Steps of a pass that is half made.
+    pub(crate) half: usize,
     /// Steps that the halo still serves.
     pub(crate) fresh: usize,
     /// What travels to and from each neighbour.
     pub(crate) strips: Vec<Strips>,
     isa: Isa,
     step: u64,
+    /// Most steps of a pass.
+    pub(crate) fused: usize,
 }
 
 impl Tile {
@@ -79,13 +96,17 @@ impl Tile {
             stepper: rule.stepper(&frame)?,
             state: planes()?,
             next: planes()?,
-            half: false,
+            half: 0,
+            fused: 1,
             fresh: 0,
             strips: Vec::new(),
             isa,
             step: 0,
             frame,
         };
+        if tile.stepper.row_wise().is_some() {
+            tile.fused = fused::steps(&tile.frame, rule.fields());
+        }
         tile.await_halo();
         Ok(tile)
     }
@@ -134,7 +155,7 @@ impl Tile {
                 }
             }
         }
-        (self.step, self.half) = (0, false);
+        (self.step, self.half) = (0, 0);
         self.await_halo();
     }
 
@@ -170,46 +191,54 @@ impl Tile {
         if steps > self.fresh {
             return Err(GridError::Stale { steps, left: self.fresh });
         }
-        for _ in 0..steps {
+        let mut left = steps;
+        while left > 0 {
+            let pass = left.min(self.fused);
             self.stepper.fill(&self.frame, &mut self.state);
-            let after = if self.lonely() { 0 } else { self.fresh - 1 };
+            let after = if self.lonely() { 0 } else { self.fresh - pass };
             let span = self.frame.span(after);
-            self.compute(threads, &span);
-            self.finish();
+            self.compute(threads, &span, pass)?;
+            self.finish(pass);
+            left -= pass;
         }
         Ok(())
     }
 
-    /// The first part of the last step of a cycle: what neighbours wait for. [`Self::pack`] then packs it, and
-    /// [`Self::interior`] must follow.
+    /// Steps of a cycle's end that [`Self::strips`] and [`Self::interior`] can make: as many as one pass makes.
+    pub fn tail(&self) -> usize {
+        if self.lonely() { 1 } else { self.fused.min(self.frame.depth) }
+    }
+
+    /// The first part of the last pass of a cycle, [`Self::tail`] steps or fewer: what neighbours wait for. [`Self::pack`]
+    /// then packs it, and [`Self::interior`] must follow.
     ///
     /// # Errors
-    /// It is not the last step, or its strips are made already.
+    /// More steps are left, or its strips are made already, or there is no memory.
     pub fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError> {
         self.whole()?;
-        if self.fresh != 1 {
+        if self.fresh == 0 || self.fresh > self.tail() {
             return Err(GridError::Parts { left: self.fresh });
         }
         self.stepper.fill(&self.frame, &mut self.state);
         for strip in self.frame.cut().0 {
-            self.compute(threads, &strip);
+            self.compute(threads, &strip, self.fresh)?;
         }
-        self.half = true;
+        self.half = self.fresh;
         Ok(())
     }
 
-    /// The second part: everything else. Then the step is made.
+    /// The second part: everything else. Then the steps are made.
     ///
     /// # Errors
-    /// The first part is not made.
+    /// The first part is not made, or there is no memory.
     pub fn interior(&mut self, threads: &mut Threads) -> Result<(), GridError> {
-        if !self.half {
+        if self.half == 0 {
             return Err(GridError::Parts { left: self.fresh });
         }
         let interior = self.frame.cut().1;
-        self.compute(threads, &interior);
-        self.half = false;
-        self.finish();
+        self.compute(threads, &interior, self.half)?;
+        let steps = std::mem::take(&mut self.half);
+        self.finish(steps);
         Ok(())
     }
 
@@ -225,7 +254,7 @@ impl Tile {
     }
 
     pub(crate) fn whole(&self) -> Result<(), GridError> {
-        if self.half { Err(GridError::Half) } else { Ok(()) }
+        if self.half > 0 { Err(GridError::Half) } else { Ok(()) }
     }
 
     /// Halos have to come before the next step.
@@ -238,23 +267,37 @@ impl Tile {
         self.frame.halo == [[0; 2]; 3]
     }
 
-    fn finish(&mut self) {
+    fn finish(&mut self, steps: usize) {
         std::mem::swap(&mut self.state, &mut self.next);
-        self.step += 1;
+        self.step += steps as u64;
         if !self.lonely() {
-            self.fresh -= 1;
+            self.fresh -= steps;
             self.strips.iter_mut().for_each(|strips| strips.arrived = false);
         }
     }
 
-    fn compute(&mut self, threads: &mut Threads, span: &Span) {
+    /// Computes cells of the state so many steps on.
+    fn compute(&mut self, threads: &mut Threads, span: &Span, steps: usize) -> Result<(), GridError> {
         if span.is_empty() {
-            return;
+            return Ok(());
         }
         let (frame, state, stepper, isa) = (&self.frame, &self.state, &*self.stepper, self.isa);
-        let next = self.next.shared();
+        let planes = state.count();
         let [x, y, z] = span.0.clone();
         let height = y.len();
+        if let (Some(rule), 2..) = (stepper.row_wise(), steps) {
+            threads.prepare(frame, planes, steps)?;
+            let pass = Pass { isa, frame, rule, planes, steps, state, next: self.next.shared() };
+            let Threads { pool, rings } = threads;
+            let rings: Vec<Shared<'_>> = rings.iter_mut().map(Ring::shared).collect();
+            pool.run(height, fused::ROWS * steps, &|worker, range| {
+                let rows = y.start + range.start as isize..y.start + range.end as isize;
+                // SAFETY: so many steps are left of the halo; a row is in one range only, and a ring with one worker.
+                unsafe { pass.rows(span, rows, rings[worker]) };
+            });
+            return Ok(());
+        }
+        let next = self.next.shared();
         let grain = (GRAIN_CELLS * frame.format.cells()).div_ceil(x.len()).clamp(1, height);
         threads.pool.run(height * z.len(), grain, &|_, range| {
             let mut unit = range.start;
@@ -269,6 +312,7 @@ impl Tile {
                 unit += count;
             }
         });
+        Ok(())
     }
 }
 

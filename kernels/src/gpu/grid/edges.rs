@@ -79,7 +79,10 @@ impl Edges {
     ) -> Result<Self, GridError> {
         let wrapped = |place: usize| memory.wrapped(frame, place) as u32;
         let mut words = Vec::new();
-        for (i, from, to, add) in edges.bounces() {
+        // Direction by direction: neighbours in the list are neighbours in memory.
+        let mut bounces: Vec<_> = edges.bounces(frame).collect();
+        bounces.sort_by_key(|&(i, ..)| i);
+        for (i, from, to, add) in bounces {
             words.extend([from as u32, wrapped(to), (i | directions.opposite[i] << 8) as u32, add.to_bits()]);
         }
         let list = |words: &[u32]| match words.is_empty() {

@@ -16,6 +16,8 @@ pub(crate) struct Part<N> {
     pub(super) row: isize,
     pub(super) rows: usize,
     pub(super) cells: usize,
+    /// Fetch what comes next: it is in memory.
+    pub(super) ahead: bool,
 }
 
 /// Of the largest lattice.

@@ -2,8 +2,11 @@
 //!
 //! Each is written into the place from which the one cell that looks there will pull, before the step. A solid cell's
 //! own numbers mean nothing.
+use std::ops::Range;
+
 use super::Directions;
 use crate::grid::frame::{Frame, Span};
+use crate::grid::fused::{Near, PLANES_MAX, RowAt};
 use crate::grid::number::Number;
 use crate::grid::planes::Planes;
 use crate::grid::rule::{CellMap, SumOf};
@@ -12,8 +15,8 @@ use crate::grid::{Face, GridError};
 /// The edges of one tile.
 pub(crate) struct Edges {
     directions: &'static Directions,
-    /// By direction: what bounces back into it.
-    links: Vec<Vec<Link>>,
+    /// What bounces back, in the order of cells.
+    links: Vec<Link>,
     /// By direction: owned cells into which it bounces back from the part of the mask whose force is wanted.
     masked: Vec<Vec<usize>>,
     /// By open face of the tile.
@@ -25,9 +28,9 @@ pub(crate) struct Edges {
 /// Half-way bounce-back of one population of one cell.
 #[derive(Clone, Copy)]
 struct Link {
-    /// The cell, and the place beyond it.
-    from: usize,
-    to: usize,
+    cell: usize,
+    /// Of the population that comes back, from the place beyond the cell from which it is pulled.
+    direction: u8,
     /// What a moving wall adds.
     add: f32,
 }
@@ -70,8 +73,8 @@ impl Edges {
             !solid.is_empty() && solid[(z * whole.len(1) + y) * whole.len(0) + x]
         };
         let count = directions.c.len();
-        let (links, masked) = (vec![Vec::new(); count], vec![Vec::new(); count]);
-        let mut edges = Self { directions, links, masked, open: Vec::new(), solid: Vec::new() };
+        let masked = vec![Vec::new(); count];
+        let mut edges = Self { directions, links: Vec::new(), masked, open: Vec::new(), solid: Vec::new() };
         // Whatever is computed while a halo lasts.
         let computed = frame.span(frame.depth - 1);
         let is_pushed = |at: [isize; 3]| pushed.is_none_or(|pushed| frame.global(at).is_some_and(|at| pushed(at)));
@@ -133,7 +136,7 @@ impl Edges {
             if let Some(velocity) = velocity {
                 let along: f64 = c.iter().zip(velocity).map(|(c, v)| f64::from(*c) * f64::from(v)).sum();
                 let add = (6.0 * self.directions.w[i] * along) as f32;
-                self.links[i].push(Link { from: frame.at(cell), to: frame.at(beyond), add });
+                self.links.push(Link { cell: frame.at(cell), direction: i as u8, add });
             }
         }
     }
@@ -191,9 +194,19 @@ impl Edges {
     }
 
     /// What bounces back: the direction, where from in the plane of the opposite one, where to, what is added.
-    pub(crate) fn bounces(&self) -> impl Iterator<Item = (usize, usize, usize, f32)> {
-        let links = self.links.iter().enumerate();
-        links.flat_map(|(i, links)| links.iter().map(move |link| (i, link.from, link.to, link.add)))
+    pub(crate) fn bounces(&self, frame: &Frame) -> impl Iterator<Item = (usize, usize, usize, f32)> {
+        let beyond = self.beyond(frame);
+        self.links.iter().map(move |&Link { cell, direction, add }| {
+            let direction = usize::from(direction);
+            (direction, cell, cell.wrapping_add_signed(-beyond[direction]), add)
+        })
+    }
+
+    /// By direction, elements from where a population is pulled to the cell that pulls it.
+    fn beyond(&self, frame: &Frame) -> Vec<isize> {
+        let [row, layer] = frame.strides();
+        let elements = |c: &[i8; 3]| isize::from(c[0]) + isize::from(c[1]) * row + isize::from(c[2]) * layer;
+        self.directions.c.iter().map(elements).collect()
     }
 
     /// The cells at open faces, face by face.
@@ -204,26 +217,76 @@ impl Edges {
     pub(super) fn fill<N: Number>(&self, frame: &Frame, state: &mut Planes) {
         self.wrap::<N>(frame, state);
         let planes = state.shared();
-        for (i, links) in self.links.iter().enumerate() {
-            let (from, to) = (planes.start::<N>(self.directions.opposite[i]), planes.start::<N>(i));
-            for link in links {
-                // SAFETY: both are cells of the frame; nobody else has the planes.
-                unsafe { *to.add(link.to) = N::of((*from.add(link.from)).value() + link.add) };
+        // Where each population is that the cell at element 0 pulls, and where it is itself.
+        let own: Vec<*mut N> = (0..self.directions.c.len()).map(|i| planes.start::<N>(i)).collect();
+        let pulled: Vec<*mut N> =
+            own.iter().zip(self.beyond(frame)).map(|(own, beyond)| own.wrapping_offset(-beyond)).collect();
+        // SAFETY: cells with links or at open faces are computed in some step, so they and all around them are in the frame;
+        // nobody else has the planes.
+        unsafe { self.meet(0..frame.elements(), &own, &pulled) };
+    }
+
+    /// Writes what cells of a range of elements pull from walls, masks and open faces. `own`: by direction, where the population
+    /// of the cell at element 0 is, `pulled`: where it pulls it from.
+    ///
+    /// # Safety
+    /// These cells and all around them are there for whoever calls.
+    unsafe fn meet<N: Number>(&self, cells: Range<usize>, own: &[*mut N], pulled: &[*mut N]) {
+        let within = |len: usize, at: &dyn Fn(usize) -> usize| match len {
+            0 => 0..0,
+            _ => bound(len, cells.start, at)..bound(len, cells.end, at),
+        };
+        let bouncing = within(self.links.len(), &|i| self.links[i].cell);
+        for &Link { cell, direction, add } in &self.links[bouncing] {
+            let direction = usize::from(direction);
+            let from = own[self.directions.opposite[direction]].wrapping_add(cell);
+            // SAFETY: the caller's contract.
+            unsafe { *pulled[direction].wrapping_add(cell) = N::of((*from).value() + add) };
+        }
+        for (turn, open) in &self.open {
+            for open in &open[within(open.len(), &|i| open[i].cell)] {
+                // SAFETY: as above.
+                unsafe { turn.fill(open, pulled) };
             }
         }
-        // Where each population is that the cell at element 0 pulls.
-        let [row, layer] = frame.strides();
-        let pulled = |(i, c): (usize, &[i8; 3])| {
-            let [x, y, z] = c.map(isize::from);
-            planes.start::<N>(i).wrapping_offset(-(x + y * row + z * layer))
-        };
-        let pulled: Vec<*mut N> = self.directions.c.iter().enumerate().map(pulled).collect();
-        for (turn, cells) in &self.open {
-            for open in cells {
-                // SAFETY: the cell is computed in some step, so it and all around it are in the frame; nobody else has the
-                // planes.
-                unsafe { turn.fill(open, &pulled) };
-            }
+    }
+
+    /// Writes what the cells of a row look at, as [`Self::fill`] does for all. `y`: of a tile in two dimensions.
+    ///
+    /// # Safety
+    /// As [`RowWise::before`](crate::grid::fused::RowWise::before).
+    pub(super) unsafe fn before<N: Number>(&self, frame: &Frame, y: isize, near: &Near) {
+        if self.links.is_empty() && self.open.is_empty() {
+            return;
+        }
+        let first = frame.at([0, y, 0]);
+        let [low, high] = frame.ring[0];
+        let cells = frame.at([-low, y, 0])..frame.at([frame.size[0] + high, y, 0]);
+        let count = self.directions.c.len();
+        let (mut own, mut pulled) = ([std::ptr::null_mut::<N>(); PLANES_MAX], [std::ptr::null_mut::<N>(); PLANES_MAX]);
+        for (i, c) in self.directions.c.iter().enumerate() {
+            own[i] = near[1].plane::<N>(i).wrapping_sub(first);
+            let row = near[(1 - c[1]) as usize].plane::<N>(i);
+            pulled[i] = row.wrapping_sub(first).wrapping_offset(-isize::from(c[0]));
+        }
+        // SAFETY: the caller's contract: cells with links or at open faces are computed, so all that they look at is there.
+        unsafe { self.meet(cells, &own[..count], &pulled[..count]) };
+    }
+
+    /// Writes the other ends of a row of an axis that is owned whole.
+    ///
+    /// # Safety
+    /// As [`RowWise::close`](crate::grid::fused::RowWise::close).
+    pub(super) unsafe fn close<N: Number>(&self, frame: &Frame, row: RowAt) {
+        if !frame.wraps[0] {
+            return;
+        }
+        let size = frame.size[0];
+        for (i, c) in self.directions.c.iter().enumerate().filter(|(_, c)| c[0] != 0) {
+            let (to, from) = if c[0] > 0 { (-1, size - 1) } else { (size, 0) };
+            let cells = row.plane::<N>(i);
+            // SAFETY: the caller's contract.
+            unsafe { *cells.offset(to) = *cells.offset(from) };
         }
     }
 
@@ -257,6 +320,16 @@ impl Edges {
             within.0[axis] = -1..size + 1;
         }
     }
+}
+
+/// The first of so many ascending elements that is not below one.
+fn bound(len: usize, least: usize, at: &dyn Fn(usize) -> usize) -> usize {
+    let (mut low, mut high) = (0, len);
+    while low < high {
+        let middle = low.midpoint(high);
+        if at(middle) < least { low = middle + 1 } else { high = middle }
+    }
+    low
 }
 
 /// Directions as seen from an open face.

@@ -1,5 +1,6 @@
 //! A fluid on one tile: what all lattices share around their collision.
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::collision::{POPULATIONS_MAX, Part, Plain};
 use super::edges::Edges;
@@ -8,6 +9,7 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::grid::GridError;
 use crate::grid::frame::Frame;
+use crate::grid::fused::{Manner, Near, RowAt, RowWise};
 use crate::grid::number::Number;
 use crate::grid::planes::{Planes, Shared};
 use crate::grid::rule::{Rows, Stepper, SumOf, aligned_frame};
@@ -66,14 +68,35 @@ where
         })
     }
 
-    unsafe fn run<const FIELD: bool, const FORCE: bool>(&self, isa: Isa, part: Part<N>) {
+    /// `stream`: past the caches.
+    unsafe fn run(&self, isa: Isa, part: Part<N>, stream: bool) {
         // SAFETY: the caller's contract.
         unsafe {
-            if self.stream {
+            match (self.halves.is_some(), self.force != [0.0; 3]) {
+                (false, false) => Self::run_as::<false, false>(isa, part, stream),
+                (false, true) => Self::run_as::<false, true>(isa, part, stream),
+                (true, false) => Self::run_as::<true, false>(isa, part, stream),
+                (true, true) => Self::run_as::<true, true>(isa, part, stream),
+            }
+        }
+    }
+
+    unsafe fn run_as<const FIELD: bool, const FORCE: bool>(isa: Isa, part: Part<N>, stream: bool) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if stream {
                 isa.run(Collide::<D, N, FIELD, FORCE, true>(part));
             } else {
                 isa.run(Collide::<D, N, FIELD, FORCE, false>(part));
             }
+        }
+    }
+
+    /// Half the rates by cell from an element on, if they are not the same everywhere.
+    fn halves_at(&self, at: usize) -> [*const f32; 2] {
+        match &self.halves {
+            Some(halves) => std::array::from_fn(|i| halves.plane::<f32>(i).as_ptr().wrapping_add(at)),
+            None => [std::ptr::null(); 2],
         }
     }
 }
@@ -120,27 +143,22 @@ where
         let part = Part {
             from,
             to,
-            halves: match &self.halves {
-                Some(halves) => std::array::from_fn(|i| halves.plane::<f32>(i).as_ptr().wrapping_add(at)),
-                None => [std::ptr::null(); 2],
-            },
+            halves: self.halves_at(at),
             half: self.half,
             plain: self.plain,
             force: self.force,
             row,
             rows: rows.y.len(),
             cells: (end - start) as usize,
+            ahead: self.stream,
         };
         // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
         // instruction set was detected.
-        unsafe {
-            match (self.halves.is_some(), self.force != [0.0; 3]) {
-                (false, false) => self.run::<false, false>(isa, part),
-                (false, true) => self.run::<false, true>(isa, part),
-                (true, false) => self.run::<true, false>(isa, part),
-                (true, true) => self.run::<true, true>(isa, part),
-            }
-        }
+        unsafe { self.run(isa, part, self.stream) }
+    }
+
+    fn row_wise(&self) -> Option<&dyn RowWise> {
+        (D == 2).then_some(self)
     }
 
     fn travels(&self, field: usize) -> Option<[i8; 3]> {
@@ -153,6 +171,54 @@ where
 
     fn hidden(&self, at: [usize; 3]) -> u64 {
         self.edges.solid(&self.frame, self.frame.local(at))
+    }
+}
+
+impl<const D: usize, N: Number> RowWise for Flow<D, N>
+where
+    LatticeFluid<D>: Lattice,
+{
+    unsafe fn close(&self, frame: &Frame, row: RowAt) {
+        // SAFETY: the caller's contract.
+        unsafe { self.edges.close::<N>(frame, row) }
+    }
+
+    unsafe fn before(&self, frame: &Frame, y: isize, near: &Near) {
+        // SAFETY: the caller's contract.
+        unsafe { self.edges.before::<N>(frame, y, near) }
+    }
+
+    unsafe fn row(
+        &self,
+        isa: Isa,
+        frame: &Frame,
+        (y, x): (isize, &Range<isize>),
+        near: &Near,
+        to: RowAt,
+        manner: Manner,
+    ) {
+        let (start, end) = (x.start.div_euclid(16) * 16, (x.end + 15).div_euclid(16) * 16);
+        let (mut from, mut into) = ([std::ptr::null(); POPULATIONS_MAX], [std::ptr::null_mut(); POPULATIONS_MAX]);
+        for (i, c) in LatticeFluid::<D>::DIRECTIONS.c.iter().enumerate() {
+            let row = near[(1 - c[1]) as usize].plane::<N>(i);
+            from[i] = row.wrapping_offset(start - isize::from(c[0])).cast_const();
+            into[i] = to.plane::<N>(i).wrapping_offset(start);
+        }
+        let part = Part {
+            from,
+            to: into,
+            halves: self.halves_at(frame.at([start, y, 0])),
+            half: self.half,
+            plain: self.plain,
+            force: self.force,
+            row: 0,
+            rows: 1,
+            cells: (end - start) as usize,
+            ahead: self.stream && manner.reads_memory,
+        };
+        // SAFETY: blocks and a cell around them are in the rows by the caller's contract and their padding; the instruction set
+        // was detected.
+        unsafe { self.run(isa, part, self.stream && manner.writes_memory) }
     }
 }
 
@@ -174,7 +240,7 @@ where
             for y in 0..part.rows as isize {
                 for x in (0..part.cells as isize).step_by(16) {
                     let at = y * part.row + x;
-                    if STREAM {
+                    if part.ahead {
                         // Rows are pages apart, and what reads ahead in the machine stops at the end of a page.
                         for plane in &part.from[..LatticeFluid::<D>::DIRECTIONS.c.len()] {
                             S::prefetch(plane.wrapping_offset(at + AHEAD).cast());
