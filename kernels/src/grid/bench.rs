@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::fused::STEPS_MAX;
 use super::lbm::{Fluid, Fluid3};
 use super::life::Life;
 use super::planes::Planes;
@@ -114,7 +115,8 @@ fn measure(
             bandwidths.push(bandwidth);
             shares.push(rate * bytes_per_cell_step as f64 / bandwidth);
         }
-        steps = (SECONDS * steps as f64 / stepping).max(1.0) as usize;
+        // Whole passes of several steps.
+        steps = ((SECONDS * steps as f64 / stepping) as usize).next_multiple_of(STEPS_MAX).max(STEPS_MAX);
         copies = (SECONDS * copies as f64 / copying).max(1.0) as usize;
     }
     Ok(FluidFigures {

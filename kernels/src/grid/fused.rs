@@ -1,24 +1,29 @@
 //! Several steps of a tile in one pass over its memory, for rules whose arithmetic waits for memory.
 //!
-//! Each thread takes some rows of the result and walks along y with all steps at once, each a row behind the one before: a
-//! row of step n needs three rows of step n - 1, so between the first and the last step only three rows of each are kept,
-//! in a ring that stays in the thread's own cache. At the ends of its rows a thread computes cells that its neighbour
-//! computes too, one row less with each step; nobody waits for anybody. A cell's arithmetic is the same as in single steps.
+//! Each thread takes a block of the result, some rows of some columns, and walks along y with all steps at once, each a row
+//! behind the one before: a row of step n needs three rows of step n - 1, so between the first and the last step only
+//! three rows of each are kept, in a ring that stays in the thread's own cache. Around its block a thread computes cells
+//! that its neighbours compute too, one less to each side with each step; nobody waits for anybody. A cell's arithmetic
+//! is the same as in single steps.
 use std::ops::Range;
 
 use super::GridError;
-use super::frame::{Frame, Span};
+use super::frame::Frame;
 use super::planes::{Planes, Shared};
 use crate::cpu::Isa;
 
-/// Rings of a thread take at most so much: about what of a second-level cache is left beside the rows that come and go.
-const RING: usize = 1 << 20;
 /// Most steps of a pass: beyond it there is little left to gain, and more is computed twice.
 pub(crate) const STEPS_MAX: usize = 8;
 /// Most planes of a state that is passed over like this.
 pub(crate) const PLANES_MAX: usize = 9;
-/// A thread takes so many rows for each step at least: of s steps, (s - 1) / rows is computed twice.
-pub(crate) const ROWS: usize = 16;
+/// A thread takes so many rows for each step, where there are enough: of s steps, (s - 1) / rows is computed twice.
+const ROWS: usize = 16;
+/// Columns of a block: rows of all steps then fit a second-level cache.
+const COLUMNS: isize = 1024;
+/// States smaller than this stay in a core's cache from one step to the next anyway.
+const SMALL: usize = 1 << 20;
+/// Cells that are computed together.
+const BLOCK: isize = 16;
 const LINE: usize = 64;
 
 /// A row of all planes of a state.
@@ -41,6 +46,12 @@ impl RowAt {
 /// The rows below, at, and above one.
 pub(crate) type Near = [RowAt; 3];
 
+/// Cells of a row of a tile in two dimensions.
+pub(crate) struct Cells {
+    pub(crate) x: Range<isize>,
+    pub(crate) y: isize,
+}
+
 /// How a row is to be read and written.
 #[derive(Clone, Copy)]
 pub(crate) struct Manner {
@@ -54,39 +65,49 @@ pub(crate) struct Manner {
 /// them; across an end of a periodic axis they go on from the other one.
 ///
 /// # Safety
-/// Of all methods: the rows are as long as those of the frame, and nobody else reads or writes those that are written.
+/// Of both methods: the cells and a block of 16 around them are in the rows, and nobody else reads or writes those that are
+/// written.
 pub(crate) trait RowWise: Sync {
-    /// Writes what is beyond both ends of a row that was computed.
-    unsafe fn close(&self, frame: &Frame, row: RowAt);
+    /// Writes what cells of a row look at where no cells are: beyond faces, and in masks. Cells before the first and after
+    /// the last one of a periodic axis that is owned whole are those at the other end.
+    unsafe fn before(&self, frame: &Frame, cells: &Cells, near: &Near);
 
-    /// Writes what the row `y` looks at where no cells are: beyond faces, and in masks.
-    unsafe fn before(&self, frame: &Frame, y: isize, near: &Near);
-
-    /// Computes cells of the row `y`, and at most the rest of their blocks.
+    /// Computes cells of a row, and at most the rest of their blocks.
     unsafe fn row(
         &self,
         isa: Isa,
         frame: &Frame,
-        at: (isize, &Range<isize>),
+        cells: &Cells,
         near: &Near,
         to: RowAt,
         manner: Manner,
     );
 }
 
-/// Steps that one pass makes of a state of so many planes.
+/// Most steps that one pass makes of a state of so many planes.
 pub(crate) fn steps(frame: &Frame, planes: usize) -> usize {
     let flat = frame.grid.dimensions() == 2 && frame.radius == 1 && planes <= PLANES_MAX;
-    // Of a row there is nothing to keep if all rows fit.
-    if !flat || frame.size[1] < 2 * ROWS as isize {
-        return 1;
-    }
-    (1 + RING / (3 * planes * pitch(frame))).min(STEPS_MAX)
+    let [width, height, _] = frame.size;
+    let large = 2 * planes * frame.plane_bytes() > SMALL && width >= 4 * BLOCK && height >= 2 * ROWS as isize;
+    let e=|n:&str,d:usize| std::env::var(n).ok().and_then(|v|v.parse().ok()).unwrap_or(d); if flat && large { e("MN_STEPS",STEPS_MAX) } else { 1 }
 }
 
-/// Bytes from a row to the next: lines, an odd number of them, so that rows begin in different sets of a cache.
-fn pitch(frame: &Frame) -> usize {
-    (frame.strides()[0] as usize * frame.format.bytes()).div_ceil(LINE) / 2 * 2 * LINE + LINE
+/// So many of them are worth it for so many rows and threads.
+pub(crate) fn steps_for(height: usize, threads: usize) -> usize {
+    height / (ROWS * threads)
+}
+
+/// Rows that a thread takes at a time.
+pub(crate) fn grain(height: usize, steps: usize, threads: usize) -> usize {
+    (ROWS * steps).min(height.div_ceil(threads)).max(1)
+}
+
+/// Blocks of columns next to each other.
+pub(crate) fn columns(x: &Range<isize>) -> Vec<Range<isize>> {
+    let e=|n:&str,d:usize| std::env::var(n).ok().and_then(|v|v.parse().ok()).unwrap_or(d); let w=e("MN_COLS",COLUMNS as usize) as isize; let count = (x.end - x.start + w / 2).div_euclid(w).max(1);
+    let bound = |i: isize| x.start + (x.end - x.start) * i / count;
+    let bound = |i: isize| if i == 0 || i == count { bound(i) } else { bound(i).div_euclid(BLOCK) * BLOCK };
+    (0..count).map(|i| bound(i)..bound(i + 1)).collect()
 }
 
 /// What a thread keeps between the steps of a pass.
@@ -95,23 +116,43 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// For passes of so many steps.
-    pub(crate) fn new(frame: &Frame, planes: usize, steps: usize) -> Result<Self, GridError> {
-        Ok(Self { planes: Planes::new(1, Self::bytes(frame, planes, steps))? })
+    /// For passes of so many steps over such cells.
+    pub(crate) fn new(bytes: usize) -> Result<Self, GridError> {
+        Ok(Self { planes: Planes::new(1, bytes)? })
     }
 
-    fn bytes(frame: &Frame, planes: usize, steps: usize) -> usize {
-        (steps - 1) * 3 * planes * pitch(frame)
-    }
-
-    /// Whether it is large enough.
-    pub(crate) fn serves(&self, frame: &Frame, planes: usize, steps: usize) -> bool {
-        self.planes.plane::<u8>(0).len() >= Self::bytes(frame, planes, steps)
+    pub(crate) fn bytes(&self) -> usize {
+        self.planes.plane::<u8>(0).len()
     }
 
     pub(crate) fn shared(&mut self) -> Shared<'_> {
         self.planes.shared()
     }
+}
+
+/// How rows lie in a ring.
+#[derive(Clone, Copy)]
+struct Layout {
+    /// Bytes from a row to the next: lines, an odd number of them, so that rows begin in different sets of a cache.
+    pitch: usize,
+    /// Bytes from where a row begins to its cell x = 0.
+    first: isize,
+}
+
+impl Layout {
+    fn new(frame: &Frame, x: &Range<isize>, steps: usize) -> Self {
+        let (start, end) = blocks(&(x.start - steps as isize..x.end + steps as isize));
+        let bytes = frame.format.bytes();
+        // Blocks look a cell further.
+        let (start, end) = (start - BLOCK, end + BLOCK);
+        let lines = ((end - start) as usize * bytes).div_ceil(LINE);
+        Self { pitch: (lines | 1) * LINE, first: -start * bytes as isize }
+    }
+}
+
+/// The blocks that cells are in: where the first one begins and the last one ends.
+pub(crate) fn blocks(x: &Range<isize>) -> (isize, isize) {
+    (x.start.div_euclid(BLOCK) * BLOCK, (x.end + BLOCK - 1).div_euclid(BLOCK) * BLOCK)
 }
 
 /// One pass: from `state`, whose ghosts are made, to `next`.
@@ -127,75 +168,67 @@ pub(crate) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Computes the rows `y` of `span`, which is of the last step.
+    /// Bytes of a ring that serves for such columns.
+    pub(crate) fn ring_bytes(&self, x: &[Range<isize>]) -> usize {
+        let pitch = x.iter().map(|x| Layout::new(self.frame, x, self.steps).pitch).max().unwrap_or(0);
+        (self.steps - 1) * 3 * self.planes * pitch
+    }
+
+    /// Computes a block.
     ///
     /// # Safety
-    /// The span, grown by as many cells as there are steps, is within what the halo serves; it is as long as the grid along x
-    /// where that is a periodic axis owned whole. Nobody else reads or writes these rows of `next`, nor the ring.
-    pub(crate) unsafe fn rows(&self, span: &Span, y: Range<isize>, ring: Shared<'_>) {
+    /// The block, grown by as many cells as there are steps, is within what the halo serves. Nobody else reads or writes these
+    /// cells of `next`, nor the ring, which is large enough.
+    pub(crate) unsafe fn block(&self, x: &Range<isize>, y: &Range<isize>, ring: Shared<'_>) {
         let (steps, last) = (self.steps as isize, self.steps);
-        let boxes: Vec<[Range<isize>; 2]> = (1..=steps).map(|step| self.needed(span, &y, steps - step)).collect();
-        let (first, end) = (boxes[0][1].start, y.end + steps - 1);
-        for front in first..end {
-            for (step, [columns, rows]) in (1..).zip(&boxes) {
+        let layout = Layout::new(self.frame, x, last);
+        let needed: Vec<[Range<isize>; 2]> = (1..=steps).map(|step| self.needed([x, y], steps - step)).collect();
+        let kept = |step: usize, y: isize| {
+            let row = 3 * self.planes * (step - 1) + y.rem_euclid(3) as usize;
+            let start = ring.start::<u8>(0).wrapping_add(row * layout.pitch).wrapping_offset(layout.first);
+            RowAt { start, stride: 3 * layout.pitch }
+        };
+        for front in needed[0][1].start..y.end + steps - 1 {
+            for (step, [x, rows]) in (1..).zip(&needed) {
                 let y = front - (step as isize - 1);
                 if !rows.contains(&y) {
                     continue;
                 }
-                let near = self.near(step - 1, y, ring);
-                let own = self.wrapped(y);
-                let to = if step == last { self.memory(self.next, y) } else { self.kept(step, y, ring) };
+                // Across the ends of a periodic axis rows go on in memory from the other one; beyond them are ghosts.
+                let own = if self.frame.wraps[1] { y.rem_euclid(self.frame.size[1]) } else { y };
+                let up = [-1, 0, 1];
+                let near = if step == 1 {
+                    up.map(|up| self.memory(self.state.shared_to_read(), own + up))
+                } else {
+                    up.map(|up| kept(step - 1, y + up))
+                };
+                let to = if step == last { self.memory(self.next, y) } else { kept(step, y) };
                 let manner = Manner { reads_memory: step == 1, writes_memory: step == last };
-                // SAFETY: the rows are in the planes or in the ring, whose rows are as long; by the caller's contract nobody
+                let cells = Cells { x: x.clone(), y: own };
+                // SAFETY: the rows are in the planes or in the ring, with a block to each side; by the caller's contract nobody
                 // else has them.
                 unsafe {
                     if step > 1 {
-                        self.rule.before(self.frame, own, &near);
+                        self.rule.before(self.frame, &cells, &near);
                     }
-                    self.rule.row(self.isa, self.frame, (own, columns), &near, to, manner);
-                    if step < last {
-                        self.rule.close(self.frame, to);
-                    }
+                    self.rule.row(self.isa, self.frame, &cells, &near, to, manner);
                 }
             }
         }
     }
 
-    /// The cells of a step, so many before the last, that the rows `y` of the last one need.
-    fn needed(&self, span: &Span, y: &Range<isize>, before: isize) -> [Range<isize>; 2] {
-        let grown = |axis: usize, range: &Range<isize>| {
-            let (size, [low, high], wraps) =
-                (self.frame.size[axis], self.frame.halo[axis], axis == 1 && self.frame.wraps[axis]);
-            let (start, end) = (range.start - before, range.end + before);
-            let start = if low > 0 || wraps { start } else { start.max(0) };
-            start..if high > 0 || wraps { end } else { end.min(size) }
-        };
-        [grown(0, &span.0[0]), grown(1, y)]
-    }
-
-    /// The same row where memory has it.
-    fn wrapped(&self, y: isize) -> isize {
-        if self.frame.wraps[1] { y.rem_euclid(self.frame.size[1]) } else { y }
-    }
-
-    fn near(&self, step: usize, y: isize, ring: Shared<'_>) -> Near {
-        // In memory the rows beyond the ends are ghosts.
-        let own = self.wrapped(y);
-        [-1, 0, 1].map(|up| {
-            if step == 0 { self.memory(self.state.shared_to_read(), own + up) } else { self.kept(step, y + up, ring) }
+    /// The cells of a step, so many before the last, that a block of the last one needs: not beyond faces.
+    fn needed(&self, block: [&Range<isize>; 2], before: isize) -> [Range<isize>; 2] {
+        std::array::from_fn(|axis| {
+            let goes_on = |side: usize| self.frame.halo[axis][side] > 0 || self.frame.wraps[axis];
+            let (start, end) = (block[axis].start - before, block[axis].end + before);
+            let start = if goes_on(0) { start } else { start.max(0) };
+            start..if goes_on(1) { end } else { end.min(self.frame.size[axis]) }
         })
     }
 
     fn memory(&self, planes: Shared<'_>, y: isize) -> RowAt {
         let at = self.frame.at([0, y, 0]) * self.frame.format.bytes();
         RowAt { start: planes.start::<u8>(0).wrapping_add(at), stride: planes.stride() }
-    }
-
-    /// A row of a step's result in the ring.
-    fn kept(&self, step: usize, y: isize, ring: Shared<'_>) -> RowAt {
-        let row = 3 * self.planes * (step - 1) + y.rem_euclid(3) as usize;
-        let first = self.frame.at([0; 3]) % self.frame.strides()[0] as usize * self.frame.format.bytes();
-        let pitch = pitch(self.frame);
-        RowAt { start: ring.start::<u8>(0).wrapping_add(row * pitch + first), stride: 3 * pitch }
     }
 }

@@ -87,7 +87,7 @@ impl std::fmt::Display for Life {
 }
 
 impl Stepper for Life {
-    fn fill(&self, frame: &Frame, state: &mut Planes) {
+    fn fill(&self, frame: &Frame, state: &mut Planes, _steps: usize) {
         let (cells, [width, height, _]) = (state.plane_mut::<u64>(0), frame.size);
         let [below, above] = frame.halo[1];
         let ends: Vec<usize> = (0..2).filter(|&side| frame.halo[0][side] == 0).collect();

@@ -197,8 +197,8 @@ pub(crate) type SumOf<'a> = &'a mut dyn FnMut(usize, &[usize]) -> Result<i128, G
 
 /// A rule at work on one tile.
 pub(crate) trait Stepper: Send + Sync {
-    /// Makes the ghosts of a state before a step is computed from it.
-    fn fill(&self, frame: &Frame, state: &mut Planes);
+    /// Makes the ghosts of a state before so many steps are computed from it in one pass.
+    fn fill(&self, frame: &Frame, state: &mut Planes, steps: usize);
 
     /// Computes rows of the next state, and at most the rest of their blocks.
     ///

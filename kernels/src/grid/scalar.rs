@@ -132,7 +132,7 @@ impl<R: Local> Scalar<R> {
 }
 
 impl<R: Local> Stepper for Scalar<R> {
-    fn fill(&self, frame: &Frame, state: &mut Planes) {
+    fn fill(&self, frame: &Frame, state: &mut Planes, _steps: usize) {
         for field in (0..R::FIELDS).filter(|field| !R::ALONE.contains(field)) {
             ghosts::fill(frame, state.plane_mut::<f32>(field), field, false);
         }

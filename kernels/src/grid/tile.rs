@@ -5,6 +5,8 @@
 //! time. Where a rule can, several steps are made in one pass over the memory (`grid/fused.rs`). The last pass of a cycle
 //! can be made in two parts, strips that neighbours wait for first: while they travel, the interior is computed. All this
 //! only chooses which cells are computed when: a cell's arithmetic is the same everywhere.
+use std::ops::Range;
+
 use super::frame::{Format, Frame, Span};
 use super::fused::{self, Pass, Ring};
 use super::halo::Strips;
@@ -40,13 +42,12 @@ impl Threads {
         &mut self.pool
     }
 
-    /// Rings for passes of so many steps.
-    fn prepare(&mut self, frame: &Frame, planes: usize, steps: usize) -> Result<(), GridError> {
-        if self.rings.first().is_none_or(|ring| !ring.serves(frame, planes, steps)) {
+    /// Rings of so many bytes.
+    fn prepare(&mut self, bytes: usize) -> Result<(), GridError> {
+        if self.rings.first().is_none_or(|ring| ring.bytes() < bytes) {
             // The old ones go first.
             self.rings.clear();
-            let rings = (0..self.count()).map(|_| Ring::new(frame, planes, steps));
-            self.rings = rings.collect::<Result<_, _>>()?;
+            self.rings = (0..self.count()).map(|_| Ring::new(bytes)).collect::<Result<_, _>>()?;
         }
         Ok(())
     }
@@ -193,8 +194,9 @@ impl Tile {
         }
         let mut left = steps;
         while left > 0 {
-            let pass = left.min(self.fused);
-            self.stepper.fill(&self.frame, &mut self.state);
+            let worth = fused::steps_for(self.frame.size[1] as usize, threads.count()).max(1);
+            let pass = left.min(self.fused).min(worth);
+            self.stepper.fill(&self.frame, &mut self.state, pass);
             let after = if self.lonely() { 0 } else { self.fresh - pass };
             let span = self.frame.span(after);
             self.compute(threads, &span, pass)?;
@@ -219,7 +221,7 @@ impl Tile {
         if self.fresh == 0 || self.fresh > self.tail() {
             return Err(GridError::Parts { left: self.fresh });
         }
-        self.stepper.fill(&self.frame, &mut self.state);
+        self.stepper.fill(&self.frame, &mut self.state, self.fresh);
         for strip in self.frame.cut().0 {
             self.compute(threads, &strip, self.fresh)?;
         }
@@ -286,33 +288,45 @@ impl Tile {
         let [x, y, z] = span.0.clone();
         let height = y.len();
         if let (Some(rule), 2..) = (stepper.row_wise(), steps) {
-            threads.prepare(frame, planes, steps)?;
             let pass = Pass { isa, frame, rule, planes, steps, state, next: self.next.shared() };
+            let columns = fused::columns(&x);
+            threads.prepare(pass.ring_bytes(&columns))?;
+            let grain = fused::grain(height, steps, threads.count());
             let Threads { pool, rings } = threads;
             let rings: Vec<Shared<'_>> = rings.iter_mut().map(Ring::shared).collect();
-            pool.run(height, fused::ROWS * steps, &|worker, range| {
-                let rows = y.start + range.start as isize..y.start + range.end as isize;
-                // SAFETY: so many steps are left of the halo; a row is in one range only, and a ring with one worker.
-                unsafe { pass.rows(span, rows, rings[worker]) };
+            pool.run(height * columns.len(), grain, &|worker, range| {
+                parts(range, height, &mut |column, rows| {
+                    let rows = y.start + rows.start as isize..y.start + rows.end as isize;
+                    // SAFETY: so many steps are left of the halo; a row of a column is in one range only, and a ring with one
+                    // worker.
+                    unsafe { pass.block(&columns[column], &rows, rings[worker]) };
+                });
             });
             return Ok(());
         }
         let next = self.next.shared();
         let grain = (GRAIN_CELLS * frame.format.cells()).div_ceil(x.len()).clamp(1, height);
         threads.pool.run(height * z.len(), grain, &|_, range| {
-            let mut unit = range.start;
-            while unit < range.end {
-                let (layer, row) = (unit / height, unit % height);
-                let count = (height - row).min(range.end - unit);
-                let first = y.start + row as isize;
-                let rows = Rows { z: z.start + layer as isize, y: first..first + count as isize, x: x.clone() };
+            parts(range, height, &mut |layer, rows| {
+                let first = y.start + rows.start as isize;
+                let rows = Rows { z: z.start + layer as isize, y: first..first + rows.len() as isize, x: x.clone() };
                 // SAFETY: spans to compute and a radius around them are within the frame; a unit is a row, and each is in
                 // one range only.
                 unsafe { stepper.rows(isa, frame, state, next, &rows) };
-                unit += count;
-            }
+            });
         });
         Ok(())
+    }
+}
+
+/// A range of rows of layers of so many each: layer by layer.
+fn parts(range: Range<usize>, height: usize, part: &mut dyn FnMut(usize, Range<usize>)) {
+    let mut unit = range.start;
+    while unit < range.end {
+        let (layer, row) = (unit / height, unit % height);
+        let count = (height - row).min(range.end - unit);
+        part(layer, row..row + count);
+        unit += count;
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::Directions;
 use crate::grid::frame::{Frame, Span};
-use crate::grid::fused::{Near, PLANES_MAX, RowAt};
+use crate::grid::fused::{Cells, Near, PLANES_MAX};
 use crate::grid::number::Number;
 use crate::grid::planes::Planes;
 use crate::grid::rule::{CellMap, SumOf};
@@ -214,16 +214,30 @@ impl Edges {
         self.open.iter().map(|(turn, cells)| (turn, cells.iter().map(|open| (open.cell, open.given))))
     }
 
-    pub(super) fn fill<N: Number>(&self, frame: &Frame, state: &mut Planes) {
-        self.wrap::<N>(frame, state);
+    /// For so many steps in one pass.
+    pub(super) fn fill<N: Number>(&self, frame: &Frame, state: &mut Planes, steps: usize) {
+        let columns = steps.min(frame.size[0] as usize);
+        self.wrap::<N>(frame, state, columns as isize);
         let planes = state.shared();
         // Where each population is that the cell at element 0 pulls, and where it is itself.
         let own: Vec<*mut N> = (0..self.directions.c.len()).map(|i| planes.start::<N>(i)).collect();
         let pulled: Vec<*mut N> =
             own.iter().zip(self.beyond(frame)).map(|(own, beyond)| own.wrapping_offset(-beyond)).collect();
         // SAFETY: cells with links or at open faces are computed in some step, so they and all around them are in the frame;
-        // nobody else has the planes.
-        unsafe { self.meet(0..frame.elements(), &own, &pulled) };
+        // nobody else has the planes. The same holds for cells beyond the ends.
+        unsafe {
+            self.meet(0..frame.elements(), &own, &pulled);
+            if columns > 1 && frame.wraps[0] && !(self.links.is_empty() && self.open.is_empty()) {
+                let (size, columns) = (frame.size[0], columns as isize - 1);
+                for (x, away) in [(size - columns..size, -size), (0..columns, size)] {
+                    let [own, pulled] =
+                        [&own, &pulled].map(|all| all.iter().map(|at| at.wrapping_offset(away)).collect::<Vec<_>>());
+                    for (y, z) in frame.span(frame.depth - 1).rows() {
+                        self.meet(frame.at([x.start, y, z])..frame.at([x.end, y, z]), &own, &pulled);
+                    }
+                }
+            }
+        }
     }
 
     /// Writes what cells of a range of elements pull from walls, masks and open faces. `own`: by direction, where the population
@@ -251,73 +265,67 @@ impl Edges {
         }
     }
 
-    /// Writes what the cells of a row look at, as [`Self::fill`] does for all. `y`: of a tile in two dimensions.
+    /// Writes what cells of a row look at, as [`Self::fill`] does for all, of a tile in two dimensions.
     ///
     /// # Safety
     /// As [`RowWise::before`](crate::grid::fused::RowWise::before).
-    pub(super) unsafe fn before<N: Number>(&self, frame: &Frame, y: isize, near: &Near) {
+    pub(super) unsafe fn before<N: Number>(&self, frame: &Frame, Cells { x, y }: &Cells, near: &Near) {
         if self.links.is_empty() && self.open.is_empty() {
             return;
         }
-        let first = frame.at([0, y, 0]);
-        let [low, high] = frame.ring[0];
-        let cells = frame.at([-low, y, 0])..frame.at([frame.size[0] + high, y, 0]);
-        let count = self.directions.c.len();
-        let (mut own, mut pulled) = ([std::ptr::null_mut::<N>(); PLANES_MAX], [std::ptr::null_mut::<N>(); PLANES_MAX]);
-        for (i, c) in self.directions.c.iter().enumerate() {
-            own[i] = near[1].plane::<N>(i).wrapping_sub(first);
-            let row = near[(1 - c[1]) as usize].plane::<N>(i);
-            pulled[i] = row.wrapping_sub(first).wrapping_offset(-isize::from(c[0]));
-        }
-        // SAFETY: the caller's contract: cells with links or at open faces are computed, so all that they look at is there.
-        unsafe { self.meet(cells, &own[..count], &pulled[..count]) };
-    }
-
-    /// Writes the other ends of a row of an axis that is owned whole.
-    ///
-    /// # Safety
-    /// As [`RowWise::close`](crate::grid::fused::RowWise::close).
-    pub(super) unsafe fn close<N: Number>(&self, frame: &Frame, row: RowAt) {
-        if !frame.wraps[0] {
-            return;
-        }
-        let size = frame.size[0];
-        for (i, c) in self.directions.c.iter().enumerate().filter(|(_, c)| c[0] != 0) {
-            let (to, from) = if c[0] > 0 { (-1, size - 1) } else { (size, 0) };
-            let cells = row.plane::<N>(i);
-            // SAFETY: the caller's contract.
-            unsafe { *cells.offset(to) = *cells.offset(from) };
+        let (size, count) = (frame.size[0], self.directions.c.len());
+        // At which elements of the tile these cells are, and how far they are from there.
+        let parts = match frame.wraps[0] {
+            true => [(x.start.max(0)..x.end.min(size), 0), (x.start + size..size, -size), (0..x.end - size, size)],
+            false => [(x.clone(), 0), (0..0, 0), (0..0, 0)],
+        };
+        for (x, away) in parts.into_iter().filter(|(x, _)| !x.is_empty()) {
+            let first = frame.at([0, *y, 0]) as isize - away;
+            let mut own = [std::ptr::null_mut::<N>(); PLANES_MAX];
+            let mut pulled = own;
+            for (i, c) in self.directions.c.iter().enumerate() {
+                let [c, up] = [c[0], c[1]].map(isize::from);
+                own[i] = near[1].plane::<N>(i).wrapping_offset(-first);
+                pulled[i] = near[(1 - up) as usize].plane::<N>(i).wrapping_offset(-first - c);
+            }
+            let cells = frame.at([x.start, *y, 0])..frame.at([x.end, *y, 0]);
+            // SAFETY: the caller's contract: cells with links or at open faces are computed, so all that they look at is there.
+            unsafe { self.meet(cells, &own[..count], &pulled[..count]) };
         }
     }
 
-    /// The other ends of periodic axes, of what moves towards this one. Later axes take with them what earlier ones made.
-    fn wrap<N: Number>(&self, frame: &Frame, state: &mut Planes) {
+    /// The other ends of periodic axes: of what moves towards this one; of everything, where several columns are needed.
+    /// Later axes take with them what earlier ones made.
+    fn wrap<N: Number>(&self, frame: &Frame, state: &mut Planes, columns: isize) {
         let mut within = frame.span(frame.depth);
         let strides = frame.strides().map(isize::unsigned_abs);
         for axis in (0..frame.grid.dimensions()).filter(|&axis| frame.wraps[axis]) {
-            let size = frame.size[axis];
-            for (i, c) in self.directions.c.iter().enumerate().filter(|(_, c)| c[axis] != 0) {
+            let (size, deep) = (frame.size[axis], if axis == 0 { columns } else { 1 });
+            for (i, c) in self.directions.c.iter().enumerate() {
                 let cells = state.plane_mut::<N>(i);
-                let (to, from) = if c[axis] > 0 { (-1, size - 1) } else { (size, 0) };
-                let mut span = within.clone();
-                span.0[axis] = to..to + 1;
-                let [rows, layers] = [1, 2].map(|axis| span.len(axis));
-                let first = |place: isize| {
-                    let mut at: [isize; 3] = std::array::from_fn(|axis| span.0[axis].start);
-                    at[axis] = place;
-                    frame.at(at)
-                };
-                let ([row, layer], len, to, from) = (strides, span.len(0), first(to), first(from));
-                for z in 0..layers {
-                    let (to, from) = (to + z * layer, from + z * layer);
-                    if len == 1 {
-                        (0..rows).for_each(|y| cells[to + y * row] = cells[from + y * row]);
-                    } else {
-                        (0..rows).for_each(|y| cells.copy_within(from + y * row..from + y * row + len, to + y * row));
+                let sides = [(1, -deep, size - deep), (-1, size, 0)];
+                for (_, to, from) in sides.into_iter().filter(|(into, ..)| deep > 1 || c[axis] == *into) {
+                    let mut span = within.clone();
+                    span.0[axis] = to..to + deep;
+                    let [rows, layers] = [1, 2].map(|axis| span.len(axis));
+                    let first = |place: isize| {
+                        let mut at: [isize; 3] = std::array::from_fn(|axis| span.0[axis].start);
+                        at[axis] = place;
+                        frame.at(at)
+                    };
+                    let ([row, layer], len, to, from) = (strides, span.len(0), first(to), first(from));
+                    for z in 0..layers {
+                        let (to, from) = (to + z * layer, from + z * layer);
+                        if len == 1 {
+                            (0..rows).for_each(|y| cells[to + y * row] = cells[from + y * row]);
+                        } else {
+                            (0..rows)
+                                .for_each(|y| cells.copy_within(from + y * row..from + y * row + len, to + y * row));
+                        }
                     }
                 }
             }
-            within.0[axis] = -1..size + 1;
+            within.0[axis] = -deep..size + deep;
         }
     }
 }

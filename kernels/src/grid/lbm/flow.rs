@@ -1,6 +1,5 @@
 //! A fluid on one tile: what all lattices share around their collision.
 use std::marker::PhantomData;
-use std::ops::Range;
 
 use super::collision::{POPULATIONS_MAX, Part, Plain};
 use super::edges::Edges;
@@ -9,7 +8,7 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::grid::GridError;
 use crate::grid::frame::Frame;
-use crate::grid::fused::{Manner, Near, RowAt, RowWise};
+use crate::grid::fused::{self, Cells, Manner, Near, RowAt, RowWise, STEPS_MAX};
 use crate::grid::number::Number;
 use crate::grid::planes::{Planes, Shared};
 use crate::grid::rule::{Rows, Stepper, SumOf, aligned_frame};
@@ -106,8 +105,10 @@ fn halves<const D: usize>(fluid: &LatticeFluid<D>, frame: &Frame) -> Result<Opti
     let Some(omega) = &fluid.omega else { return Ok(None) };
     let mut planes = Planes::new(2, 4 * frame.elements())?;
     let whole = frame.whole();
+    // Several steps in a pass look farther over the ends of a periodic axis.
+    let beyond = if frame.wraps[0] { STEPS_MAX as isize - 1 } else { 0 };
     for (y, z) in whole.rows() {
-        for x in whole.0[0].clone() {
+        for x in whole.0[0].start - beyond..whole.0[0].end + beyond {
             let Some(global) = frame.global([x, y, z]) else { continue };
             let omega = f64::from(omega(global));
             if !(omega > 0.0 && omega < 2.0) {
@@ -126,13 +127,13 @@ impl<const D: usize, N: Number> Stepper for Flow<D, N>
 where
     LatticeFluid<D>: Lattice,
 {
-    fn fill(&self, frame: &Frame, state: &mut Planes) {
-        self.edges.fill::<N>(frame, state);
+    fn fill(&self, frame: &Frame, state: &mut Planes, steps: usize) {
+        self.edges.fill::<N>(frame, state, steps);
     }
 
     unsafe fn rows(&self, isa: Isa, frame: &Frame, state: &Planes, next: Shared<'_>, rows: &Rows) {
         // Whole blocks of 16, counted from the first owned cell.
-        let (start, end) = (rows.x.start.div_euclid(16) * 16, (rows.x.end + 15).div_euclid(16) * 16);
+        let (start, end) = fused::blocks(&rows.x);
         let at = frame.at([start, rows.y.start, rows.z]);
         let [row, layer] = frame.strides();
         let (mut from, mut to) = ([std::ptr::null(); POPULATIONS_MAX], [std::ptr::null_mut(); POPULATIONS_MAX]);
@@ -178,26 +179,13 @@ impl<const D: usize, N: Number> RowWise for Flow<D, N>
 where
     LatticeFluid<D>: Lattice,
 {
-    unsafe fn close(&self, frame: &Frame, row: RowAt) {
+    unsafe fn before(&self, frame: &Frame, cells: &Cells, near: &Near) {
         // SAFETY: the caller's contract.
-        unsafe { self.edges.close::<N>(frame, row) }
+        unsafe { self.edges.before::<N>(frame, cells, near) }
     }
 
-    unsafe fn before(&self, frame: &Frame, y: isize, near: &Near) {
-        // SAFETY: the caller's contract.
-        unsafe { self.edges.before::<N>(frame, y, near) }
-    }
-
-    unsafe fn row(
-        &self,
-        isa: Isa,
-        frame: &Frame,
-        (y, x): (isize, &Range<isize>),
-        near: &Near,
-        to: RowAt,
-        manner: Manner,
-    ) {
-        let (start, end) = (x.start.div_euclid(16) * 16, (x.end + 15).div_euclid(16) * 16);
+    unsafe fn row(&self, isa: Isa, frame: &Frame, Cells { x, y }: &Cells, near: &Near, to: RowAt, manner: Manner) {
+        let (start, end) = fused::blocks(x);
         let (mut from, mut into) = ([std::ptr::null(); POPULATIONS_MAX], [std::ptr::null_mut(); POPULATIONS_MAX]);
         for (i, c) in LatticeFluid::<D>::DIRECTIONS.c.iter().enumerate() {
             let row = near[(1 - c[1]) as usize].plane::<N>(i);
@@ -207,7 +195,7 @@ where
         let part = Part {
             from,
             to: into,
-            halves: self.halves_at(frame.at([start, y, 0])),
+            halves: self.halves_at(frame.at([start, *y, 0])),
             half: self.half,
             plain: self.plain,
             force: self.force,

@@ -253,7 +253,7 @@ impl Form {
 }
 
 impl Stepper for Interpreter {
-    fn fill(&self, frame: &Frame, state: &mut Planes) {
+    fn fill(&self, frame: &Frame, state: &mut Planes, _steps: usize) {
         for field in (0..self.fields).filter(|&field| !self.alone[field]) {
             ghosts::fill(frame, state.plane_mut::<f32>(field), field, self.corners);
         }
