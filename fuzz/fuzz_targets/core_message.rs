@@ -69,6 +69,7 @@ fn config() -> Config {
             flops_per_second: 1 << 30,
             step_ns: 1000,
             numerics: 1,
+            pass_steps: 1,
         },
     }
 }

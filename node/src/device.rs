@@ -47,6 +47,7 @@ impl Compute {
             flops_per_second: speed.flops_s,
             step_ns: STEP_NS[usize::from(gpu)],
             numerics: numerics(&device),
+            pass_steps: if gpu { 1 } else { kernels::grid::tile::PASS_STEPS_MAX as u32 },
         };
         Ok(Self { device, threads, capacity })
     }
@@ -164,12 +165,13 @@ mod tests {
             }
             strips.iter().for_each(|(peer, link, strip)| tiles[*peer].unpack(*link, strip).unwrap());
             for tile in &mut tiles {
-                tile.advance(&mut threads, DEPTH - 1).unwrap();
-                if tile.left() == 1 {
+                let tail = tile.tail();
+                tile.advance(&mut threads, DEPTH - tail).unwrap();
+                if tile.left() == tail {
                     tile.strips(&mut threads).unwrap();
                     tile.interior(&mut threads).unwrap();
                 } else {
-                    tile.advance(&mut threads, 1).unwrap();
+                    tile.advance(&mut threads, tail).unwrap();
                 }
             }
         }

@@ -118,6 +118,7 @@ mod tests {
             flops_per_second: 1,
             step_ns: 1,
             numerics: 1,
+            pass_steps: 1,
         })
     }
 

@@ -637,6 +637,7 @@ pub fn work(simulation: &Simulation) -> GridWork {
         cell_bits: costs.cell_bits,
         align_x: kernels::grid::RUN as u64,
         scratch_bytes: SCRATCH_BYTES,
+        pass_steps: simulation.rule().pass_steps(grid) as u32,
     }
 }
 

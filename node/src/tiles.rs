@@ -422,11 +422,11 @@ impl Making<'_> {
             if step >= work.to {
                 return Ok(());
             }
-            // As far as the next stop; the last step by itself, where somebody waits for its strips.
-            let alone = !work.strips_out.is_empty();
+            // As far as the next stop; the last pass by itself, where somebody waits for its strips.
+            let (alone, tail) = (!work.strips_out.is_empty(), tile.tail() as u32);
             let until = stops.peek().map_or(work.to, |stop| stop.step).min(work.to);
-            let until = if alone && until == work.to && step + 1 < work.to { work.to - 1 } else { until };
-            if alone && step + 1 == work.to && tile.left() == 1 {
+            let until = if alone && until == work.to && work.to - step > tail { work.to - tail } else { until };
+            if alone && until == work.to && tile.left() == (work.to - step) as usize {
                 tile.strips(threads).map_err(|e| e.to_string())?;
                 if tile.is_detached() {
                     tile.interior(threads).map_err(|e| e.to_string())?;
@@ -441,7 +441,7 @@ impl Making<'_> {
                     self.pack(tile)?;
                 }
             }
-            step = until.max(step + 1);
+            step = until;
         }
     }
 

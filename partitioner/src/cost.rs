@@ -214,6 +214,7 @@ mod tests {
             flops_per_second,
             step_ns: 5,
             numerics: 0,
+            pass_steps: 1,
             excluded: false,
         }
     }

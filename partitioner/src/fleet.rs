@@ -26,6 +26,8 @@ pub struct Device {
     pub step_ns: u64,
     /// Kernel set whose results agree bit for bit; a standby of the same id comes first.
     pub numerics: u64,
+    /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.
+    pub pass_steps: u32,
     /// Draining or otherwise not to be given new work.
     pub excluded: bool,
 }

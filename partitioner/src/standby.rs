@@ -204,6 +204,7 @@ mod tests {
             flops_per_second: 0,
             step_ns: 10_000,
             numerics: 1,
+            pass_steps: 1,
             excluded: false,
         };
         let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };

@@ -39,6 +39,8 @@ pub struct GridWork {
     pub align_x: u64,
     /// Bytes each tile needs besides its cells.
     pub scratch_bytes: u64,
+    /// Steps that one pass over the memory can make of it, on devices that do so; 1: each step is a pass.
+    pub pass_steps: u32,
 }
 
 /// Cells `from..to` along each axis.
@@ -254,9 +256,15 @@ fn validate(work: &GridWork) -> Result<(), GridError> {
         return Err(GridError::Invalid("more than 2^50 cells in all".into()));
     }
     let bits = [work.state_bits, work.traffic_bits, work.face_bits, work.cell_bits];
-    if bits.iter().any(|&bits| bits == 0 || bits > 1 << 16) || work.radius == 0 || work.radius > 64 || work.align_x == 0
+    if bits.iter().any(|&bits| bits == 0 || bits > 1 << 16)
+        || work.radius == 0
+        || work.radius > 64
+        || work.align_x == 0
+        || !(1..=DEPTH_MAX).contains(&work.pass_steps)
     {
-        return Err(GridError::Invalid("a cell has 1 to 65536 bits, and a radius of 1 to 64".into()));
+        return Err(GridError::Invalid(
+            "a cell has 1 to 65536 bits and a radius of 1 to 64, and a pass 1 to 64 steps".into(),
+        ));
     }
     Ok(())
 }
@@ -446,8 +454,18 @@ impl Planner<'_> {
                 })
             })
             .sum();
+        let pass = self.pass(hand, block, depth);
         let ns = cells * 1_000_000_000 / u128::from(hand.speed.max(1)) / u128::from(depth);
+        let ns = ns * u128::from(pass + 1) / u128::from(2 * pass);
         u64::try_from(ns).unwrap_or(u64::MAX).saturating_add(hand.device.step_ns)
+    }
+
+    /// Steps of a pass over the memory. One of s steps takes as long as (s + 1) / 2 single ones: half of a step is the way to
+    /// the memory and back, which the pass goes once (measured: 0.45 to 0.75 of it, the more threads share the memory).
+    fn pass(&self, hand: &Hand<'_>, block: &Block, depth: u32) -> u64 {
+        let most = self.work.pass_steps.min(hand.device.pass_steps).max(1);
+        let alone = self.cut_axes(block).next().is_none();
+        u64::from(if alone { most } else { most.min(depth) })
     }
 
     /// Nanoseconds per step from the edge being computed to the halo being there: the way, and the bytes of all neighbours
@@ -467,7 +485,7 @@ impl Planner<'_> {
         if way == 0 && wire == 0 {
             return 0;
         }
-        // The strips are computed first, and are not hidden: one step of the edge.
+        // The strips are computed first, and are not hidden: one pass of the edge.
         let edge = self.edge_ns(hand, block, depth);
         way.saturating_add(wire).saturating_add(edge) / u64::from(depth)
     }
@@ -479,7 +497,10 @@ impl Planner<'_> {
             let extent = u128::from(block.extent(axis)).max(1);
             cells * extent.saturating_sub(2 * halo) / extent
         });
-        u64::try_from((all - inner) * 1_000_000_000 / u128::from(hand.speed.max(1))).unwrap_or(u64::MAX)
+        // Of a pass of several steps: cells around the strips are computed for them, about half as many again.
+        let pass = u128::from(self.pass(hand, block, depth));
+        let steps = if pass > 1 { (pass + 1) * 3 } else { 4 };
+        u64::try_from((all - inner) * steps * 250_000_000 / u128::from(hand.speed.max(1))).unwrap_or(u64::MAX)
     }
 
     /// Cells of the halo around `block` that `owned` has, over the ends of periodic axes too.

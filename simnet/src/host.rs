@@ -46,6 +46,7 @@ impl Default for HostSpec {
                 flops_per_second: 1_000_000_000_000,
                 step_ns: 50_000,
                 numerics: 1,
+                pass_steps: 1,
             },
             skew_percent: 100,
         }

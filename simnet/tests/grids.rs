@@ -50,6 +50,7 @@ fn spec(tier: Tier, depth: Option<u32>, checkpoint: Option<u32>, seed: u64) -> G
             cell_bits: 64,
             align_x: 1,
             scratch_bytes: 1 << 20,
+            pass_steps: 1,
         },
         depth,
         schedule: Schedule { steps: STEPS, report_every: 50, checkpoint_every: checkpoint, outputs: vec![25] },

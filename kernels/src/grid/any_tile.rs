@@ -105,10 +105,15 @@ pub trait GridTile: Fields + Send {
     /// The halo does not last for them, a step is half made, or the device failed.
     fn advance(&mut self, threads: &mut Threads, steps: usize) -> Result<(), GridError>;
 
-    /// The first part of the last step of a cycle.
+    /// Steps of a cycle's end that [`Self::strips`] and [`Self::interior`] make: one, or as many as one pass makes.
+    fn tail(&self) -> usize {
+        1
+    }
+
+    /// The first part of the last pass of a cycle.
     ///
     /// # Errors
-    /// It is not the last step, its strips are made already, or the device failed.
+    /// More steps are left than its, its strips are made already, or the device failed.
     fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError>;
 
     /// The second part.
@@ -322,6 +327,10 @@ impl GridTile for Tile {
 
     fn advance(&mut self, threads: &mut Threads, steps: usize) -> Result<(), GridError> {
         self.advance(threads, steps)
+    }
+
+    fn tail(&self) -> usize {
+        self.tail()
     }
 
     fn strips(&mut self, threads: &mut Threads) -> Result<(), GridError> {

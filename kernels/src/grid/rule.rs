@@ -3,7 +3,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::frame::{Format, Frame};
-use super::fused::RowWise;
+use super::fused::{RowWise, STEPS_MAX};
 use super::planes::{Planes, Shared};
 use super::{Grid, GridError};
 use crate::cpu::Isa;
@@ -122,6 +122,20 @@ impl Rule {
         let bits = 8 * self.format().bytes() as u64;
         let all = 2 * bits * fields + 32 * beside;
         Costs { state_bits: all, traffic_bits: all, face_bits: bits * crossing, cell_bits: bits * fields, operations }
+    }
+
+    /// Most steps that a processor makes in one pass over the memory of a tile (`grid/fused.rs`).
+    pub fn pass_steps(&self, grid: &Grid) -> usize {
+        match self {
+            Self::D2q9(_) if grid.dimensions() == 2 => STEPS_MAX,
+            Self::D2q9(_)
+            | Self::Life(_)
+            | Self::D3q19(_)
+            | Self::Heat(_)
+            | Self::Wave(_)
+            | Self::GrayScott(_)
+            | Self::Text(_) => 1,
+        }
     }
 
     pub(crate) fn format(&self) -> Format {

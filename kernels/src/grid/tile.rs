@@ -17,6 +17,9 @@ use super::{Grid, GridError, Region};
 use crate::cpu::Isa;
 use crate::pool::Pool;
 
+/// Most steps that a processor makes in one pass over a tile's memory, whatever the rule.
+pub const PASS_STEPS_MAX: usize = fused::STEPS_MAX;
+
 /// Threads that advance tiles, one tile at a time.
 pub struct Threads {
     pool: Pool,

@@ -41,4 +41,6 @@ pub struct Capacity {
     pub step_ns: u64,
     /// Kernel set whose results agree bit for bit.
     pub numerics: u64,
+    /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.
+    pub pass_steps: u32,
 }

@@ -141,5 +141,7 @@ pub const VOICE_MAX: Duration = Duration::from_secs(1);
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// How long one piece of a tile without neighbours may take: it is looked at in between.
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
+/// Longer pieces, of as many steps as one pass over the memory makes, take so much at most: what a user who ends a run waits.
+pub const TILE_PASS: Duration = Duration::from_secs(1);
 /// Checkpoints and frames that cannot be written are tried again.
 pub const COLLECT_RETRY: Duration = Duration::from_secs(2);

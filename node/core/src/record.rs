@@ -196,6 +196,7 @@ mod tests {
             flops_per_second: 4,
             step_ns: 5,
             numerics: 6,
+            pass_steps: 1,
         };
         let config = Config {
             node: NodeId([7; 16]),

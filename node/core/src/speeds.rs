@@ -102,6 +102,7 @@ mod tests {
             flops_per_second: 0,
             step_ns: 10,
             numerics: 1,
+            pass_steps: 1,
             excluded: false,
         };
         assert_eq!(speeds.handle_measured(A, 2_900, 1_000), None, "what the mesh's load may do");

@@ -17,6 +17,7 @@ fn d2q9(width: u64, height: u64) -> GridWork {
         cell_bits: 9 * 32,
         align_x: 64,
         scratch_bytes: 1 << 20,
+        pass_steps: 1,
     }
 }
 
@@ -30,6 +31,7 @@ fn device(id: u8, gigabytes: u64, memory: u64) -> Device {
         flops_per_second: 0,
         step_ns: 0,
         numerics: 0,
+        pass_steps: 1,
         excluded: false,
     }
 }
@@ -268,4 +270,19 @@ fn a_warm_standby_makes_half_of_what_lies_between_snapshots_again() {
     let copy = tile_bytes(&work, &plan.tiles()[0].block, 1) / 2;
     let expected = hot + 2_000_000_000 + copy;
     assert!(warm.abs_diff(expected) < expected / 50, "{warm}, expected {expected}");
+}
+
+#[test]
+fn halos_are_as_deep_as_passes_where_machines_make_several_steps_in_one() {
+    let work = GridWork { pass_steps: 8, ..d2q9(2048, 2048) };
+    let planned = |count: u8, pass_steps: u32| {
+        let devices = (1..=count).map(|id| Device { pass_steps, ..device(id, 25, 1 << 34) }).collect();
+        // A network that costs nothing: only what a pass saves asks for a deeper halo.
+        cut(&work, &fleet(devices, 0, 5_000_000_000), 10, &[], None).unwrap()
+    };
+    let ratio = |count: u8| planned(count, 8).step_ns() as f64 / planned(count, 1).step_ns() as f64;
+    assert_eq!((planned(2, 1).depth(), planned(2, 8).depth()), (1, 8));
+    assert!((0.55..0.60).contains(&ratio(2)), "{}", ratio(2));
+    // Alone there are no halos, and passes are as long as they can be.
+    assert!((ratio(1) - 9.0 / 16.0).abs() < 1e-3, "{}", ratio(1));
 }

@@ -59,6 +59,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
         flops_per_second: random.below(3) * (100 + random.below(5_000)),
         step_ns: random.below(50_000_000),
         numerics: random.below(2),
+        pass_steps: 1,
         excluded: random.below(12) == 0,
     };
     let link = |random: &mut Random| Link {

@@ -39,6 +39,7 @@ fn config(n: usize) -> Config {
             flops_per_second: 1 << 30,
             step_ns: 1000,
             numerics: 1,
+            pass_steps: 1,
         },
     }
 }

@@ -160,6 +160,7 @@ impl Membership {
             flops_per_second: capacity.flops_per_second,
             step_ns: capacity.step_ns,
             numerics: capacity.numerics,
+            pass_steps: capacity.pass_steps,
             excluded: advert.draining || (advert.node == self.node && self.left),
         }
     }

@@ -143,6 +143,7 @@ impl Mesh {
             flops_per_second: 1_000_000,
             step_ns: 1000,
             numerics: 1,
+            pass_steps: 1,
         };
         let config = Config {
             node: id(n),

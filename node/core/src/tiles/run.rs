@@ -4,7 +4,7 @@ use super::log::{Feed, HaloLog, Strip};
 use super::message::{TileMessage, TileReady};
 use super::order::{Report, SaveKind, Stop, StopKind, Tier, TileFigures, TileOrder};
 use crate::id::{Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
-use crate::limits::{REPORTS_KEPT, SAVES_WAITING_MAX, STRIPS_WAITING_MAX, TILE_PIECE};
+use crate::limits::{REPORTS_KEPT, SAVES_WAITING_MAX, STRIPS_WAITING_MAX, TILE_PASS, TILE_PIECE};
 use crate::message::FrameHeader;
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -299,8 +299,10 @@ impl TileRun {
 
     /// A tile without neighbours runs in pieces.
     fn piece(&self, steps: u32) -> u32 {
-        let fit = nanos(TILE_PIECE) / self.step_ns.max(1);
-        self.step.saturating_add(fit.clamp(1, 4096) as u32).min(steps)
+        let fit = (nanos(TILE_PIECE) / self.step_ns.max(1)).clamp(1, 4096) as u32;
+        // Whole passes of several steps, if one does not take too long.
+        let pass = (nanos(TILE_PASS) / self.step_ns.max(1)).clamp(1, self.order.work.pass_steps.max(1).into()) as u32;
+        self.step.saturating_add((fit / pass).max(1) * pass).min(steps)
     }
 
     /// Whether so much waits to be fetched that nothing more is to be made. A standby's owner sees to that.
