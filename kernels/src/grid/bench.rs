@@ -1,7 +1,8 @@
 //! How fast grids advance on this machine's CPU, beside what its memory can deliver in the same minutes.
 //!
-//! A fluid's step reads and writes every population once, so cells times bytes against a copy with streaming stores says
-//! how much of the machine is used. Figures are medians of rounds in which every measurement takes its turn.
+//! A fluid's step by itself reads and writes every population once, so cells times bytes against a copy with streaming
+//! stores says how much of the machine is used; where a pass over the memory makes several steps (`grid/fused.rs`) that
+//! goes beyond 1. Figures are medians of rounds in which every measurement takes its turn.
 use std::time::Instant;
 
 use serde::Serialize;
@@ -32,11 +33,13 @@ pub struct FluidFigures {
     pub size: Vec<usize>,
     /// Million cells advanced by a step per second.
     pub mlups: f64,
-    /// Bytes read and written for a cell in a step.
+    /// Steps that one pass over the memory makes at most.
+    pub steps_per_pass: usize,
+    /// Bytes read and written for a cell in a step that is a pass by itself.
     pub bytes_per_cell_step: usize,
     /// Bytes read plus bytes written per second by a copy with streaming stores between buffers of the same size.
     pub copy_bandwidth: f64,
-    /// The fluid's bytes per second over the copy's in the same round: the median over rounds.
+    /// The fluid's bytes per second, as if each step were a pass, over the copy's in the same round: the median over rounds.
     pub share_of_copy_bandwidth: f64,
 }
 
@@ -125,6 +128,7 @@ fn measure(
         instruction_set: Isa::detect().name(),
         size: size.to_vec(),
         mlups: median(rates) / 1e6,
+        steps_per_pass: rule.pass_steps(&grid),
         bytes_per_cell_step,
         copy_bandwidth: median(bandwidths),
         share_of_copy_bandwidth: median(shares),

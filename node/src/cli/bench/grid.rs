@@ -25,7 +25,7 @@ pub(super) struct LbmArgs {
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Lattice {
-    /// Two dimensions, 72 bytes a cell and step
+    /// Two dimensions, 72 bytes a cell and step; up to 8 steps in one pass over the memory
     D2q9,
     /// Three dimensions, 152 bytes a cell and step
     D3q19,
@@ -74,7 +74,7 @@ pub(super) fn lbm_text(figures: &Value) -> String {
     let line = |run: &Value| {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         format!(
-            "{} {}, {} threads ({}): {:.0} MLUPS, {:.0} % of what copying {:.1} GB/s allows\n",
+            "{} {}, {} threads ({}): {:.0} MLUPS, {:.0} % of what copying {:.1} GB/s allows if each step is a pass\n",
             run["lattice"].as_str().unwrap_or("?"),
             size(run),
             run["threads"],
