@@ -4,7 +4,7 @@
 //! a virtual world.
 use crate::record::Recorder;
 use crate::shell::Shell;
-use crate::views::{JobView, PeerView, job_views, peer_views};
+use crate::views::Views;
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::time::Instant;
@@ -22,7 +22,7 @@ enum Event {
     Input(Input),
     /// From the network: its sender may send more once this is handled.
     Arrived(Input, transport::Credit),
-    Views(oneshot::Sender<(Vec<PeerView>, Vec<JobView>)>),
+    Views(oneshot::Sender<Views>),
     StopAfter(Duration),
 }
 
@@ -48,8 +48,8 @@ impl DriverHandle {
         let _ = self.queue.send(Event::Arrived(input, credit));
     }
 
-    /// Peers and jobs as the core sees them now; empty if the node has stopped.
-    pub async fn views(&self) -> (Vec<PeerView>, Vec<JobView>) {
+    /// Peers, jobs and simulations as the core sees them now; empty if the node has stopped.
+    pub async fn views(&self) -> Views {
         let (answer, views) = oneshot::channel();
         let _ = self.queue.send(Event::Views(answer));
         views.await.unwrap_or_default()
@@ -119,7 +119,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue, mut recorder: 
                 Event::Input(input) => handle(&mut node, &mut recorder, self::now(), input),
                 Event::Arrived(input, _credit) => handle(&mut node, &mut recorder, self::now(), input),
                 Event::Views(answer) => {
-                    let _ = answer.send((peer_views(&node), job_views(&node)));
+                    let _ = answer.send(Views::of(&node));
                 }
                 Event::StopAfter(delay) => stop_at = Some(self::now() + delay),
             }

@@ -6,7 +6,7 @@ use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::submissions::Submissions;
 use crate::transfer::{Held, Library};
-use crate::views::plan_report;
+use crate::views::{Views, plan_report};
 use kernels::stage::Activations;
 use kernels::weights::ModelFile;
 use node_core::id::{JobId, NodeId};
@@ -309,7 +309,7 @@ impl NodeHandle {
 
     /// Everything there is to see.
     pub async fn state(&self) -> StateView {
-        let (peers, jobs) = self.inner.driver.views().await;
+        let Views { peers, jobs, grids } = self.inner.driver.views().await;
         StateView {
             node: hex(&self.inner.node),
             name: self.inner.name.clone(),
@@ -318,6 +318,7 @@ impl NodeHandle {
             membership_ends: self.inner.admission.credentials().chain.expiry(),
             peers,
             jobs,
+            grids,
             waiting: self.inner.admission.waiting(),
             weights: self.inner.library.view(),
             boundary: self.inner.boundary.view(),
@@ -360,7 +361,7 @@ impl NodeHandle {
     }
 
     async fn find_peer(&self, peer: &str) -> Result<transport::PeerId, NodeError> {
-        let (members, _) = self.inner.driver.views().await;
+        let members = self.inner.driver.views().await.peers;
         let others: Vec<PeerView> = members.into_iter().filter(|member| !member.this_node).collect();
         let exact: Vec<&PeerView> = others.iter().filter(|member| member.name == peer).collect();
         let begins = |member: &&PeerView| !peer.is_empty() && member.node.starts_with(peer);
@@ -392,7 +393,7 @@ impl NodeHandle {
     }
 
     async fn has_requests(&self) -> bool {
-        self.inner.driver.views().await.1.iter().any(|job| job.head && job.running + job.queued > 0)
+        self.inner.driver.views().await.jobs.iter().any(|job| job.head && job.running + job.queued > 0)
     }
 
     /// Takes no new work (`true`), or takes it again.
@@ -408,12 +409,12 @@ impl NodeHandle {
     }
 
     pub(crate) async fn names(&self) -> BTreeMap<String, String> {
-        self.inner.driver.views().await.0.into_iter().map(|p| (p.node, p.name)).collect()
+        self.inner.driver.views().await.peers.into_iter().map(|p| (p.node, p.name)).collect()
     }
 
     /// Whether any member may hold a stage on something else than a processor: caches take more there.
     async fn has_gpus(&self) -> bool {
-        let (peers, _) = self.inner.driver.views().await;
+        let peers = self.inner.driver.views().await.peers;
         peers.iter().any(|peer| !peer.device.is_empty() && peer.device.split(' ').next() != Some("cpu"))
     }
 

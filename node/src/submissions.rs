@@ -16,6 +16,7 @@ use node_core::tiles::order::{GridSpec, SaveKind, Schedule, Tier, TileFigures};
 use partitioner::tiles::GridWork;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -92,6 +93,8 @@ struct Made {
     next: BTreeMap<u16, u32>,
     writers: BTreeMap<u16, Writer>,
     checkpoints: Option<Checkpoints>,
+    /// Nobody else writes into the folder while this is held.
+    lock: Option<File>,
 }
 
 /// What is known of a simulation.
@@ -163,21 +166,15 @@ impl Submissions {
                 bytes.len()
             ));
         }
-        if let Some(out) = &out
-            && let Some(writes) =
-                self.all().iter().find(|job| job.out.as_ref() == Some(out) && job.told().ended.is_none())
-        {
-            return Err(format!(
-                "the simulation {:016x} writes into {} already: end it with `meshnode cancel`, or name another folder",
-                writes.job.0,
-                out.display()
-            ));
-        }
-        let checkpoints = match &out {
+        let mut checkpoints = match &out {
             Some(out) => Some(Checkpoints::open(out, &simulation)?),
             None => None,
         };
-        let from = match (resume, &checkpoints) {
+        let lock = match &out {
+            Some(out) => self.lock_folder(out)?,
+            None => None,
+        };
+        let from = match (resume, &mut checkpoints) {
             (false, _) => None,
             (true, None) => return Err("to resume, say where the checkpoints are: --out DIR".into()),
             (true, Some(checkpoints)) => Some(checkpoints.newest(&simulation)?),
@@ -198,7 +195,7 @@ impl Submissions {
             None => None,
         };
         let spec = spec(job, &simulation, bytes, out.is_some(), from.as_ref().map(|checkpoint| checkpoint.step));
-        let made = Made { checkpoints, ..Made::default() };
+        let made = Made { checkpoints, lock, ..Made::default() };
         let submission = Arc::new(Submission {
             job,
             simulation,
@@ -218,6 +215,30 @@ impl Submissions {
         drop(jobs);
         self.driver.input(Input::Grid(GridInput::Submit(Box::new(spec))));
         Ok(submission)
+    }
+
+    /// Sees to it that one run at a time writes into a folder, of all that are on this machine. Nothing where folders cannot be
+    /// locked.
+    fn lock_folder(&self, out: &Path) -> Result<Option<File>, String> {
+        let Ok(folder) = File::open(out) else { return Ok(None) };
+        match folder.try_lock() {
+            Ok(()) => Ok(Some(folder)),
+            Err(TryLockError::Error(_)) => Ok(None),
+            Err(TryLockError::WouldBlock) => {
+                let same = |job: &&Arc<Submission>| {
+                    let place = |path: &Path| path.canonicalize().ok();
+                    job.told().ended.is_none() && job.out.as_deref().and_then(place) == place(out)
+                };
+                let who = match self.all().iter().find(same) {
+                    Some(job) => format!("the simulation {:016x} writes", job.job.0),
+                    None => "a simulation of another meshnode on this machine writes".into(),
+                };
+                Err(format!(
+                    "{who} into {} already: end it with `meshnode cancel`, or name another folder",
+                    out.display()
+                ))
+            }
+        }
     }
 
     /// Ends a job.

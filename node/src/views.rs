@@ -144,6 +144,9 @@ pub struct StateView {
     pub peers: Vec<PeerView>,
     /// Jobs this node heads or takes part in.
     pub jobs: Vec<JobView>,
+    /// Simulations that this node coordinates; the API has more of them under `/api/v1/grids`.
+    #[serde(skip)]
+    pub grids: Vec<GridJobView>,
     /// When its membership ends, unix seconds.
     pub membership_ends: u64,
     /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
@@ -217,7 +220,7 @@ pub struct JobView {
 }
 
 /// Members for the API, with what the transport measured; this node first.
-pub fn peer_views(node: &Node) -> Vec<PeerView> {
+fn peer_views(node: &Node) -> Vec<PeerView> {
     let own = peer_view(node.membership().own(), "alive");
     let own = PeerView { this_node: true, ..own };
     let others = node.members().map(|m| {
@@ -242,8 +245,26 @@ pub fn peer_views(node: &Node) -> Vec<PeerView> {
     std::iter::once(own).chain(others).collect()
 }
 
+/// All that the thread which decides knows for people.
+#[derive(Clone, Debug, Default)]
+pub struct Views {
+    /// See [`StateView`].
+    pub peers: Vec<PeerView>,
+    /// See there.
+    pub jobs: Vec<JobView>,
+    /// See there.
+    pub grids: Vec<GridJobView>,
+}
+
+impl Views {
+    /// As it is now.
+    pub fn of(node: &Node) -> Self {
+        Self { peers: peer_views(node), jobs: job_views(node), grids: node.grids().collect() }
+    }
+}
+
 /// Jobs for the API: those this node heads, then the stages it holds of others'.
-pub fn job_views(node: &Node) -> Vec<JobView> {
+fn job_views(node: &Node) -> Vec<JobView> {
     let own = node.membership().own();
     let name = |id: NodeId| {
         let known = node.members().find(|m| m.node == id).and_then(|m| m.advert);

@@ -202,7 +202,13 @@ fn cut_for(
     let mut hands = hands(work, fleet, headroom_percent, speeds);
     hands.retain(|hand| hand.device.numerics == numerics);
     if hands.is_empty() {
-        return Err(GridError::NoDevices);
+        // Nobody has room for a tile, however small.
+        let may_work = |d: &&Device| d.numerics == numerics && !d.excluded && d.bytes_per_second > 0;
+        let offered: Vec<u64> =
+            fleet.devices.iter().filter(may_work).map(|d| cost::usable_bytes(d, headroom_percent)).collect();
+        let need = bytes_of(cells(work), work.state_bits).saturating_add(work.scratch_bytes);
+        let offered = offered.into_iter().reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
+        return Err(GridError::Memory { need, offered, missing: need.saturating_sub(offered) });
     }
     let planner = Planner { work, fleet, depth };
     let mut best: Option<GridPlan> = None;
@@ -295,9 +301,13 @@ fn hands<'a>(work: &GridWork, fleet: &'a Fleet, headroom_percent: u8, speeds: &[
     hands
 }
 
+fn cells(work: &GridWork) -> u64 {
+    work.size.iter().fold(1, |cells, &axis| cells.saturating_mul(axis))
+}
+
 /// That the grid does not fit in sum, if it does not.
 fn shortage(work: &GridWork, hands: &[Hand<'_>]) -> Option<GridError> {
-    let need = bytes_of(work.size.iter().fold(1, |cells, &axis| cells.saturating_mul(axis)), work.state_bits);
+    let need = bytes_of(cells(work), work.state_bits);
     let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
     (need > offered).then(|| GridError::Memory { need, offered, missing: need - offered })
 }
@@ -345,7 +355,7 @@ impl Planner<'_> {
 
     /// Cells for each device: in proportion to its speed, within its memory.
     fn shares(&self, hands: &[&Hand<'_>]) -> Result<Vec<u64>, GridError> {
-        let total = self.work.size.iter().fold(1u64, |cells, &axis| cells.saturating_mul(axis));
+        let total = cells(self.work);
         let cells_of = |bytes: u64| (u128::from(bytes) * 8 / u128::from(self.work.state_bits)) as u64;
         let mut shares: Vec<Option<u64>> = hands.iter().map(|_| None).collect();
         loop {
@@ -427,7 +437,7 @@ impl Planner<'_> {
         for (hand, block) in hands.iter().zip(blocks) {
             let bytes = tile_bytes(self.work, block, depth);
             if bytes > hand.usable.saturating_add(self.work.scratch_bytes) {
-                let need = bytes_of(self.work.size.iter().fold(1, |c, &a| c.saturating_mul(a)), self.work.state_bits);
+                let need = bytes_of(cells(self.work), self.work.state_bits);
                 let offered = hands.iter().fold(0u64, |sum, hand| sum.saturating_add(hand.usable));
                 return Err(GridError::Packing { need, offered, missing: bytes - hand.usable });
             }

@@ -300,7 +300,12 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
         let mut mesh = mesh(4, memory);
         let file = folder.job(&job(1500, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
-        let report = run.until(|report| report["step"].as_u64() >= Some(200) || report["state"] == "failed");
+        let stand_by = |report: &Value| {
+            let tiles = report["tiles"].as_array().map(Vec::as_slice).unwrap_or_default();
+            standby == "none" || tiles.iter().all(|tile| tile["standby"]["step"].is_u64())
+        };
+        let report =
+            run.until(|report| report["step"].as_u64() >= Some(200) && stand_by(report) || report["state"] == "failed");
         let tiles = report["tiles"].as_array().map_or(0, Vec::len);
         assert!(tiles >= if standby == "hot" { 2 } else { 3 }, "{report}");
         let end = Instant::now() + JOIN_MAX;

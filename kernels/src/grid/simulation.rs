@@ -26,6 +26,7 @@
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
+use toml::de::DeTable;
 
 use self::expression::{Expression, Names};
 use self::files::Files;
@@ -68,7 +69,7 @@ const CONSTANTS_MAX: usize = 64;
 /// Steps between two looks at sums and at cells that are no numbers, where nobody says otherwise.
 const CHECK_EVERY: u64 = 1000;
 /// Steps that one exchange of halos may serve at most.
-const DEPTH_MAX: u64 = 256;
+const DEPTH_MAX: u64 = 64;
 
 /// What is computed, from which state on, and what of it is kept. Immutable, and complete without any file.
 pub struct Simulation {
@@ -85,6 +86,7 @@ pub struct Simulation {
     depth: Option<usize>,
     check_every: u64,
     warnings: Vec<String>,
+    identity: [u8; 32],
 }
 
 /// Who stands by for the node that computes a tile.
@@ -173,6 +175,7 @@ impl Simulation {
             let what = "cells a step at first: above 0.2 errors grow fast, use less";
             warnings.push(format!("a velocity of {fastest:.3} {what}"));
         }
+        let identity = identity(&physics, &table, &document.names, &files);
         let simulation = Self {
             files,
             name,
@@ -187,6 +190,7 @@ impl Simulation {
             depth,
             check_every,
             warnings,
+            identity,
         };
         let bytes = simulation.to_bytes().len();
         if bytes > SIMULATION_MAX {
@@ -241,9 +245,9 @@ impl Simulation {
         self.check_every
     }
 
-    /// What a checkpoint depends on: grid, rule, parameters and masks; not steps, outputs and the initial state.
+    /// What a checkpoint depends on: grid, rule, parameters, masks and the initial state; not steps and outputs.
     pub fn identity(&self) -> [u8; 32] {
-        blake3::derive_key("meshnode 2026 what a grid's checkpoint is of", &self.physics.described)
+        self.identity
     }
 
     /// What is possible and yet likely to end badly.
@@ -300,6 +304,25 @@ impl std::fmt::Debug for Simulation {
         let Self { name, grid, physics, steps, .. } = self;
         write!(f, "Simulation {{ {name:?}: {:?} on {:?}, {steps} steps }}", physics.rule, grid.size())
     }
+}
+
+/// See [`Simulation::identity`]: the rule as it came out, the initial state as it is written, with what it is made of.
+fn identity(physics: &Physics, table: &DeTable<'_>, names: &Names, files: &Files) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 what a grid's checkpoint is of, and how it began");
+    hasher.update(blake3::hash(&physics.described).as_bytes());
+    let Some((_, initial)) = table.iter().find(|(name, _)| name.get_ref() == "initial") else {
+        return *hasher.finalize().as_bytes();
+    };
+    let mut written = String::new();
+    keys::write(initial.get_ref(), &mut written);
+    hasher.update(written.as_bytes()).update(&names.seed.to_le_bytes());
+    for (name, value) in &names.constants {
+        hasher.update(name.as_bytes()).update(&value.to_bits().to_le_bytes());
+    }
+    for (_, bytes) in files.all().filter(|(name, _)| written.contains(*name)) {
+        hasher.update(blake3::hash(bytes).as_bytes());
+    }
+    *hasher.finalize().as_bytes()
 }
 
 fn name(keys: &Keys<'_>) -> Result<String, SimulationError> {

@@ -2,7 +2,7 @@
 use super::engine::Engine;
 use super::error::ApiError;
 use super::{App, body, off_thread};
-use crate::handle::hex;
+use crate::handle::{StateView, hex};
 use crate::submissions::{Submission, Submissions, Submit, Watched};
 use axum::Json;
 use axum::body::Body;
@@ -15,6 +15,7 @@ use kernels::grid::Region;
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Tile;
 use node_core::id::{JobId, NodeId};
+use node_core::tiles::GridJobView;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -85,8 +86,8 @@ pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request)
 }
 
 pub(crate) async fn list<E: Engine>(State(app): State<App<E>>) -> Result<Json<Value>, ApiError> {
-    let names = nodes(&app).await;
-    let all: Vec<Value> = here(&app)?.all().iter().map(|submission| report(submission, &names)).collect();
+    let around = Around::of(&app).await;
+    let all: Vec<Value> = here(&app)?.all().iter().map(|submission| report(submission, &around)).collect();
     Ok(Json(json!(all)))
 }
 
@@ -95,7 +96,7 @@ pub(crate) async fn view<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     let (_, submission) = find(&app, &job)?;
-    Ok(Json(report(&submission, &nodes(&app).await)))
+    Ok(Json(report(&submission, &Around::of(&app).await)))
 }
 
 pub(crate) async fn cancel<E: Engine>(
@@ -117,10 +118,9 @@ pub(crate) async fn events<E: Engine>(
     Path(job): Path<String>,
 ) -> Result<Response, ApiError> {
     let (_, submission) = find(&app, &job)?;
-    let names = nodes(&app).await;
     let changes = submission.changes();
     let lines = stream::unfold(Some((submission, changes, true)), move |state| {
-        let names = names.clone();
+        let app = app.clone();
         async move {
             let (submission, mut changes, first) = state?;
             if !first {
@@ -130,7 +130,7 @@ pub(crate) async fn events<E: Engine>(
                 }
             }
             let _ = changes.borrow_and_update();
-            let line = report(&submission, &names);
+            let line = report(&submission, &Around::of(&app).await);
             // Of this very report: the last line is the one that says how it ended.
             let over = line["state"] == "done" || line["state"] == "failed";
             let next = if over { None } else { Some((submission, changes, false)) };
@@ -204,16 +204,34 @@ pub(crate) async fn page() -> Response {
     (headers, include_str!("watch.html")).into_response()
 }
 
-/// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
-async fn nodes<E: Engine>(app: &App<E>) -> Nodes {
-    app.engine.state().await.peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect()
+/// What is told of a simulation beside what came of it here.
+pub(crate) struct Around {
+    /// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
+    nodes: BTreeMap<String, (String, u64)>,
+    grids: Vec<GridJobView>,
 }
 
-type Nodes = BTreeMap<String, (String, u64)>;
+impl Around {
+    /// As it is now.
+    async fn of<E: Engine>(app: &App<E>) -> Self {
+        let StateView { peers, grids, .. } = app.engine.state().await;
+        Self { nodes: peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect(), grids }
+    }
+
+    fn name(&self, node: &str) -> Option<&String> {
+        self.nodes.get(node).map(|(name, _)| name)
+    }
+}
 
 /// How a simulation stands, or how it ended.
-pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
-    let (told, simulation) = (submission.told(), &submission.simulation);
+pub(crate) fn report(submission: &Submission, around: &Around) -> Value {
+    let (mut told, simulation) = (submission.told(), &submission.simulation);
+    // While it runs the thread that decides knows what tiles have spent, and who stands by.
+    let running = around.grids.iter().find(|grid| grid.job == submission.job && told.ended.is_none());
+    let running = running.map(|grid| grid.tiles.as_slice()).unwrap_or_default();
+    if told.ended.is_none() {
+        told.figures = running.iter().map(|tile| tile.figures).collect();
+    }
     let cells = simulation.grid().region().cells() as f64;
     let steps = f64::from(told.step.saturating_sub(told.begun_at));
     let end = told.computed.unwrap_or_else(std::time::Instant::now);
@@ -257,15 +275,19 @@ pub(crate) fn report(submission: &Submission, names: &Nodes) -> Value {
         .map(|(number, (node, Region { start, end }))| {
             let node = hex(&NodeId(node.0));
             let figures = told.figures.get(number).copied().unwrap_or_default();
+            let standby = running.get(number).and_then(|tile| tile.standby).map(|(node, step)| {
+                let node = hex(&node);
+                json!({"name": around.name(&node), "node": node, "step": step})
+            });
             json!({
-                "node": node, "name": names.get(&node).map(|(name, _)| name), "from": start, "to": end,
+                "name": around.name(&node), "node": node, "from": start, "to": end, "standby": standby,
                 "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
                 "halo_bytes": figures.sent_bytes,
             })
         })
         .collect();
     let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
-    let read = computing.iter().map(|node| names.get(node).map(|(_, read)| *read));
+    let read = computing.iter().map(|node| around.nodes.get(node).map(|(_, read)| *read));
     let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
     let share = read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64);
     let quantity = Watched::of(simulation).quantity;

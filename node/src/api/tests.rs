@@ -144,6 +144,7 @@ impl Engine for Pretended {
             membership_ends: 0,
             peers: vec![],
             jobs: self.jobs.lock().unwrap().clone(),
+            grids: vec![],
             waiting: vec![],
             weights: crate::transfer::WeightsView::default(),
             boundary: crate::boundary::BoundaryView::default(),

@@ -16,8 +16,14 @@ pub(super) struct WatchArgs {
     /// The job's id, or the beginning of it, as `meshnode jobs` shows it
     job: String,
     /// How often the picture changes
-    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = crate::config::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = pace)]
     every: Duration,
+}
+
+/// A duration, not so short that watching is all that the machine does.
+fn pace(text: &str) -> Result<Duration, String> {
+    let every = crate::config::parse_duration(text).map_err(|e| e.to_string())?;
+    if every >= GLANCE { Ok(every) } else { Err(format!("expected {GLANCE:?} or more, found {every:?}")) }
 }
 
 pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {

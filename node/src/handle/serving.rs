@@ -3,7 +3,7 @@
 use super::{ModelHandle, NodeError};
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
-use crate::views::{JobView, PeerView};
+use crate::views::{JobView, PeerView, Views};
 use node_core::id::{ContentId, JobId};
 use node_core::input::{Input, ModelSpec};
 use node_core::output::{DoneReason, Event};
@@ -107,12 +107,12 @@ impl Serving {
             models.retain(|_, m| m.job != job);
             names
         };
-        let (peers, jobs) = self.driver.views().await;
+        let Views { peers, jobs, .. } = self.driver.views().await;
         let holders = holders(&peers, &jobs, job);
         self.driver.input(Input::Undeploy { job });
         let start = Instant::now();
         while start.elapsed() < FREED_MAX {
-            let (peers, jobs) = self.driver.views().await;
+            let Views { peers, jobs, .. } = self.driver.views().await;
             if jobs.iter().all(|j| j.job != name_of(job)) && holders.iter().all(|h| h.is_free(&peers)) {
                 break;
             }
@@ -168,7 +168,7 @@ impl Serving {
 
     /// Nobody told the id of a job that did not become ready: it is the one of that name that no served model has.
     async fn end_unfinished(&self, spec: &ModelSpec, new: bool) {
-        let (_, jobs) = self.driver.views().await;
+        let jobs = self.driver.views().await.jobs;
         let known: Vec<String> = self.lock().values().map(|m| name_of(m.job)).collect();
         for job in jobs.iter().filter(|j| new && j.head && j.model == spec.name && !known.contains(&j.job)) {
             if let Ok(id) = u64::from_str_radix(&job.job, 16) {

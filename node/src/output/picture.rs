@@ -114,7 +114,7 @@ impl Picture {
         encoder.set_color(png::ColorType::Indexed);
         encoder.set_depth(png::BitDepth::Eight);
         encoder.set_palette(self.palette.concat());
-        encoder.set_compression(png::Compression::Fast);
+        encoder.set_compression(png::Compression::Balanced);
         // Neighbours' numbers say nothing about a colour's.
         encoder.set_filter(png::Filter::NoFilter);
         let mut writer = encoder.write_header().expect("a header into memory");

@@ -24,6 +24,8 @@ pub struct Checkpoints {
     size: [usize; 3],
     /// Hashes of parts that are on disk, by step.
     parts: BTreeMap<u32, Parts>,
+    /// Steps of whole ones that are this run's, in order.
+    kept: Vec<u32>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -55,7 +57,7 @@ impl Checkpoints {
         let _ = fs::remove_file(&probe);
         let identity = hex(&simulation.identity());
         let size = simulation.grid().size();
-        Ok(Self { folder: out.join("checkpoints"), identity, size, parts: BTreeMap::new() })
+        Ok(Self { folder: out.join("checkpoints"), identity, size, parts: BTreeMap::new(), kept: Vec::new() })
     }
 
     /// Writes a tile's part.
@@ -71,7 +73,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// All parts of a step are there: it is the one to go back to from now on, and older ones go.
+    /// All parts of a step are there: it is the one to go back to from now on. Others go, but for the one before: older ones,
+    /// those that were never whole, and those of an earlier run in this folder.
     ///
     /// # Errors
     /// A part is missing, or the disk.
@@ -88,26 +91,33 @@ impl Checkpoints {
         let text = serde_json::to_vec_pretty(&manifest).map_err(|e| e.to_string())?;
         whole_file(&self.step_folder(step).join("manifest.json"), &text)?;
         self.parts.retain(|of, _| *of > step);
-        let mut steps = steps(&self.folder);
-        steps.truncate(steps.len().saturating_sub(KEPT));
-        for old in steps {
-            let _ = fs::remove_dir_all(self.step_folder(old));
+        // A run that goes back makes some again.
+        self.kept.retain(|kept| *kept < step);
+        self.kept.push(step);
+        self.kept.drain(..self.kept.len().saturating_sub(KEPT));
+        for (old, _) in steps(&self.folder) {
+            if !self.kept.contains(&old) && !self.parts.contains_key(&old) {
+                let _ = fs::remove_dir_all(self.step_folder(old));
+            }
         }
         Ok(())
     }
 
-    /// The newest one that is whole.
+    /// The newest one that is whole, to go on from.
     ///
     /// # Errors
     /// There is none; what is wrong with the last.
-    pub fn newest(&self, simulation: &Simulation) -> Result<Checkpoint, String> {
+    pub fn newest(&mut self, simulation: &Simulation) -> Result<Checkpoint, String> {
         let mut wrong = None;
-        for step in steps(&self.folder).into_iter().rev() {
+        for (step, _) in steps(&self.folder).into_iter().rev().filter(|(_, whole)| *whole) {
             let out = self.folder.parent().unwrap_or(Path::new("."));
             match Checkpoint::open(out, step, simulation)
                 .and_then(|checkpoint| checkpoint.verify().map(|()| checkpoint))
             {
-                Ok(checkpoint) => return Ok(checkpoint),
+                Ok(checkpoint) => {
+                    self.kept = vec![step];
+                    return Ok(checkpoint);
+                }
                 Err(what) => {
                     tracing::warn!("{what}");
                     wrong = wrong.or(Some(what));
@@ -127,12 +137,12 @@ impl Checkpoints {
     }
 }
 
-/// Steps of which there is a manifest, in order.
-fn steps(folder: &Path) -> Vec<u32> {
+/// Steps of which there is something, in order, and whether there is a manifest.
+fn steps(folder: &Path) -> Vec<(u32, bool)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let step = |entry: fs::DirEntry| {
         let step = entry.file_name().to_str()?.strip_prefix("step-")?.parse().ok()?;
-        entry.path().join("manifest.json").is_file().then_some(step)
+        Some((step, entry.path().join("manifest.json").is_file()))
     };
     let mut steps: Vec<u32> = entries.filter_map(step).collect();
     steps.sort_unstable();
@@ -170,7 +180,7 @@ impl Checkpoint {
         let size = simulation.grid().size();
         if manifest.identity != hex(&simulation.identity()) || manifest.size != size {
             return Err(format!(
-                "{} is of another simulation: grid, rule, parameters and masks must be the same",
+                "{} is of another simulation: grid, rule, parameters, masks and the initial state must be the same; run without --resume to begin anew",
                 path.display()
             ));
         }

@@ -67,6 +67,11 @@ impl Files {
             .map_err(|error| item.error(format!("{name}: byte {} is no text (UTF-8)", error.valid_up_to())))
     }
 
+    /// Names and bytes.
+    pub(super) fn all(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.known.iter().map(|(name, bytes)| (name.as_str(), &**bytes))
+    }
+
     fn packed_len(&self) -> usize {
         let files = self.known.iter().map(|(name, bytes)| 8 + name.len() + bytes.len());
         MAGIC.len() + 8 + self.job.len() + self.text.len() + files.sum::<usize>()

@@ -95,6 +95,36 @@ impl<'a> Keys<'a> {
     }
 }
 
+/// A value without places, comments and blanks: the same for what says the same.
+pub(super) fn write(value: &DeValue<'_>, to: &mut String) {
+    use std::fmt::Write;
+    match value {
+        DeValue::Table(table) => {
+            for (name, value) in table {
+                let _ = write!(to, "{{{:?}:", name.get_ref());
+                write(value.get_ref(), to);
+                to.push('}');
+            }
+        }
+        DeValue::Array(items) => {
+            for item in items.iter() {
+                to.push('[');
+                write(item.get_ref(), to);
+                to.push(']');
+            }
+        }
+        DeValue::String(text) => {
+            let _ = write!(to, "{text:?}");
+        }
+        DeValue::Integer(number) => to.push_str(number.as_str()),
+        DeValue::Float(number) => to.push_str(number.as_str()),
+        DeValue::Boolean(yes) => to.push_str(if *yes { "true" } else { "false" }),
+        DeValue::Datetime(time) => {
+            let _ = write!(to, "{time}");
+        }
+    }
+}
+
 /// A value and its place.
 #[derive(Clone)]
 pub(super) struct Item<'a> {

@@ -87,7 +87,7 @@ fn a_job_says_what_it_says_and_travels_as_bytes() {
 }
 
 #[test]
-fn a_checkpoints_identity_knows_the_rule_and_not_the_run() {
+fn a_checkpoints_identity_knows_the_rule_and_the_beginning_and_not_the_run() {
     let fluid = |rule: &str, rest: &str| {
         let text = format!(
             "name = \"a\"\nsteps = 10\nseed = 3\n{rest}\n[grid]\nsize = [64, 32]\n[boundary]\ny = \"wall\"\n[rule]\n\
@@ -98,7 +98,11 @@ fn a_checkpoints_identity_knows_the_rule_and_not_the_run() {
     let usual = fluid("viscosity = 0.1", "");
     assert_eq!(usual, fluid("tau = \"0.5 + 3*0.1\"", "check_every = 5"), "the same, said otherwise");
     assert_eq!(usual, fluid("viscosity = 0.1\nstorage = \"f32\"", ""));
-    assert_eq!(usual, fluid("viscosity = 0.1\n[initial]\ndensity = 1.1\n[[output]]\nkind = \"vtk\"\nevery = 1", ""));
+    assert_eq!(usual, fluid("viscosity = 0.1\n[[output]]\nkind = \"vtk\"\nevery = 1", ""));
+    assert_eq!(
+        fluid("viscosity = 0.1\n[initial]\ndensity = 1.1", ""),
+        fluid("viscosity = 0.1\n[initial] # so\ndensity =   1.1", "")
+    );
     let others = [
         fluid("viscosity = 0.2", ""),
         fluid("viscosity = 0.1\ncollision = \"bgk\"", ""),
@@ -110,6 +114,10 @@ fn a_checkpoints_identity_knows_the_rule_and_not_the_run() {
         fluid("viscosity = 0.1\nsolid = { image = \"n.png\" }", ""),
         fluid("omega = \"1 + 0.001*x\"", ""),
         fluid("viscosity = 0.1\nstorage = \"f16\"", ""),
+        fluid("viscosity = 0.1\n[initial]\ndensity = 1.1", ""),
+        fluid("viscosity = 0.1\n[initial]\ndensity = \"1 + 0.1*noise(1)\"", ""),
+        fluid("viscosity = 0.1\n[initial]\ndensity = \"1 + a*noise(1)\"", "constants = { a = 0.1 }"),
+        fluid("viscosity = 0.1\n[initial]\ndensity = \"1 + a*noise(1)\"", "constants = { a = 0.2 }"),
     ];
     for (at, other) in others.iter().enumerate() {
         assert_ne!(usual, *other, "{at}");

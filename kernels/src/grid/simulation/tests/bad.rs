@@ -90,7 +90,7 @@ fn each_error_names_its_place() {
             "at most 2000",
         ),
         (with("steps = 10", "steps = 10\nstandby = \"cold\""), "(standby)", "\"warm\" or \"hot\""),
-        (with("steps = 10", "steps = 10\ndepth = 0"), "(depth)", "from 1 to 256"),
+        (with("steps = 10", "steps = 10\ndepth = 0"), "(depth)", "from 1 to 64"),
         (with("steps = 10", "steps = 10\nconstants = { x = 1 }"), "(constants.x)", "taken"),
         (
             with("steps = 10", "steps = 10\nconstants = { a = \"b\", b = \"a\" }"),
