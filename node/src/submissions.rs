@@ -94,6 +94,7 @@ struct Made {
     writers: BTreeMap<u16, Writer>,
     checkpoints: Option<Checkpoints>,
     /// Nobody else writes into the folder while this is held.
+    #[expect(dead_code, reason = "it is closed with the rest")]
     lock: Option<File>,
 }
 
@@ -270,8 +271,8 @@ impl Submissions {
                         let event = event.clone();
                         std::thread::spawn(move || {
                             submission.finish_forces();
-                            submission.tell(&event);
                             submission.close();
+                            submission.tell(&event);
                         });
                     } else {
                         submission.tell(event);

@@ -6,6 +6,7 @@ use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
 use node_core::output::{Change, DownReason};
+use node_core::tiles::GridJobView;
 use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;

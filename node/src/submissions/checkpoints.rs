@@ -144,7 +144,7 @@ fn steps(folder: &Path) -> Vec<(u32, bool)> {
         let step = entry.file_name().to_str()?.strip_prefix("step-")?.parse().ok()?;
         Some((step, entry.path().join("manifest.json").is_file()))
     };
-    let mut steps: Vec<u32> = entries.filter_map(step).collect();
+    let mut steps: Vec<(u32, bool)> = entries.filter_map(step).collect();
     steps.sort_unstable();
     steps
 }
