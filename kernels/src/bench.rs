@@ -146,7 +146,8 @@ pub fn speed(threads: usize) -> Result<Speed, StageError> {
             matrices.iter().for_each(|matrix| products(isa, &mut pool, x, true, &[*matrix], [&mut out]));
             passes.push(start.elapsed().as_secs_f64());
         }
-        median(passes.split_off(1))
+        // The fastest: whoever else uses the machine now makes it slower, and may be gone in a minute.
+        passes.split_off(1).into_iter().fold(f64::INFINITY, f64::min)
     };
     let decode = seconds(&row, &matrices);
     let few = &matrices[..4];
