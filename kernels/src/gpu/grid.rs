@@ -12,7 +12,7 @@ use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::rule::{Rule, Stepper};
 use crate::grid::{Grid, GridError, Link, Region, halo};
 use exchange::Exchange;
-use memory::{Buffer, check};
+use memory::{Buffer, address, check, has_halves};
 use motion::Motion;
 use place::Memory;
 
@@ -81,8 +81,8 @@ impl<R: Runtime> GpuTile<R> {
         free: usize,
     ) -> Result<Self, GridError> {
         rule.check(grid)?;
-        if rule.format() == Format::Half {
-            let what = "populations of 16 bits are computed on processors only: use storage = \"f32\" on a GPU".into();
+        if rule.format() == Format::Half && !has_halves(client) {
+            let what = "this GPU keeps no numbers of 16 bits: use storage = \"f32\" on it".into();
             return Err(GridError::Parameter { rule: rule.name(), what });
         }
         let frame = Frame::new(grid, region, depth, rule.radius(), rule.format())?;
@@ -92,12 +92,14 @@ impl<R: Runtime> GpuTile<R> {
             return Err(GridError::DeviceMemory { needed, free });
         }
         if memory.plane > u32::MAX as usize {
-            return Err(GridError::Buffer { bytes: 4 * memory.plane, most: 4 * u32::MAX as usize });
+            let each = 4 / memory.of_word;
+            return Err(GridError::Buffer { bytes: each * memory.plane, most: each * u32::MAX as usize });
         }
         let fields = rule.fields();
         let (motion, stepper) = Motion::new(client, rule, &frame, &memory)?;
-        let state = Buffer::new(client, fields * memory.plane)?;
-        let next = Buffer::new(client, fields * memory.plane)?;
+        let words = fields * memory.plane / memory.of_word;
+        let state = Buffer::new(client, words)?;
+        let next = Buffer::new(client, words)?;
         let (exchange, stamp) = (Exchange::none(frame.format), Buffer::from_elements(client, &[0; 4])?);
         let (client, half, fresh, step) = (client.clone(), false, 0, 0);
         let mut tile = Self {
@@ -197,7 +199,7 @@ impl<R: Runtime> GpuTile<R> {
         self.motion.prepare(&self.client, &self.state, &self.memory);
         let (strips, _) = self.frame.cut();
         strips.iter().for_each(|strip| self.compute(strip));
-        self.exchange.fetch(&self.client, &self.next, self.memory.plane);
+        self.exchange.fetch(&self.client, &self.next, &self.memory);
         self.half = true;
         check(&self.client)
     }
@@ -231,10 +233,10 @@ impl<R: Runtime> GpuTile<R> {
         let strips = halo::strips(&self.frame, &travels, links)?;
         self.exchange = Exchange::new(&self.client, &self.frame, &self.memory, strips)?;
         // As in `warm`: what is put into the halo is replaced before it counts.
-        self.exchange.fetch(&self.client, &self.state, self.memory.plane);
+        self.exchange.fetch(&self.client, &self.state, &self.memory);
         for link in 0..self.exchange.strips.len() {
             let nothing = vec![0; self.exchange.strips[link].bytes_in];
-            self.exchange.insert(&self.client, link, &nothing, &self.state, self.memory.plane);
+            self.exchange.insert(&self.client, link, &nothing, &self.state, &self.memory);
         }
         self.await_halo();
         check(&self.client)
@@ -270,7 +272,7 @@ impl<R: Runtime> GpuTile<R> {
         self.strips_at(link)?;
         if !self.exchange.is_fetched() {
             let state = if self.half { &self.next } else { &self.state };
-            self.exchange.fetch(&self.client, state, self.memory.plane);
+            self.exchange.fetch(&self.client, state, &self.memory);
             check(&self.client)?;
         }
         self.exchange.packed(link)
@@ -287,7 +289,7 @@ impl<R: Runtime> GpuTile<R> {
         if strip.len() != expected {
             return Err(GridError::Strip { link, expected, found: strip.len() });
         }
-        self.exchange.insert(&self.client, link, strip, &self.state, self.memory.plane);
+        self.exchange.insert(&self.client, link, strip, &self.state, &self.memory);
         let strips = &mut self.exchange.strips;
         strips[link].arrived = true;
         if strips.iter().all(|strips| strips.arrived || strips.bytes_in == 0) {
@@ -315,6 +317,11 @@ impl<R: Runtime> GpuTile<R> {
     fn strips_at(&self, link: usize) -> Result<&halo::Strips, GridError> {
         let strips = &self.exchange.strips;
         strips.get(link).ok_or(GridError::NoLink { link, links: strips.len() })
+    }
+
+    /// How kernels count elements of the state.
+    fn address(&self) -> AddressType {
+        address(&self.client, self.state.len * self.memory.of_word)
     }
 
     fn whole(&self) -> Result<(), GridError> {

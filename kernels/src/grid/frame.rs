@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::{AXES, Face, Grid, GridError, RUN, Region, SIZE_MAX};
 
 /// How cells lie in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Format {
     /// One `f32` a cell; rows begin at multiples of 64 bytes.
     Float,

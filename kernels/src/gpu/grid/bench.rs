@@ -7,12 +7,9 @@ use serde::Serialize;
 
 use super::GpuTile;
 use super::check::Mesh;
-use super::collision::Form;
-use super::memory::{Buffer, address, check, element, failed, over};
-use super::place::{Ends, Memory};
-use super::{d2q9, d3q19};
-use crate::grid::frame::{Format, Frame};
-use crate::grid::lbm::{Collision, Fluid, Fluid3};
+use super::memory::{address, check, element, failed, over};
+use crate::grid::frame::Format;
+use crate::grid::lbm::{Collision, Fluid, Fluid3, Storage};
 use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::TextRule;
@@ -76,16 +73,6 @@ pub fn figures<R: Runtime>(
         match one_tile(client, &subject, copy.gb_per_s) {
             Ok(all) => all.iter().for_each(&mut *tell),
             Err(error) => tell(&failure(&subject, &error)),
-        }
-    }
-    for (edges, side) in [(512.0, 8192.0), (256.0, 4096.0)] {
-        let whole = |cells: f64, by: f64| ((cells * by) as usize).max(64).next_multiple_of(64);
-        let (cube, square) = ([whole(edges, scale.cbrt()); 3], [whole(side, scale.sqrt()); 2]);
-        if "d3q19, 16 bits".contains(only) {
-            small_or_whole::<R, half::f16>(client, &cube, true, copy.gb_per_s, tell)?;
-        }
-        if "d2q9, 16 bits".contains(only) {
-            small_or_whole::<R, half::f16>(client, &square, true, copy.gb_per_s, tell)?;
         }
     }
     for subject in meshed(scale).into_iter().filter(|subject| subject.what.contains(only)) {
@@ -161,53 +148,6 @@ fn one_tile<R: Runtime>(client: &ComputeClient<R>, subject: &Subject, copy: f64)
     drop(tile);
     client.memory_cleanup();
     Ok(figures)
-}
-
-/// Fluid in a cube or a square, whole and with numbers of 16 bits.
-fn small_or_whole<R: Runtime, S: Float>(
-    client: &ComputeClient<R>,
-    size: &[usize],
-    enlarged: bool,
-    copy: f64,
-    tell: &mut dyn FnMut(&Figure),
-) -> Result<(), String> {
-    let text = |error: GridError| error.to_string();
-    let grid = Grid::periodic(size).map_err(text)?;
-    let frame = Frame::new(&grid, grid.region(), 1, 1, Format::Float).map_err(text)?;
-    let (memory, span) = (Memory::new(&frame), frame.span(0));
-    let fields = if size.len() == 3 { 19 } else { 9 };
-    let (len, bytes) = (fields * memory.plane, if enlarged { 2 } else { 4 });
-    let what = match (fields, enlarged) {
-        (9, _) => "d2q9, 16 bits",
-        (_, true) => "d3q19, 16 bits",
-        (_, false) => "d3q19",
-    };
-    let subject = Subject { what, grid, rule: Rule::Life(Life::CONWAY), bytes: (2 * fields * bytes) as f64 };
-    let [one, two] = [0; 2].map(|_| Buffer::new(client, len * bytes / 4));
-    let mut states = [one.map_err(text)?, two.map_err(text)?];
-    let halves = Buffer::from_elements(client, &[0; 4]).map_err(text)?;
-    let form = Form { field: false, force: false, enlarged, ends: Ends::new(&frame) };
-    // Coefficients of no fluid, but of a stable one.
-    let numbers = [0.5, 0.2, 0.25, 0.02, 0.01, 0.1, 0.05, 0.25, 0.1, 0.05, 0.25, 0.25, 0.0, 0.0, 0.0];
-    for cube in [[128, 1], [256, 1], [512, 1], [1024, 1], [256, 2], [128, 2]] {
-        let dim = CubeDim::new_2d(cube[0], cube[1]);
-        let seconds = timed(client, &mut |times| {
-            for _ in 0..times {
-                let [from, to] = [&states[0], &states[1]];
-                if fields == 19 {
-                    d3q19::launch::<R, S>(client, &memory, &span, [from, to], len, &halves, &numbers, form, dim);
-                } else {
-                    d2q9::launch::<R, S>(client, &memory, &span, [from, to], len, &halves, &numbers, form, dim);
-                }
-                states.swap(0, 1);
-            }
-            Ok(())
-        });
-        tell(&subject.figure(seconds.map_err(text)?, format!("{}x{} 1", cube[0], cube[1]), (1, 1), copy));
-    }
-    drop(states);
-    client.memory_cleanup();
-    Ok(())
 }
 
 /// Several tiles in a row along y, exchanging halos every `depth` steps.
@@ -322,6 +262,8 @@ fn subjects(scale: f64) -> Vec<Subject> {
     let flow = [Face::Inlet { velocity: [0.05, 0.0, 0.0], parabola: true }, Face::Outlet { density: 1.0 }];
     let duct = Grid::new(&[edge(512); 3], &[flow, [Face::Wall; 2], [Face::Wall; 2]]).expect("a grid that is possible");
     let with = |fluid: Fluid| Rule::D2q9(fluid);
+    let small = Rule::D2q9(Fluid { storage: Storage::Half, ..trt.clone() });
+    let small3 = Rule::D3q19(Fluid3 { storage: Storage::Half, ..trt3.clone() });
     let mut all = vec![
         new("d2q9 plain", plane(8192), with(trt.clone()), 72.0),
         new("d2q9 plain", plane(4096), with(trt.clone()), 72.0),
@@ -331,6 +273,10 @@ fn subjects(scale: f64) -> Vec<Subject> {
         new("d2q9 mask of posts", plane(8192), with(Fluid { solid: Some(Arc::new(posts)), ..trt.clone() }), 72.0),
         new("d2q9 channel", channel(8192), with(trt.clone()), 72.0),
         new("d2q9 channel", channel(1024), with(trt), 72.0),
+        new("d2q9, 16 bits", plane(8192), small.clone(), 36.0),
+        new("d2q9, 16 bits", plane(4096), small, 36.0),
+        new("d3q19, 16 bits", space(512), small3.clone(), 76.0),
+        new("d3q19, 16 bits", space(256), small3, 76.0),
         new("d3q19", space(512), Rule::D3q19(trt3.clone()), 152.0),
         new("d3q19", space(256), Rule::D3q19(trt3.clone()), 152.0),
         new(
@@ -378,27 +324,37 @@ fn meshed(scale: f64) -> Vec<Subject> {
 fn stir<R: Runtime>(client: &ComputeClient<R>, tile: &GpuTile<R>) {
     let len = tile.state.len;
     let (cubes, dim) = over(len);
-    let bits = tile.frame.format == Format::Bit;
     // SAFETY: units beyond the last element do nothing.
     unsafe {
-        noise::launch_unchecked::<R>(client, cubes, dim, address(client, len), tile.state.arg(), len, bits);
+        noise::launch_unchecked::<R>(
+            client,
+            cubes,
+            dim,
+            address(client, len),
+            tile.state.arg(),
+            len,
+            tile.frame.format,
+        );
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn noise(to: &mut Array<u32>, len: usize, #[comptime] bits: bool) {
+fn noise(to: &mut Array<u32>, len: usize, #[comptime] format: Format) {
     let i = element();
     if i < len {
         let mut v = u32::cast_from(i) * 0x9e37_79b9u32;
         v = (v ^ (v >> 16u32)) * 0x85eb_ca6bu32;
         v = (v ^ (v >> 13u32)) * 0xc2b2_ae35u32;
         v = v ^ (v >> 16u32);
-        if comptime!(bits) {
-            to[i] = v;
-        } else {
+        match format {
+            Format::Bit => to[i] = v,
             // Between -1e-3 and 1e-3.
-            let number = (f32::cast_from(v >> 8u32) - 8_388_608.0f32) * 1.2e-10f32;
-            to[i] = u32::reinterpret(number);
+            Format::Float => {
+                let number = (f32::cast_from(v >> 8u32) - 8_388_608.0f32) * 1.2e-10f32;
+                to[i] = u32::reinterpret(number);
+            }
+            // Two of 1e-3 to 2e-3 in amount.
+            Format::Half => to[i] = (v & 0x83ff_83ffu32) | 0x5000_5000u32,
         }
     }
 }

@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::{Handle, ServerError};
+use half::f16;
 
 use super::memory::{Buffer, address, element, failed, over};
 use super::place::Memory;
@@ -27,12 +28,12 @@ pub(super) struct Exchange {
     pub(super) packed: Packed,
 }
 
-/// Entries of four words: floats are (element of the field, field, 0, 0); bits are (word, bit of it, mask, 0) on the way
+/// Entries of four words: numbers are (element of the field, field, 0, 0); bits are (word, bit of it, mask, 0) on the way
 /// out and (word, bit of the strip, mask, 0) on the way in.
 struct List {
     entries: Buffer,
     count: usize,
-    /// Words of the strips, one before and one after them for bits.
+    /// Words of the strips, one before and one after them for bits. Numbers of 16 bits may not fill the last.
     words: usize,
 }
 
@@ -61,14 +62,15 @@ impl Exchange {
         for strip in &strips {
             (0..).zip(&strip.out).for_each(|(field, span)| leaving(format, memory, field, span, &mut out));
         }
-        let words = out.len() / 4;
+        let words = (out.len() / 4).div_ceil(memory.of_word);
         let out = List::new(client, &out, words)?;
         let into = strips.iter().map(|strip| {
             let (mut entries, mut bits) = (Vec::new(), 32);
             for (field, span) in (0..).zip(&strip.into) {
                 coming(format, memory, field, span, &mut entries, &mut bits);
             }
-            let words = if format == Format::Bit { bits / 32 + 1 } else { entries.len() / 4 };
+            let numbers = (entries.len() / 4).div_ceil(memory.of_word);
+            let words = if format == Format::Bit { bits / 32 + 1 } else { numbers };
             List::new(client, &entries, words)
         });
         Ok(Self { into: into.collect::<Result<_, _>>()?, strips, format, out, packed: Packed::Nothing })
@@ -88,22 +90,28 @@ impl Exchange {
     }
 
     /// Begins to fetch the strips of a state for all neighbours.
-    pub(super) fn fetch<R: Runtime>(&mut self, client: &ComputeClient<R>, state: &Buffer, plane: usize) {
+    pub(super) fn fetch<R: Runtime>(&mut self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
         let Some(list) = &self.out else {
             self.packed = Packed::Here(vec![Vec::new(); self.strips.len()]);
             return;
         };
-        let strips = Buffer { handle: client.empty(4 * list.count), len: list.count };
+        let strips = Buffer { handle: client.empty(4 * list.words), len: list.words };
         let (cubes, dim) = over(list.count);
-        let wide = address(client, state.len);
-        let (entries, from, to) = (list.entries.arg(), state.arg(), strips.arg());
+        let (wide, plane) = (address(client, state.len * memory.of_word), memory.plane);
+        let entries = list.entries.arg();
         // SAFETY: entries name elements of the state; units beyond the last entry do nothing.
         unsafe {
             match self.format {
-                Format::Float | Format::Half => {
-                    gather_floats::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, plane, list.count)
+                Format::Float => {
+                    let (from, to) = (state.arg(), strips.arg());
+                    gather::launch_unchecked::<f32, R>(client, cubes, dim, wide, entries, from, to, plane, list.count);
+                }
+                Format::Half => {
+                    let (from, to) = (state.halves(), strips.halves());
+                    gather::launch_unchecked::<f16, R>(client, cubes, dim, wide, entries, from, to, plane, list.count);
                 }
                 Format::Bit => {
+                    let (from, to) = (state.arg(), strips.arg());
                     gather_bits::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, list.count);
                 }
             }
@@ -163,12 +171,16 @@ impl Exchange {
         link: usize,
         strip: &[u8],
         state: &Buffer,
-        plane: usize,
+        memory: &Memory,
     ) {
         let Some(Some(list)) = self.into.get(link) else { return };
         let padded;
         let words = match self.format {
-            Format::Float | Format::Half => strip,
+            Format::Float => strip,
+            Format::Half => {
+                padded = [strip, &[0; 2]].concat();
+                &padded[..4 * list.words]
+            }
             Format::Bit => {
                 padded = self.pad(link, strip, list.words);
                 &padded
@@ -176,15 +188,21 @@ impl Exchange {
         };
         let from = Buffer { handle: client.create_from_slice(words), len: list.words };
         let (cubes, dim) = over(list.count);
-        let wide = address(client, state.len);
-        let (entries, from, to) = (list.entries.arg(), from.arg(), state.arg());
+        let (wide, plane) = (address(client, state.len * memory.of_word), memory.plane);
+        let entries = list.entries.arg();
         // SAFETY: entries name elements of the state and of the strip; units beyond the last entry do nothing.
         unsafe {
             match self.format {
-                Format::Float | Format::Half => scatter_floats::launch_unchecked::<R>(
-                    client, cubes, dim, wide, entries, from, to, plane, list.count,
-                ),
+                Format::Float => {
+                    let (from, to) = (from.arg(), state.arg());
+                    scatter::launch_unchecked::<f32, R>(client, cubes, dim, wide, entries, from, to, plane, list.count);
+                }
+                Format::Half => {
+                    let (from, to) = (from.halves(), state.halves());
+                    scatter::launch_unchecked::<f16, R>(client, cubes, dim, wide, entries, from, to, plane, list.count);
+                }
                 Format::Bit => {
+                    let (from, to) = (from.arg(), state.arg());
                     scatter_bits::launch_unchecked::<R>(client, cubes, dim, wide, entries, from, to, list.count);
                 }
             }
@@ -238,7 +256,7 @@ impl List {
     }
 }
 
-/// The places of what leaves: floats one by one, bits by 32 along rows.
+/// The places of what leaves: numbers one by one, bits by 32 along rows.
 fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>) {
     if span.is_empty() {
         return;
@@ -258,7 +276,7 @@ fn leaving(format: Format, memory: &Memory, field: u32, span: &Span, entries: &m
     }
 }
 
-/// The places of what comes: floats one by one, bits by the words that hold them. `bits`: of the strip so far.
+/// The places of what comes: numbers one by one, bits by the words that hold them. `bits`: of the strip so far.
 fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mut Vec<u32>, bits: &mut usize) {
     if span.is_empty() {
         return;
@@ -284,7 +302,7 @@ fn coming(format: Format, memory: &Memory, field: u32, span: &Span, entries: &mu
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn gather_floats(entries: &Array<u32>, from: &Array<f32>, to: &mut Array<f32>, plane: usize, count: usize) {
+fn gather<S: Float>(entries: &Array<u32>, from: &Array<S>, to: &mut Array<S>, plane: usize, count: usize) {
     let i = element();
     if i < count {
         to[i] = from[entries[4 * i + 1] as usize * plane + entries[4 * i] as usize];
@@ -292,7 +310,7 @@ fn gather_floats(entries: &Array<u32>, from: &Array<f32>, to: &mut Array<f32>, p
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn scatter_floats(entries: &Array<u32>, from: &Array<f32>, to: &mut Array<f32>, plane: usize, count: usize) {
+fn scatter<S: Float>(entries: &Array<u32>, from: &Array<S>, to: &mut Array<S>, plane: usize, count: usize) {
     let i = element();
     if i < count {
         let at = entries[4 * i + 1] as usize * plane + entries[4 * i] as usize;

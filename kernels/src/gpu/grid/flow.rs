@@ -1,5 +1,6 @@
 //! A fluid on one tile of a device: what both lattices share around their kernels.
 use cubecl::prelude::*;
+use half::f16;
 
 use super::collision::{Form, Weights};
 use super::edges::Edges;
@@ -7,7 +8,7 @@ use super::memory::{Buffer, units};
 use super::place::{Ends, Memory};
 use super::{d2q9, d3q19};
 use crate::grid::GridError;
-use crate::grid::frame::{Frame, Span};
+use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::lbm::{self, Lattice, LatticeFluid};
 
 /// What moves a fluid.
@@ -51,7 +52,7 @@ impl Flow {
         let form = Form {
             field: flow.halves.is_some(),
             force: flow.force != [0.0; 3],
-            enlarged: false,
+            enlarged: frame.format == Format::Half,
             ends: Ends::new(frame).wraps_only(),
         };
         let edges = Edges::new(client, &flow.edges, LatticeFluid::<D>::DIRECTIONS, frame, memory)?;
@@ -62,7 +63,11 @@ impl Flow {
 
     /// Makes what is pulled from beyond the tile's edges.
     pub(super) fn prepare<R: Runtime>(&self, client: &ComputeClient<R>, state: &Buffer, memory: &Memory) {
-        self.edges.fill::<R, f32>(client, (state, state.len, false), memory);
+        if self.form.enlarged {
+            self.edges.fill::<R, f16>(client, (state, 2 * state.len, true), memory);
+        } else {
+            self.edges.fill::<R, f32>(client, (state, state.len, false), memory);
+        }
     }
 
     pub(super) fn launch<R: Runtime>(
@@ -72,8 +77,23 @@ impl Flow {
         span: &Span,
         [from, to]: [&Buffer; 2],
     ) {
-        let launch = if self.three { d3q19::launch::<R, f32> } else { d2q9::launch::<R, f32> };
-        launch(client, memory, span, [from, to], from.len, &self.halves, &self.numbers, self.form, self.cube);
+        let launch = match (self.three, self.form.enlarged) {
+            (false, false) => d2q9::launch::<R, f32>,
+            (false, true) => d2q9::launch::<R, f16>,
+            (true, false) => d3q19::launch::<R, f32>,
+            (true, true) => d3q19::launch::<R, f16>,
+        };
+        launch(
+            client,
+            memory,
+            span,
+            [from, to],
+            from.len * memory.of_word,
+            &self.halves,
+            &self.numbers,
+            self.form,
+            self.cube,
+        );
     }
 }
 

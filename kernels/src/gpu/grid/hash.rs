@@ -7,7 +7,7 @@
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use super::memory::{Buffer, address};
+use super::memory::Buffer;
 use super::place::Place;
 use super::sums::{Sums, Wide, leave, plus};
 use crate::grid::frame::{Format, Span};
@@ -63,7 +63,7 @@ impl<R: Runtime> GpuTile<R> {
                 &self.client,
                 cubes,
                 dim,
-                address(&self.client, self.state.len),
+                self.address(),
                 self.state.arg(),
                 self.hidden.as_ref().unwrap_or(&nothing).arg(),
                 key.arg(),
@@ -74,7 +74,7 @@ impl<R: Runtime> GpuTile<R> {
                 2 * runs,
                 count,
                 sums.units,
-                self.frame.format == Format::Bit,
+                self.frame.format,
                 self.hidden.is_some(),
             );
         }
@@ -123,7 +123,7 @@ fn hash_runs(
     mask_row: usize,
     count: usize,
     units: usize,
-    #[comptime] bits: bool,
+    #[comptime] format: Format,
     #[comptime] masked: bool,
 ) {
     let mut a = 0u32;
@@ -154,9 +154,14 @@ fn hash_runs(
             hidden_low = hidden[at];
             hidden_high = hidden[at + 1];
         }
-        // A word is two halves, and a cell of 32 bits is one: behind two words of who this is.
-        let len = if comptime!(bits) { 6u32.runtime() } else { 4u32 + width };
-        let blocks = (len + 15u32) / 16u32;
+        // Behind four words of who this is: bytes, and the words that they begin.
+        let bytes = 16u32
+            + match format {
+                Format::Float => 4u32 * width,
+                Format::Half => 2u32 * width,
+                Format::Bit => 8u32.runtime(),
+            };
+        let (len, blocks) = ((bytes + 3u32) / 4u32, (bytes + 63u32) / 64u32);
         #[unroll]
         for k in 0..8usize {
             chain[k] = key[k];
@@ -169,10 +174,22 @@ fn hash_runs(
                 let mut value = 0u32;
                 if word >= 4u32 && word < len {
                     let at = word - 4u32;
-                    if comptime!(bits) {
+                    if comptime!(format == Format::Bit) {
                         let cut = select(width > 32u32 * at, width - 32u32 * at, 0u32);
                         let kept = select(cut >= 32u32, 0xffff_ffffu32, (1u32 << (cut & 31u32)) - 1u32);
                         value = cells[begin + (2u32 * of_row + at) as usize] & kept;
+                    } else if comptime!(format == Format::Half) {
+                        // A row begins with a word, and so does each of its runs.
+                        value = cells[begin / 2 + (32u32 * of_row + at) as usize];
+                        let cell = 2u32 * at;
+                        if cell + 1u32 == width {
+                            value &= 0xffffu32;
+                        }
+                        if comptime!(masked) {
+                            let mask = select(cell < 32u32, hidden_low, hidden_high) >> (cell & 31u32);
+                            value = select((mask & 1u32) == 1u32, value & 0xffff_0000u32, value);
+                            value = select((mask & 2u32) == 2u32, value & 0xffffu32, value);
+                        }
                     } else {
                         value = cells[begin + (64u32 * of_row + at) as usize];
                         if comptime!(masked) {
@@ -192,8 +209,8 @@ fn hash_runs(
                 message[3] = high;
                 flags += comptime!(FIRST);
             }
-            let bytes = select(last, 4u32 * (len - 16u32 * block), 64u32);
-            compress(&mut chain, &message, &mut state, bytes, flags);
+            let these = select(last, bytes - 64u32 * block, 64u32);
+            compress(&mut chain, &message, &mut state, these, flags);
             block += 1u32;
         }
         let sum = plus(Wide { a, b, c, d }, Wide { a: chain[0], b: chain[1], c: chain[2], d: chain[3] });

@@ -2,7 +2,7 @@
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use super::memory::{Buffer, address, check, element, over};
+use super::memory::{Buffer, check, element, number, over};
 use super::place::Place;
 use super::state::CHUNK_BYTES;
 use crate::grid::any_tile::{TakeRow, blocks, count};
@@ -69,7 +69,7 @@ impl<R: Runtime> GpuTile<R> {
                 &self.client,
                 cubes,
                 dim,
-                address(&self.client, self.state.len.max(len)),
+                self.address(),
                 self.state.arg(),
                 mask.arg(),
                 names.arg(),
@@ -79,7 +79,7 @@ impl<R: Runtime> GpuTile<R> {
                 2 * (self.frame.size[0] as usize).div_ceil(64),
                 self.frame.size[1] as usize,
                 len,
-                self.frame.format == Format::Bit,
+                self.frame.format,
                 self.hidden.is_some(),
             );
         }
@@ -105,7 +105,7 @@ impl<R: Runtime> GpuTile<R> {
                 &self.client,
                 cubes,
                 dim,
-                address(&self.client, self.state.len.max(len)),
+                self.address(),
                 self.state.arg(),
                 counts.arg(),
                 place,
@@ -172,7 +172,7 @@ fn pick(
     mask_row: usize,
     height: usize,
     len: usize,
-    #[comptime] bits: bool,
+    #[comptime] format: Format,
     #[comptime] masked: bool,
 ) {
     let i = element();
@@ -187,10 +187,10 @@ fn pick(
             + (place.y + y) as usize * place.row
             + place.x as usize;
         let (word, bit) = ((x / 32u32) as usize, x % 32u32);
-        if comptime!(bits) {
+        if comptime!(format == Format::Bit) {
             to[i] = f32::cast_from((cells[line + word] >> bit) & 1u32);
         } else {
-            let mut value = f32::reinterpret(cells[line + x as usize]);
+            let mut value = f32::reinterpret(number(cells, line + x as usize, comptime!(format == Format::Half)));
             if comptime!(masked) {
                 let mask = hidden[(z as usize * height + y as usize) * mask_row + word];
                 value = select(((mask >> bit) & 1u32) == 1u32, 0.0f32, value);

@@ -6,8 +6,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cubecl::bytes::Bytes;
+use cubecl::ir::features::TypeUsage;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use half::f16;
 
 use crate::grid::GridError;
 
@@ -56,6 +58,12 @@ impl Buffer {
     pub(super) fn arg<R: Runtime>(&self) -> ArrayArg<R> {
         // SAFETY: the length is that of the allocation; kernels stay below it.
         unsafe { ArrayArg::from_raw_parts(self.handle.clone(), self.len) }
+    }
+
+    /// As numbers of 16 bits, twice as many.
+    pub(super) fn halves<R: Runtime>(&self) -> ArrayArg<R> {
+        // SAFETY: the length is that of the allocation; kernels stay below it.
+        unsafe { ArrayArg::from_raw_parts(self.handle.clone(), 2 * self.len) }
     }
 
     /// Some elements.
@@ -128,6 +136,11 @@ pub(super) fn check_len<R: Runtime>(client: &ComputeClient<R>, len: usize) -> Re
     if 4 * len > most { Err(GridError::Buffer { bytes: 4 * len, most }) } else { Ok(()) }
 }
 
+/// Whether a device keeps numbers of 16 bits in its memory.
+pub(super) fn has_halves<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    f16::supported_uses(client).contains(TypeUsage::Buffer)
+}
+
 /// How kernels count elements: with 32 bits as long as that is enough.
 pub(super) fn address<R: Runtime>(client: &ComputeClient<R>, len: usize) -> AddressType {
     let long = len > u32::MAX as usize || ALWAYS_WIDE.load(Ordering::Relaxed);
@@ -159,6 +172,24 @@ pub(super) fn over(len: usize) -> (CubeCount, CubeDim) {
 #[cube]
 pub(super) fn element() -> usize {
     (CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * CUBE_DIM_X as usize + UNIT_POS_X as usize
+}
+
+/// The bits, as a number of 32 bits, of a number of 32 or 16 bits ([`crate::grid::number::Half`]): exactly, whatever the
+/// device's own conversions make of the smallest.
+#[cube]
+pub(super) fn number(cells: &Array<u32>, at: usize, #[comptime] half: bool) -> u32 {
+    if comptime!(half) {
+        let bits = cells[at / 2] >> (16u32 * u32::cast_from(at % 2));
+        let (exponent, mantissa) = ((bits >> 10u32) & 31u32, bits & 1023u32);
+        // 2^15 less than it is stored as. What is too small for a usual exponent there is none too small here.
+        let usual = ((exponent + 97u32) << 23u32) | (mantissa << 13u32);
+        let infinite = 0x7f80_0000u32 | (mantissa << 13u32);
+        let small = u32::reinterpret(f32::cast_from(mantissa) * comptime!(1.0f32 / (1u64 << 39) as f32));
+        let bound = select(exponent == 31u32, infinite, usual);
+        ((bits & 0x8000u32) << 16u32) | select(exponent == 0u32, small, bound)
+    } else {
+        cells[at]
+    }
 }
 
 /// Submits what is queued and asks whether the device is well.

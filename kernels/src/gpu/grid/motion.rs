@@ -9,7 +9,7 @@ use super::scalar::{Kind, Scalar};
 use super::text::Text;
 use crate::grid::GridError;
 use crate::grid::frame::{Frame, Span};
-use crate::grid::lbm;
+use crate::grid::lbm::{self, Lattice, LatticeFluid};
 use crate::grid::rule::{Rule, Stepper};
 
 /// A rule on a device.
@@ -50,18 +50,24 @@ impl Motion {
                 scalar(Kind::GrayScott, [u, v, rule.feed, -(rule.feed + rule.kill)])
             }
             Rule::Text(text) => Self::Text(Box::new(Text::new(client, text, frame)?)),
-            Rule::D2q9(fluid) => {
-                let flow = lbm::Flow::<2, f32>::new(fluid, frame)?;
-                let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
-                return Ok((motion, Box::new(flow)));
-            }
-            Rule::D3q19(fluid) => {
-                let flow = lbm::Flow::<3, f32>::new(fluid, frame)?;
-                let motion = Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?));
-                return Ok((motion, Box::new(flow)));
-            }
+            Rule::D2q9(fluid) => return Self::fluid(client, fluid, frame, memory),
+            Rule::D3q19(fluid) => return Self::fluid(client, fluid, frame, memory),
         };
         Ok((motion, rule.stepper(frame)?))
+    }
+
+    fn fluid<R: Runtime, const D: usize>(
+        client: &ComputeClient<R>,
+        fluid: &LatticeFluid<D>,
+        frame: &Frame,
+        memory: &Memory,
+    ) -> Result<(Self, Box<dyn Stepper>), GridError>
+    where
+        LatticeFluid<D>: Lattice,
+    {
+        // What it is stored as matters to its steps on a processor, which are not made.
+        let flow = lbm::Flow::<D, f32>::new(fluid, frame)?;
+        Ok((Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?)), Box::new(flow)))
     }
 
     /// Cubes of another shape, and rows of a unit where there are several: nothing but the time changes.

@@ -69,7 +69,7 @@ pub(super) struct Place {
     pub(super) far: u32,
 }
 
-/// Memory of a tile as kernels see it: elements of 32 bits (or 16), bits by 32 in a word.
+/// Memory of a tile as kernels see it: elements of 32 or 16 bits, bits by 32 in a word.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Memory {
     /// Elements of a tile's row before its first cell.
@@ -80,6 +80,8 @@ pub(super) struct Memory {
     pub(super) plane: usize,
     /// Cells of an element.
     pub(super) cells: usize,
+    /// Elements of a word of 32 bits. Rows begin with a word, and so do the tile's own cells in them.
+    pub(super) of_word: usize,
     ring: [[isize; 2]; 3],
     size: [isize; 3],
 }
@@ -87,15 +89,16 @@ pub(super) struct Memory {
 impl Memory {
     pub(super) fn new(frame: &Frame) -> Self {
         // A `u64` is two words here, the low one first.
-        let (words, cells) = match frame.format {
-            Format::Float | Format::Half => (1, 1),
-            Format::Bit => (2, 32),
+        let (words, cells, of_word) = match frame.format {
+            Format::Float => (1, 1, 1),
+            Format::Half => (1, 1, 2),
+            Format::Bit => (2, 32, 1),
         };
         let [row, layer] = frame.strides().map(|stride| stride as usize * words);
         let [_, low, near] = frame.ring.map(|[low, _]| low);
         let left = frame.at([0, -low, -near]) * words;
-        let plane = frame.plane_bytes() / 4;
-        Self { left, row, layer, plane, cells, ring: frame.ring, size: frame.size }
+        let plane = frame.elements() * words;
+        Self { left, row, layer, plane, cells, of_word, ring: frame.ring, size: frame.size }
     }
 
     /// The element of a field that holds a cell.

@@ -5,10 +5,11 @@ use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use super::memory::{Buffer, address, check, element, over};
+use super::memory::{Buffer, check, element, over};
 use super::place::Memory;
 use crate::grid::frame::Format;
 use crate::grid::halo::{bits, set_bits};
+use crate::grid::number::{Half, Number};
 use crate::grid::state::{first_not_finite, sum};
 use crate::grid::{GridError, Region};
 
@@ -18,6 +19,7 @@ pub(super) const CHUNK_BYTES: usize = 16 << 20;
 /// Whole rows of one field and layer as they are in memory.
 enum Rows {
     Float(Vec<f32>),
+    Half(Vec<Half>),
     Bit(Vec<u64>),
 }
 
@@ -39,6 +41,7 @@ impl<R: Runtime> GpuTile<R> {
                     for (chunk, &value) in chunks.iter_mut().zip(&values) {
                         match chunk {
                             Rows::Float(cells) => cells[self.start(row) + x] = value,
+                            Rows::Half(cells) => cells[self.start(row) + x] = Half::of(value),
                             Rows::Bit(words) => {
                                 words[self.start(row) + x / 64] |= u64::from(value != 0.0) << (x % 64);
                             }
@@ -72,6 +75,7 @@ impl<R: Runtime> GpuTile<R> {
                     let local = from + (x - region.start[0]);
                     let value = match &chunk {
                         Rows::Float(cells) => cells[self.start(row) + local],
+                        Rows::Half(cells) => cells[self.start(row) + local].value(),
                         Rows::Bit(words) => (words[self.start(row) + local / 64] >> (local % 64) & 1) as f32,
                     };
                     let hidden = self.stepper.hidden([x / 64 * 64, y, z]) >> (x % 64) & 1 == 1;
@@ -96,13 +100,14 @@ impl<R: Runtime> GpuTile<R> {
         self.own(0, region)?;
         let mut bytes = Vec::with_capacity(self.saved_len(region));
         let (from, width) = (region.start[0] - self.frame.owned.start[0], region.size()[0]);
+        let each = self.frame.format.bytes();
         for field in 0..self.fields {
             for (z, rows) in self.chunks(region) {
                 let chunk = self.raw(field, z, &rows)?;
                 let words = self.bit_words(&chunk);
                 for row in 0..rows.len() {
                     match &words {
-                        None => bytes.extend_from_slice(&chunk[4 * (self.start(row) + from)..][..4 * width]),
+                        None => bytes.extend_from_slice(&chunk[each * (self.start(row) + from)..][..each * width]),
                         Some(words) => {
                             for done in (0..width).step_by(64) {
                                 let count = (width - done).min(64);
@@ -139,6 +144,10 @@ impl<R: Runtime> GpuTile<R> {
                     let start = self.start(row);
                     match &mut chunk {
                         Rows::Float(cells) => {
+                            let cells = bytemuck::cast_slice_mut(&mut cells[start + from..][..width]);
+                            cells.copy_from_slice(saved);
+                        }
+                        Rows::Half(cells) => {
                             let cells = bytemuck::cast_slice_mut(&mut cells[start + from..][..width]);
                             cells.copy_from_slice(saved);
                         }
@@ -216,10 +225,11 @@ impl<R: Runtime> GpuTile<R> {
                 &self.client,
                 cubes,
                 dim,
-                address(&self.client, self.state.len),
+                self.address(),
                 self.state.arg(),
                 found.arg(),
                 self.state.len,
+                self.frame.format == Format::Half,
             );
         }
         check(&self.client)?;
@@ -255,7 +265,7 @@ impl<R: Runtime> GpuTile<R> {
 
     fn saved_row(&self, width: usize) -> usize {
         match self.frame.format {
-            Format::Float | Format::Half => 4 * width,
+            Format::Float | Format::Half => self.frame.format.bytes() * width,
             Format::Bit => width.div_ceil(8),
         }
     }
@@ -275,24 +285,29 @@ impl<R: Runtime> GpuTile<R> {
 
     fn empty(&self, rows: usize) -> Rows {
         match self.frame.format {
-            Format::Float | Format::Half => Rows::Float(vec![0.0; rows * self.memory.row]),
+            Format::Float => Rows::Float(vec![0.0; rows * self.memory.row]),
+            Format::Half => Rows::Half(vec![Half::of(0.0); rows * self.memory.row]),
             Format::Bit => Rows::Bit(vec![0; rows * self.memory.row / 2]),
         }
     }
 
-    /// The element with which a row begins, padding included.
+    /// The word with which a row begins, padding included.
     fn first(&self, field: usize, y: isize, z: isize) -> usize {
-        field * self.memory.plane + self.memory.at([0, y, z]) - self.memory.left
+        (field * self.memory.plane + self.memory.at([0, y, z]) - self.memory.left) / self.memory.of_word
     }
 
     fn download(&self, field: usize, z: isize, rows: Range<isize>) -> Result<Rows, GridError> {
         let bytes = self.raw(field, z, &rows)?;
-        Ok(self.bit_words(&bytes).map_or_else(|| Rows::Float(bytemuck::pod_collect_to_vec(&bytes)), Rows::Bit))
+        Ok(match self.frame.format {
+            Format::Float => Rows::Float(bytemuck::pod_collect_to_vec(&bytes)),
+            Format::Half => Rows::Half(bytemuck::pod_collect_to_vec(&bytes)),
+            Format::Bit => Rows::Bit(bytemuck::pod_collect_to_vec(&bytes)),
+        })
     }
 
     fn raw(&self, field: usize, z: isize, rows: &Range<isize>) -> Result<Bytes, GridError> {
         let first = self.first(field, rows.start, z);
-        self.state.read(&self.client, first..first + rows.len() * self.memory.row)
+        self.state.read(&self.client, first..first + rows.len() * self.memory.row / self.memory.of_word)
     }
 
     fn bit_words(&self, bytes: &[u8]) -> Option<Vec<u64>> {
@@ -302,6 +317,7 @@ impl<R: Runtime> GpuTile<R> {
     fn upload(&self, field: usize, z: isize, y: isize, rows: &Rows) {
         let bytes: &[u8] = match rows {
             Rows::Float(cells) => bytemuck::cast_slice(cells),
+            Rows::Half(cells) => bytemuck::cast_slice(cells),
             Rows::Bit(words) => bytemuck::cast_slice(words),
         };
         self.state.write(&self.client, self.first(field, y, z), bytes);
@@ -315,11 +331,15 @@ fn start(memory: &Memory, format: Format, row: usize) -> usize {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn not_finite(cells: &Array<u32>, found: &mut Array<u32>, len: usize) {
+fn not_finite(cells: &Array<u32>, found: &mut Array<u32>, len: usize, #[comptime] half: bool) {
     let i = element();
     if i < len {
         // All bits of the exponent: compilers that assume finite arithmetic cannot optimise this away.
-        if (cells[i] & 0x7f80_0000u32) == 0x7f80_0000u32 {
+        if comptime!(half) {
+            if (cells[i] & 0x7c00u32) == 0x7c00u32 || (cells[i] & 0x7c00_0000u32) == 0x7c00_0000u32 {
+                found[0] = 1u32;
+            }
+        } else if (cells[i] & 0x7f80_0000u32) == 0x7f80_0000u32 {
             found[0] = 1u32;
         }
     }

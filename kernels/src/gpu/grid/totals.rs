@@ -5,7 +5,7 @@
 use cubecl::prelude::*;
 
 use super::GpuTile;
-use super::memory::{Buffer, address, check, element, over};
+use super::memory::{Buffer, check, element, number, over};
 use super::place::Place;
 use super::sums::{Sums, Wide, leave};
 use crate::grid::GridError;
@@ -28,13 +28,13 @@ impl<R: Runtime> GpuTile<R> {
         let elements = span.len(0).div_ceil(self.memory.cells) * span.len(1) * span.len(2);
         let sums = Sums::new(&self.client, self.fields, elements, EACH_MAX);
         let (cubes, dim) = sums.launch();
-        let wide = address(&self.client, self.state.len);
+        let wide = self.address();
         let place = self.memory.place(&span);
         let nothing = Buffer::from_elements(&self.client, &[0; 4])?;
         // SAFETY: the span is in memory, the mask has a bit for each of its cells.
         unsafe {
             match self.frame.format {
-                Format::Float | Format::Half => add_floats::launch_unchecked::<R>(
+                Format::Float | Format::Half => add_numbers::launch_unchecked::<R>(
                     &self.client,
                     cubes,
                     dim,
@@ -47,6 +47,7 @@ impl<R: Runtime> GpuTile<R> {
                     sums.units,
                     2 * span.len(0).div_ceil(64),
                     self.hidden.is_some(),
+                    self.frame.format == Format::Half,
                 ),
                 Format::Bit => {
                     let valid = (self.frame.size[0] as u32 - 1) % 32 + 1;
@@ -94,12 +95,13 @@ impl<R: Runtime> GpuTile<R> {
                     &self.client,
                     cubes,
                     dim,
-                    address(&self.client, self.state.len),
+                    self.address(),
                     self.state.arg(),
                     list.arg(),
                     found.arg(),
                     field * self.memory.plane,
                     some.len(),
+                    self.frame.format == Format::Half,
                 );
             }
             check(&self.client)?;
@@ -133,15 +135,22 @@ impl<R: Runtime> GpuTile<R> {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn fetch(cells: &Array<u32>, list: &Array<u32>, found: &mut Array<u32>, start: usize, count: usize) {
+fn fetch(
+    cells: &Array<u32>,
+    list: &Array<u32>,
+    found: &mut Array<u32>,
+    start: usize,
+    count: usize,
+    #[comptime] half: bool,
+) {
     let i = element();
     if i < count {
-        found[i] = cells[start + list[i] as usize];
+        found[i] = number(cells, start + list[i] as usize, half);
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn add_floats(
+fn add_numbers(
     cells: &Array<u32>,
     hidden: &Array<u32>,
     sums: &mut Array<u32>,
@@ -150,6 +159,7 @@ fn add_floats(
     units: usize,
     mask_row: usize,
     #[comptime] masked: bool,
+    #[comptime] half: bool,
 ) {
     let start = CUBE_POS_Y as usize * place.plane;
     let nx = place.nx as usize;
@@ -162,7 +172,7 @@ fn add_floats(
     let mut i = CUBE_POS_X as usize * CUBE_DIM_X as usize + UNIT_POS_X as usize;
     while i < elements {
         let (row, x) = (i / nx, i % nx);
-        let mut bits = cells[start + element_at(place, row, x)];
+        let mut bits = number(cells, start + element_at(place, row, x), half);
         if comptime!(masked) {
             let word = hidden[row * mask_row + x / 32];
             bits = select(((word >> u32::cast_from(x % 32)) & 1u32) == 1u32, 0u32, bits);
