@@ -23,7 +23,7 @@ pub struct Figure {
     pub what: String,
     /// Cells along x, y and z.
     pub size: [usize; 3],
-    /// Units of a cube, and rows of a unit.
+    /// Units of a cube, and rows of a unit or, of fluids, cells beside each other.
     pub shape: String,
     /// Tiles, and devices that they are on.
     pub tiles: usize,
@@ -225,7 +225,7 @@ impl Subject {
     }
 }
 
-/// Units of a cube and rows of a unit that are worth a try.
+/// Units of a cube, and rows of a unit or cells beside each other, that are worth a try.
 fn shapes(rule: &Rule) -> Vec<([u32; 2], usize)> {
     let plain = |cubes: &[[u32; 2]]| cubes.iter().map(|&cube| (cube, 1)).collect();
     match rule {
@@ -233,7 +233,10 @@ fn shapes(rule: &Rule) -> Vec<([u32; 2], usize)> {
             let cubes = [[32, 8], [64, 4], [128, 1], [256, 1]];
             cubes.into_iter().flat_map(|cube| [4, 8, 16].map(|rows| (cube, rows))).collect()
         }
-        Rule::D2q9(_) | Rule::D3q19(_) => plain(&[[128, 1], [256, 1], [512, 1], [1024, 1], [256, 2], [64, 4]]),
+        Rule::D2q9(_) | Rule::D3q19(_) => {
+            let cubes = [[64, 4], [128, 1], [128, 2], [256, 1], [512, 1], [1024, 1]];
+            [1, 2, 4].iter().flat_map(|each| cubes.map(|cube| (cube, *each))).collect()
+        }
         Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => {
             plain(&[[32, 8], [64, 4], [128, 2], [256, 1], [64, 8]])
         }

@@ -1,7 +1,8 @@
 //! The collision of a pair of opposite populations on a device: what the lattices share, as `grid/lbm/collision.rs` has it.
+//! A unit computes as many cells of a row as make accesses of full width, each in its lane.
 use cubecl::prelude::*;
 
-use super::place::Ends;
+use super::place::{Beyond, Ends, next_to};
 
 /// Populations less their weights are small: so many times larger they keep their digits in 16 bits.
 pub(super) const ENLARGED: f32 = 32_768.0;
@@ -48,83 +49,154 @@ pub(super) fn launched<R: Runtime>(numbers: &[f32; 15]) -> NumbersLaunch<R> {
     NumbersLaunch::new(a, b, c, d, e, f, g, h, i, j, even, odd, x, y, z)
 }
 
+/// Numbers of `N` cells beside each other.
+pub(super) type Cells<N> = Vector<f32, N>;
+
 /// What both of a pair become, and what the first has more and the second less.
 #[cube]
-pub(super) fn relax_plain(
+pub(super) fn relax_plain<N: Size>(
     numbers: &Numbers,
-    sum: f32,
-    difference: f32,
-    j: f32,
-    u: f32,
-    shared: f32,
+    sum: Cells<N>,
+    difference: Cells<N>,
+    j: Cells<N>,
+    u: Cells<N>,
+    shared: Cells<N>,
     #[comptime] diagonal: bool,
-) -> (f32, f32) {
+) -> (Cells<N>, Cells<N>) {
     let (energy, odd) = if comptime!(diagonal) {
         (numbers.energy_diagonal, numbers.odd_diagonal)
     } else {
         (numbers.energy_straight, numbers.odd_straight)
     };
-    let moving = fma(energy * j, u, shared);
-    let even = fma(numbers.keep_even, sum, moving);
-    (even, fma(numbers.keep_odd, difference, odd * j))
+    let moving = fma(Cells::<N>::new(energy) * j, u, shared);
+    let even = fma(Cells::<N>::new(numbers.keep_even), sum, moving);
+    (even, fma(Cells::<N>::new(numbers.keep_odd), difference, Cells::<N>::new(odd) * j))
 }
 
 /// What all pairs of a cell share.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct Shared {
+pub(super) struct Shared<N: Size> {
     /// Half the rates.
-    pub(super) even: f32,
-    pub(super) odd: f32,
+    pub(super) even: Cells<N>,
+    pub(super) odd: Cells<N>,
     /// The excess of density less 3/2 of the energy.
-    pub(super) rest: f32,
+    pub(super) rest: Cells<N>,
     /// u·F.
-    pub(super) work: f32,
+    pub(super) work: Cells<N>,
 }
 
 /// What becomes of the population at rest. `weight`: its.
 #[cube]
-pub(super) fn rest(shared: &Shared, f0: f32, #[comptime] weight: f32, #[comptime] forced: bool) -> f32 {
-    let mut next = fma(shared.even + shared.even, weight * shared.rest - f0, f0);
+pub(super) fn rest<N: Size>(
+    shared: &Shared<N>,
+    f0: Cells<N>,
+    #[comptime] weight: f32,
+    #[comptime] forced: bool,
+) -> Cells<N> {
+    let mut next = fma(shared.even + shared.even, Cells::<N>::new(weight) * shared.rest - f0, f0);
     if comptime!(forced) {
-        next = fma((shared.even - 1.0f32) * comptime!(3.0f32 * weight), shared.work, next);
+        let left = shared.even - Cells::<N>::new(1.0f32);
+        next = fma(left * Cells::<N>::new(comptime!(3.0f32 * weight)), shared.work, next);
     }
     next
 }
 
 /// What a pair loses: the part that both do, and the part that the first does and the second gains.
 #[cube]
-pub(super) fn relax(
-    shared: &Shared,
-    sum: f32,
-    difference: f32,
-    j: f32,
-    u: f32,
+pub(super) fn relax<N: Size>(
+    shared: &Shared<N>,
+    sum: Cells<N>,
+    difference: Cells<N>,
+    j: Cells<N>,
+    u: Cells<N>,
     force: f32,
     #[comptime] weights: Weights,
     #[comptime] forced: bool,
-) -> (f32, f32) {
+) -> (Cells<N>, Cells<N>) {
     let (two, six, nine) = comptime!((weights.0, weights.1, weights.2));
-    let even = sum - fma(nine * j, u, two * shared.rest);
-    let odd = difference - six * j;
+    let even = sum - fma(Cells::<N>::new(nine) * j, u, Cells::<N>::new(two) * shared.rest);
+    let odd = difference - Cells::<N>::new(six) * j;
     let mut a = shared.even * even;
     let mut b = shared.odd * odd;
     if comptime!(forced) {
-        let source = fma(nine * u, force, comptime!(-1.5f32 * weights.0) * shared.work);
-        a = fma(shared.even - 1.0f32, source, a);
-        b = fma(shared.odd - 1.0f32, comptime!(0.5f32 * weights.1) * force, b);
+        let one = Cells::<N>::new(1.0f32);
+        let work = Cells::<N>::new(comptime!(-1.5f32 * weights.0)) * shared.work;
+        let source = fma(Cells::<N>::new(nine) * u, Cells::<N>::new(force), work);
+        a = fma(shared.even - one, source, a);
+        b = fma(shared.odd - one, Cells::<N>::new(comptime!(0.5f32 * weights.1) * force), b);
     }
     (a, b)
 }
 
-/// A stored number.
+/// Where cells of a row are, and what is pulled from their left and right, counted in `N` cells from the row's beginning.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Columns {
+    pub(super) here: usize,
+    left: usize,
+    right: usize,
+}
+
+/// `x`: the first of the cells, `left` and `right` the first and the last of the tile's own.
 #[cube]
-pub(super) fn get<S: Float>(from: &Array<S>, at: usize, #[comptime] enlarged: bool) -> f32 {
-    let value = f32::cast_from(from[at]);
-    if comptime!(enlarged) { value * comptime!(1.0f32 / ENLARGED) } else { value }
+pub(super) fn columns<N: Size>(x: u32, left: u32, right: u32, #[comptime] ends: [Beyond; 2]) -> Columns {
+    let each = N::value() as u32;
+    let (x, left, right) = (x / each, left / each, right / each);
+    let here = x as usize;
+    Columns {
+        here,
+        left: next_to(here, x, left, right, 1usize, comptime!(ends[0]), false),
+        right: next_to(here, x, left, right, 1usize, comptime!(ends[1]), true),
+    }
+}
+
+/// A population of cells, pulled from the row that begins at `line` (in cells): `c` is how it moves along x.
+#[cube]
+pub(super) fn pulled<S: Float, N: Size>(
+    from: &Array<Vector<S, N>>,
+    line: usize,
+    columns: &Columns,
+    #[comptime] c: i8,
+    #[comptime] enlarged: bool,
+) -> Cells<N> {
+    let each = N::value();
+    let line = line / each;
+    if comptime!(c == 0) {
+        get::<S, N>(from, line + columns.here, enlarged)
+    } else {
+        let other = if comptime!(c > 0) { columns.left } else { columns.right };
+        let beside = get::<S, N>(from, line + other, enlarged);
+        if comptime!(each == 1) {
+            beside
+        } else {
+            let here = get::<S, N>(from, line + columns.here, enlarged);
+            let mut shifted = Cells::<N>::empty();
+            #[unroll]
+            for i in 0..each {
+                shifted[i] = if comptime!(c > 0) {
+                    if comptime!(i == 0) { beside[comptime!(each - 1)] } else { here[comptime!(i - 1)] }
+                } else {
+                    if comptime!(i == each - 1) { beside[0] } else { here[comptime!(i + 1)] }
+                };
+            }
+            shifted
+        }
+    }
 }
 
 #[cube]
-pub(super) fn put<S: Float>(to: &mut Array<S>, at: usize, value: f32, #[comptime] enlarged: bool) {
-    let value = if comptime!(enlarged) { value * comptime!(ENLARGED) } else { value };
-    to[at] = S::cast_from(value);
+fn get<S: Float, N: Size>(from: &Array<Vector<S, N>>, at: usize, #[comptime] enlarged: bool) -> Cells<N> {
+    let value = Cells::<N>::cast_from(from[at]);
+    if comptime!(enlarged) { value * Cells::<N>::new(comptime!(1.0f32 / ENLARGED)) } else { value }
+}
+
+/// `at`: in cells.
+#[cube]
+pub(super) fn put<S: Float, N: Size>(
+    to: &mut Array<Vector<S, N>>,
+    at: usize,
+    value: Cells<N>,
+    #[comptime] enlarged: bool,
+) {
+    let value = if comptime!(enlarged) { value * Cells::<N>::new(ENLARGED) } else { value };
+    to[at / N::value()] = Vector::<S, N>::cast_from(value);
 }

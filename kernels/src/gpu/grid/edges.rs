@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cubecl::prelude::*;
 
-use super::collision::{get, put};
+use super::collision::ENLARGED;
 use super::memory::{Buffer, address, element, over};
 use super::place::Memory;
 use crate::grid::GridError;
@@ -253,6 +253,19 @@ fn pulled<S: Float>(
     #[comptime] enlarged: bool,
 ) -> f32 {
     get::<S>(state, place(list, at, plane, i), enlarged)
+}
+
+/// A stored number.
+#[cube]
+fn get<S: Float>(from: &Array<S>, at: usize, #[comptime] enlarged: bool) -> f32 {
+    let value = f32::cast_from(from[at]);
+    if comptime!(enlarged) { value * comptime!(1.0f32 / ENLARGED) } else { value }
+}
+
+#[cube]
+fn put<S: Float>(to: &mut Array<S>, at: usize, value: f32, #[comptime] enlarged: bool) {
+    let value = if comptime!(enlarged) { value * comptime!(ENLARGED) } else { value };
+    to[at] = S::cast_from(value);
 }
 
 /// Where the population of a direction is.

@@ -20,6 +20,10 @@ pub(super) struct Flow {
     halves: Buffer,
     edges: Edges,
     three: bool,
+    /// Cells of a unit, beside each other: 1, 2 or 4.
+    pub(super) each: usize,
+    /// At most: rows of the grid are whole groups of them, so that all its tiles' are.
+    each_max: usize,
     /// Units of a cube.
     pub(super) cube: CubeDim,
 }
@@ -56,9 +60,13 @@ impl Flow {
             ends: Ends::new(frame).wraps_only(),
         };
         let edges = Edges::new(client, &flow.edges, LatticeFluid::<D>::DIRECTIONS, frame, memory)?;
+        let each_max = 1 << frame.grid.size()[0].trailing_zeros().min(2);
+        // Those of 16 bits make whole words together.
+        let each = 4 / frame.format.bytes();
         // Long rows: what is read of one is next to what is read of the next.
-        let cube = CubeDim::new_2d(units(client, if flow.halves.is_some() { 256 } else { 512 }), 1);
-        Ok(Self { form, numbers, halves, edges, three: D == 3, cube })
+        let small = flow.halves.is_some() || each > 1;
+        let cube = CubeDim::new_2d(units(client, if small { 256 } else { 512 }), 1);
+        Ok(Self { form, numbers, halves, edges, three: D == 3, each, each_max, cube })
     }
 
     /// Makes what is pulled from beyond the tile's edges.
@@ -75,7 +83,7 @@ impl Flow {
         client: &ComputeClient<R>,
         memory: &Memory,
         span: &Span,
-        [from, to]: [&Buffer; 2],
+        states: [&Buffer; 2],
     ) {
         let launch = match (self.three, self.form.enlarged) {
             (false, false) => d2q9::launch::<R, f32>,
@@ -83,17 +91,10 @@ impl Flow {
             (true, false) => d3q19::launch::<R, f32>,
             (true, true) => d3q19::launch::<R, f16>,
         };
-        launch(
-            client,
-            memory,
-            span,
-            [from, to],
-            from.len * memory.of_word,
-            &self.halves,
-            &self.numbers,
-            self.form,
-            self.cube,
-        );
+        let (each, len) = (self.each.min(self.each_max), states[0].len * memory.of_word);
+        // What is computed beyond a span is in a halo: nobody reads it there before it comes anew.
+        let span = span.in_groups(each);
+        launch(client, memory, &span, states, len, each, &self.halves, &self.numbers, self.form, self.cube);
     }
 }
 

@@ -70,13 +70,13 @@ impl Motion {
         Ok((Self::Fluid(Box::new(Flow::new(client, &flow, frame, memory)?)), Box::new(flow)))
     }
 
-    /// Cubes of another shape, and rows of a unit where there are several: nothing but the time changes.
+    /// Cubes of another shape, and rows of a unit (cells beside each other of a fluid): nothing but the time changes.
     pub(super) fn shape(&mut self, cube: [u32; 2], rows: usize) {
         let cube_dim = CubeDim::new_2d(cube[0], cube[1]);
         match self {
             Self::Life(life) => (life.cube, life.each) = (cube_dim, rows),
             Self::Scalar(scalar) => scalar.cube = cube_dim,
-            Self::Fluid(flow) => flow.cube = cube_dim,
+            Self::Fluid(flow) => (flow.cube, flow.each) = (cube_dim, rows),
             Self::Text(text) => text.cube = cube_dim,
         }
     }

@@ -145,6 +145,13 @@ impl Memory {
         )
     }
 
+    /// The same where a unit has so many cells beside each other, of which the span has whole groups.
+    pub(super) fn cubes_of(&self, span: &Span, dim: CubeDim, each: usize) -> CubeCount {
+        let (mut groups, each) = (span.clone(), each as isize);
+        groups.0[0] = span.0[0].start / each..span.0[0].end / each;
+        self.cubes(&groups, dim, 1)
+    }
+
     /// Cubes of `dim` units for a launch over these cells, `each` rows a unit; beyond what one axis of a grid holds, rows go
     /// on along the next.
     pub(super) fn cubes(&self, span: &Span, dim: CubeDim, each: usize) -> CubeCount {
@@ -154,6 +161,16 @@ impl Memory {
         let rows = (y.len() * z.len()).div_ceil(each).div_ceil(dim.y as usize);
         let down = rows.min(ROWS_MAX);
         CubeCount::Static((across as u32).div_ceil(dim.x), down as u32, rows.div_ceil(down) as u32)
+    }
+}
+
+impl Span {
+    /// Cells with as many before and behind them as make whole groups of `each`.
+    pub(super) fn in_groups(&self, each: usize) -> Self {
+        let (mut all, each) = (self.clone(), each as isize);
+        let [x, ..] = &mut all.0;
+        *x = x.start.div_euclid(each) * each..(x.end + each - 1).div_euclid(each) * each;
+        all
     }
 }
 
