@@ -14,6 +14,8 @@ pub(super) struct Form {
     pub(super) field: bool,
     /// A force acts.
     pub(super) force: bool,
+    /// Solid cells or walls at rest are beside some cells.
+    pub(super) linked: bool,
     /// Numbers are stored enlarged, with 16 bits.
     pub(super) enlarged: bool,
     /// Only which axes are closed upon themselves counts.
@@ -181,6 +183,65 @@ pub(super) fn pulled<S: Float, N: Size>(
             shifted
         }
     }
+}
+
+/// What cells pulled, and what bounced back instead from what is solid and at rest beside them: their own of the opposite
+/// directions. `links`: for every 32 cells of a plane a bit for each that has such neighbours and where the first of these is
+/// told of; there is a bit for each direction but rest from which its population bounces back. `at`: the first cell.
+#[cube]
+pub(super) fn bounced<S: Float, N: Size>(
+    from: &Array<Vector<S, N>>,
+    links: &Array<u32>,
+    pulled: &Sequence<Cells<N>>,
+    at: usize,
+    plane: usize,
+    #[comptime] opposite: Vec<usize>,
+    #[comptime] enlarged: bool,
+) -> Sequence<Cells<N>> {
+    let count = comptime!(opposite.len());
+    let each = N::value();
+    let mut all = Array::<Cells<N>>::new(count);
+    #[unroll]
+    for i in 0..count {
+        all[i] = *pulled.index(i);
+    }
+    let (word, bit) = (at / 32, u32::cast_from(at % 32));
+    let cells = links[2 * word];
+    let linked = (cells >> bit) & comptime!((1u32 << each) - 1);
+    if linked != 0u32 {
+        let mut told = links[2 * word + 1] + u32::count_ones(cells & ((1u32 << bit) - 1u32));
+        let mut turned = Array::<u32>::new(each);
+        #[unroll]
+        for lane in 0..each {
+            turned[lane] = 0u32;
+            if (linked & comptime!(1u32 << lane)) != 0u32 {
+                turned[lane] = links[told as usize];
+                told += 1u32;
+            }
+        }
+        #[unroll]
+        for i in 1..count {
+            let back = get::<S, N>(from, (comptime!(opposite[i]) * plane + at) / each, enlarged);
+            let direction = comptime!(1u32 << (i - 1));
+            if comptime!(each == 1) {
+                all[i] = select((turned[0] & direction) != 0u32, back, all[i]);
+            } else {
+                let came = all[i];
+                let mut mixed = Cells::<N>::empty();
+                #[unroll]
+                for lane in 0..each {
+                    mixed[lane] = select((turned[lane] & direction) != 0u32, back[lane], came[lane]);
+                }
+                all[i] = mixed;
+            }
+        }
+    }
+    let mut found = Sequence::<Cells<N>>::new();
+    #[unroll]
+    for i in 0..count {
+        found.push(all[i]);
+    }
+    found
 }
 
 #[cube]

@@ -2,27 +2,25 @@
 //! `grid/lbm/d2q9.rs` in the same order; numbers are stored as 32 or 16 bits, arithmetic has 32.
 use cubecl::prelude::*;
 
-use super::collision::{Cells, Form, Numbers, Shared, columns, launched, pulled, put, relax, relax_plain, rest};
-use super::flow::weights;
+use super::collision::{
+    Cells, Form, Numbers, Shared, bounced, columns, launched, pulled, put, relax, relax_plain, rest,
+};
+use super::flow::{Flow, weights};
 use super::memory::{Buffer, address};
 use super::place::{Beyond, Memory, Place, next_to, unit_row};
 use crate::grid::frame::Span;
+use crate::grid::lbm::D2Q9;
 use crate::grid::lbm::d2q9::{DIAGONAL, REST, STRAIGHT};
 
-/// `S`: `f32`, or `f16` if numbers are enlarged; `len`: of these. `each`: cells of a unit, of which `span` has whole ones.
-#[expect(clippy::too_many_arguments, reason = "those of the kernel")]
+/// `S`: `f32`, or `f16` if numbers are enlarged. Of cells of a unit `span` has whole groups.
 pub(super) fn launch<R: Runtime, S: Float>(
+    flow: &Flow,
     client: &ComputeClient<R>,
     memory: &Memory,
     span: &Span,
     [from, to]: [&Buffer; 2],
-    len: usize,
-    each: usize,
-    halves: &Buffer,
-    numbers: &[f32; 15],
-    form: Form,
-    cube: CubeDim,
 ) {
+    let (len, each, cube) = (from.len * memory.of_word, flow.each(), flow.cube);
     // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
     unsafe {
         d2q9_step::launch_unchecked::<S, R>(
@@ -33,10 +31,11 @@ pub(super) fn launch<R: Runtime, S: Float>(
             each,
             ArrayArg::from_raw_parts(from.handle.clone(), len),
             ArrayArg::from_raw_parts(to.handle.clone(), len),
-            halves.arg(),
+            flow.halves.arg(),
+            flow.links().arg(),
             memory.place(span),
-            launched(numbers),
-            form,
+            launched(&flow.numbers),
+            flow.form,
         );
     }
 }
@@ -46,6 +45,7 @@ fn d2q9_step<S: Float, N: Size>(
     from: &Array<Vector<S, N>>,
     to: &mut Array<Vector<S, N>>,
     halves: &Array<Vector<f32, N>>,
+    links: &Array<u32>,
     place: &Place,
     numbers: &Numbers,
     #[comptime] form: Form,
@@ -63,15 +63,28 @@ fn d2q9_step<S: Float, N: Size>(
         let plane = place.plane;
         let small = comptime!(form.enlarged);
 
-        let f0 = pulled::<S, N>(from, here, &columns, 0, small);
-        let f1 = pulled::<S, N>(from, plane + here, &columns, 1, small);
-        let f3 = pulled::<S, N>(from, 3 * plane + here, &columns, -1, small);
-        let f2 = pulled::<S, N>(from, 2 * plane + low, &columns, 0, small);
-        let f4 = pulled::<S, N>(from, 4 * plane + high, &columns, 0, small);
-        let f5 = pulled::<S, N>(from, 5 * plane + low, &columns, 1, small);
-        let f7 = pulled::<S, N>(from, 7 * plane + high, &columns, -1, small);
-        let f6 = pulled::<S, N>(from, 6 * plane + low, &columns, -1, small);
-        let f8 = pulled::<S, N>(from, 8 * plane + high, &columns, 1, small);
+        let mut f = Sequence::<Cells<N>>::new();
+        #[unroll]
+        for i in 0..9usize {
+            let c = comptime!(D2Q9.c[i]);
+            let line = if comptime!(c[1] > 0) {
+                low
+            } else if comptime!(c[1] < 0) {
+                high
+            } else {
+                here
+            };
+            f.push(pulled::<S, N>(from, i * plane + line, &columns, comptime!(c[0]), small));
+        }
+        let put_at = here + x as usize;
+        let f = if comptime!(form.linked) {
+            bounced::<S, N>(from, links, &f, put_at, plane, comptime!(D2Q9.opposite.to_vec()), small)
+        } else {
+            f
+        };
+        let (f0, f1, f2) = (*f.index(0usize), *f.index(1usize), *f.index(2usize));
+        let (f3, f4, f5) = (*f.index(3usize), *f.index(4usize), *f.index(5usize));
+        let (f6, f7, f8) = (*f.index(6usize), *f.index(7usize), *f.index(8usize));
         let (s1, d1) = (f1 + f3, f1 - f3);
         let (s2, d2) = (f2 + f4, f2 - f4);
         let (s5, d5) = (f5 + f7, f5 - f7);
@@ -87,7 +100,6 @@ fn d2q9_step<S: Float, N: Size>(
         let per_density = one / (one + excess);
         let (ux, uy) = (jx * per_density, jy * per_density);
         let energy_less = fma(Cells::<N>::new(-1.5f32), fma(uy, jy, ux * jx), excess);
-        let put_at = here + x as usize;
         if comptime!(form.field || form.force) {
             let mut even = Cells::<N>::new(numbers.half_even);
             let mut odd = Cells::<N>::new(numbers.half_odd);

@@ -2,29 +2,25 @@
 //! `grid/lbm/d3q19.rs` in the same order; numbers are stored as 32 or 16 bits, arithmetic has 32.
 use cubecl::prelude::*;
 
-use super::collision::{Cells, Form, Numbers, Shared, columns, launched, pulled, put, relax, relax_plain, rest};
-use super::flow::weights;
+use super::collision::{
+    Cells, Form, Numbers, Shared, bounced, columns, launched, pulled, put, relax, relax_plain, rest,
+};
+use super::flow::{Flow, weights};
 use super::memory::{Buffer, address};
 use super::place::{Memory, Place, next_to, unit_row};
 use crate::grid::frame::Span;
 use crate::grid::lbm::D3Q19;
 use crate::grid::lbm::d3q19::{DIAGONAL, REST, STRAIGHT};
 
-/// `S`: `f32`, or `f16` if numbers are enlarged; `len`: of these. `each`: cells of a unit, of which
-/// `span` has whole ones. `halves`: half the rates by cell, or something small.
-#[expect(clippy::too_many_arguments, reason = "those of the kernel")]
+/// `S`: `f32`, or `f16` if numbers are enlarged. Of cells of a unit `span` has whole groups.
 pub(super) fn launch<R: Runtime, S: Float>(
+    flow: &Flow,
     client: &ComputeClient<R>,
     memory: &Memory,
     span: &Span,
     [from, to]: [&Buffer; 2],
-    len: usize,
-    each: usize,
-    halves: &Buffer,
-    numbers: &[f32; 15],
-    form: Form,
-    cube: CubeDim,
 ) {
+    let (len, each, cube) = (from.len * memory.of_word, flow.each(), flow.cube);
     // SAFETY: `span` and a cell around it are in memory; units beyond it do nothing.
     unsafe {
         d3q19_step::launch_unchecked::<S, R>(
@@ -35,10 +31,11 @@ pub(super) fn launch<R: Runtime, S: Float>(
             each,
             ArrayArg::from_raw_parts(from.handle.clone(), len),
             ArrayArg::from_raw_parts(to.handle.clone(), len),
-            halves.arg(),
+            flow.halves.arg(),
+            flow.links().arg(),
             memory.place(span),
-            launched(numbers),
-            form,
+            launched(&flow.numbers),
+            flow.form,
         );
     }
 }
@@ -48,6 +45,7 @@ fn d3q19_step<S: Float, N: Size>(
     from: &Array<Vector<S, N>>,
     to: &mut Array<Vector<S, N>>,
     halves: &Array<Vector<f32, N>>,
+    links: &Array<u32>,
     place: &Place,
     numbers: &Numbers,
     #[comptime] form: Form,
@@ -77,6 +75,12 @@ fn d3q19_step<S: Float, N: Size>(
             let c = comptime!(D3Q19.c[i]);
             f.push(pulled::<S, N>(from, i * place.plane + around.pulled(c), &columns, comptime!(c[0]), small));
         }
+        let here = layer + line + x as usize;
+        let f = if comptime!(form.linked) {
+            bounced::<S, N>(from, links, &f, here, place.plane, comptime!(D3Q19.opposite.to_vec()), small)
+        } else {
+            f
+        };
         let f0 = *f.index(0usize);
         // Sums and differences of opposites.
         let mut s = Sequence::<Cells<N>>::new();
@@ -106,7 +110,6 @@ fn d3q19_step<S: Float, N: Size>(
         let per_density = one / (one + excess);
         let (ux, uy, uz) = (jx * per_density, jy * per_density, jz * per_density);
         let energy_less = fma(Cells::<N>::new(-1.5f32), fma(uz, jz, fma(uy, jy, ux * jx)), excess);
-        let here = layer + line + x as usize;
         if comptime!(form.field || form.force) {
             let mut even = Cells::<N>::new(numbers.half_even);
             let mut odd = Cells::<N>::new(numbers.half_odd);

@@ -1,6 +1,8 @@
-//! What cells of a fluid pull from where no fluid is, on a device: walls, masks and open faces write it into the places
-//! beyond, before a step, as `grid/lbm/edges.rs` does. Other ends of periodic axes are found by the step itself.
+//! What cells of a fluid pull from where no fluid is, on a device: moving walls and open faces write it into the places
+//! beyond, before a step, as `grid/lbm/edges.rs` does. What is at rest is in a list that the step itself looks at; it finds
+//! other ends of periodic axes, too.
 #![expect(clippy::needless_range_loop, reason = "kernels loop over numbers only")]
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use cubecl::prelude::*;
@@ -15,7 +17,9 @@ use crate::grid::lbm::edges::{Edges as Known, Given, Turn as KnownTurn};
 
 /// Lists of a tile's edges.
 pub(super) struct Edges {
-    /// Four words each: from, to, the two directions in bytes, what is added.
+    /// What bounces back from what is at rest, as [`super::collision::bounced`] reads it: the step itself does that.
+    pub(super) links: Option<Buffer>,
+    /// Of moving walls, and of cells at open faces. Four words each: from, to, the two directions in bytes, what is added.
     bounces: Option<Buffer>,
     openings: Vec<Opening>,
 }
@@ -82,14 +86,21 @@ impl Edges {
         // Direction by direction: neighbours in the list are neighbours in memory.
         let mut bounces: Vec<_> = edges.bounces(frame).collect();
         bounces.sort_by_key(|&(i, ..)| i);
+        // Open faces look at what their cells are going to pull.
+        let open: HashSet<usize> = edges.openings().flat_map(|(_, cells)| cells.map(|(cell, _)| cell)).collect();
+        let mut at_rest = Vec::new();
         for (i, from, to, add) in bounces {
+            if add == 0.0 && !open.contains(&from) {
+                at_rest.push((from, 1u32 << (i - 1)));
+                continue;
+            }
             words.extend([from as u32, wrapped(to), (i | directions.opposite[i] << 8) as u32, add.to_bits()]);
         }
         let list = |words: &[u32]| match words.is_empty() {
             true => Ok(None),
             false => Buffer::from_elements(client, words).map(Some),
         };
-        let bounces = list(&words)?;
+        let (bounces, links) = (list(&words)?, list(&linked(at_rest, memory.plane))?);
         let (row, layer) = (memory.row as isize, memory.layer as isize);
         let mut openings = Vec::new();
         for (turn, cells) in edges.openings() {
@@ -108,7 +119,7 @@ impl Edges {
                 openings.push(Opening { turn: Turn::new(turn, directions.c.len()), cells });
             }
         }
-        Ok(Self { bounces, openings })
+        Ok(Self { links, bounces, openings })
     }
 
     /// Makes what is pulled from beyond the edges. `S`: what `len` numbers of the state are stored as, `enlarged` if with 16
@@ -160,6 +171,25 @@ impl Edges {
             }
         }
     }
+}
+
+/// The words of [`Edges::links`], from places and the bits of directions.
+fn linked(mut at_rest: Vec<(usize, u32)>, plane: usize) -> Vec<u32> {
+    if at_rest.is_empty() {
+        return Vec::new();
+    }
+    at_rest.sort_unstable();
+    let first = 2 * plane.div_ceil(32);
+    let mut words = vec![0; first];
+    for cell in at_rest.chunk_by(|one, other| one.0 == other.0) {
+        let (word, bit) = (cell[0].0 / 32, cell[0].0 % 32);
+        if words[2 * word] == 0 {
+            words[2 * word + 1] = words.len() as u32;
+        }
+        words[2 * word] |= 1 << bit;
+        words.push(cell.iter().fold(0, |all, (_, direction)| all | direction));
+    }
+    words
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -13,14 +13,14 @@ use crate::grid::lbm::{self, Lattice, LatticeFluid};
 
 /// What moves a fluid.
 pub(super) struct Flow {
-    form: Form,
+    pub(super) form: Form,
     /// In the order of [`super::collision::Numbers`].
-    numbers: [f32; 15],
+    pub(super) numbers: [f32; 15],
     /// Half the rates of the even and of the odd parts, by cell; something small if they are the same everywhere.
-    halves: Buffer,
+    pub(super) halves: Buffer,
     edges: Edges,
     three: bool,
-    /// Cells of a unit, beside each other: 1, 2 or 4.
+    /// Cells of a unit, beside each other, that are worth most: 1, 2 or 4.
     pub(super) each: usize,
     /// At most: rows of the grid are whole groups of them, so that all its tiles' are.
     each_max: usize,
@@ -53,13 +53,14 @@ impl Flow {
         let ([even, odd], [fx, fy, fz]) = (flow.half, flow.force);
         let (keep_rest, rest, keep_even, keep_odd) = (plain.keep_rest, plain.rest, plain.keep_even, plain.keep_odd);
         let numbers = [keep_rest, rest, keep_even, e0, e1, n0, n1, keep_odd, o0, o1, even, odd, fx, fy, fz];
+        let edges = Edges::new(client, &flow.edges, LatticeFluid::<D>::DIRECTIONS, frame, memory)?;
         let form = Form {
             field: flow.halves.is_some(),
             force: flow.force != [0.0; 3],
+            linked: edges.links.is_some(),
             enlarged: frame.format == Format::Half,
             ends: Ends::new(frame).wraps_only(),
         };
-        let edges = Edges::new(client, &flow.edges, LatticeFluid::<D>::DIRECTIONS, frame, memory)?;
         let each_max = 1 << frame.grid.size()[0].trailing_zeros().min(2);
         // Those of 16 bits make whole words together.
         let each = 4 / frame.format.bytes();
@@ -67,6 +68,15 @@ impl Flow {
         let small = flow.halves.is_some() || each > 1;
         let cube = CubeDim::new_2d(units(client, if small { 256 } else { 512 }), 1);
         Ok(Self { form, numbers, halves, edges, three: D == 3, each, each_max, cube })
+    }
+
+    pub(super) fn each(&self) -> usize {
+        self.each.min(self.each_max)
+    }
+
+    /// Of the tile's edges, or something small.
+    pub(super) fn links(&self) -> &Buffer {
+        self.edges.links.as_ref().unwrap_or(&self.halves)
     }
 
     /// Makes what is pulled from beyond the tile's edges.
@@ -91,10 +101,8 @@ impl Flow {
             (true, false) => d3q19::launch::<R, f32>,
             (true, true) => d3q19::launch::<R, f16>,
         };
-        let (each, len) = (self.each.min(self.each_max), states[0].len * memory.of_word);
         // What is computed beyond a span is in a halo: nobody reads it there before it comes anew.
-        let span = span.in_groups(each);
-        launch(client, memory, &span, states, len, each, &self.halves, &self.numbers, self.form, self.cube);
+        launch(self, client, memory, &span.in_groups(self.each()), states);
     }
 }
 

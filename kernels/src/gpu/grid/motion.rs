@@ -7,10 +7,10 @@ use super::memory::{Buffer, units};
 use super::place::{Ends, Memory};
 use super::scalar::{Kind, Scalar};
 use super::text::Text;
-use crate::grid::GridError;
 use crate::grid::frame::{Frame, Span};
 use crate::grid::lbm::{self, Lattice, LatticeFluid};
 use crate::grid::rule::{Rule, Stepper};
+use crate::grid::{Face, GridError};
 
 /// A rule on a device.
 pub(super) enum Motion {
@@ -83,12 +83,15 @@ impl Motion {
 
     /// Bytes on the device beside the two states.
     pub(super) fn bytes(rule: &Rule, frame: &Frame) -> usize {
-        let by_cell = match rule {
-            Rule::D2q9(fluid) => fluid.omega.is_some(),
-            Rule::D3q19(fluid) => fluid.omega.is_some(),
-            Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => false,
+        let (rates, solid) = match rule {
+            Rule::D2q9(fluid) => (fluid.omega.is_some(), fluid.solid.is_some()),
+            Rule::D3q19(fluid) => (fluid.omega.is_some(), fluid.solid.is_some()),
+            Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) => return 0,
         };
-        if by_cell { 8 * frame.elements() } else { 0 }
+        let ends = (0..3).flat_map(|axis| [0, 1].map(|side| frame.face(axis, side)));
+        let walls = ends.flatten().any(|face| matches!(face, Face::Wall | Face::Moving { .. }));
+        let links = if solid || walls { frame.elements() / 4 } else { 0 };
+        links + if rates { 8 * frame.elements() } else { 0 }
     }
 
     /// What has to be done to a state before a step is computed from it.
