@@ -64,9 +64,11 @@ impl Flow {
         let each_max = 1 << frame.grid.size()[0].trailing_zeros().min(2);
         // Those of 16 bits make whole words together.
         let each = 4 / frame.format.bytes();
-        // Long rows: what is read of one is next to what is read of the next.
         let small = flow.halves.is_some() || each > 1;
-        let cube = CubeDim::new_2d(units(client, if small { 256 } else { 512 }), 1);
+        let most = units(client, if small { 256 } else { 512 });
+        // Long rows: what is read of one is next to what is read of the next. Of short ones several, or units are idle.
+        let across = (frame.size[0] as u32).div_ceil(each.min(each_max) as u32).next_power_of_two().clamp(32, most);
+        let cube = CubeDim::new_2d(across, most / across);
         Ok(Self { form, numbers, halves, edges, three: D == 3, each, each_max, cube })
     }
 
