@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::place::{Beyond, Ends, next_to};
+use crate::grid::lbm::{D2Q9, D3Q19};
 
 /// Populations less their weights are small: so many times larger they keep their digits in 16 bits.
 pub(super) const ENLARGED: f32 = 32_768.0;
@@ -174,11 +175,9 @@ pub(super) fn pulled<S: Float, N: Size>(
             let mut shifted = Cells::<N>::empty();
             #[unroll]
             for i in 0..each {
-                shifted[i] = if comptime!(c > 0) {
-                    if comptime!(i == 0) { beside[comptime!(each - 1)] } else { here[comptime!(i - 1)] }
-                } else {
-                    if comptime!(i == each - 1) { beside[0] } else { here[comptime!(i + 1)] }
-                };
+                let outside = comptime!(if c > 0 { i == 0 } else { i + 1 == each });
+                let lane = comptime!(if c > 0 { (i + each - 1) % each } else { (i + 1) % each });
+                shifted[i] = if outside { beside[lane] } else { here[lane] };
             }
             shifted
         }
@@ -192,18 +191,18 @@ pub(super) fn pulled<S: Float, N: Size>(
 pub(super) fn bounced<S: Float, N: Size>(
     from: &Array<Vector<S, N>>,
     links: &Array<u32>,
-    pulled: &Sequence<Cells<N>>,
+    came: &Sequence<Cells<N>>,
     at: usize,
     plane: usize,
-    #[comptime] opposite: Vec<usize>,
+    #[comptime] three: bool,
     #[comptime] enlarged: bool,
 ) -> Sequence<Cells<N>> {
-    let count = comptime!(opposite.len());
+    let count = comptime!(if three { 19usize } else { 9usize });
     let each = N::value();
     let mut all = Array::<Cells<N>>::new(count);
     #[unroll]
     for i in 0..count {
-        all[i] = *pulled.index(i);
+        all[i] = *came.index(i);
     }
     let (word, bit) = (at / 32, u32::cast_from(at % 32));
     let cells = links[2 * word];
@@ -221,16 +220,16 @@ pub(super) fn bounced<S: Float, N: Size>(
         }
         #[unroll]
         for i in 1..count {
-            let back = get::<S, N>(from, (comptime!(opposite[i]) * plane + at) / each, enlarged);
+            let back = get::<S, N>(from, (comptime!(opposite(three, i)) * plane + at) / each, enlarged);
             let direction = comptime!(1u32 << (i - 1));
             if comptime!(each == 1) {
                 all[i] = select((turned[0] & direction) != 0u32, back, all[i]);
             } else {
-                let came = all[i];
+                let old = all[i];
                 let mut mixed = Cells::<N>::empty();
                 #[unroll]
                 for lane in 0..each {
-                    mixed[lane] = select((turned[lane] & direction) != 0u32, back[lane], came[lane]);
+                    mixed[lane] = select((turned[lane] & direction) != 0u32, back[lane], old[lane]);
                 }
                 all[i] = mixed;
             }
@@ -242,6 +241,12 @@ pub(super) fn bounced<S: Float, N: Size>(
         found.push(all[i]);
     }
     found
+}
+
+/// The direction that is turned round.
+fn opposite(three: bool, i: usize) -> usize {
+    let directions = if three { &D3Q19 } else { &D2Q9 };
+    directions.opposite[i]
 }
 
 #[cube]

@@ -77,11 +77,7 @@ fn d2q9_step<S: Float, N: Size>(
             f.push(pulled::<S, N>(from, i * plane + line, &columns, comptime!(c[0]), small));
         }
         let put_at = here + x as usize;
-        let f = if comptime!(form.linked) {
-            bounced::<S, N>(from, links, &f, put_at, plane, comptime!(D2Q9.opposite.to_vec()), small)
-        } else {
-            f
-        };
+        let f = if comptime!(form.linked) { bounced::<S, N>(from, links, &f, put_at, plane, false, small) } else { f };
         let (f0, f1, f2) = (*f.index(0usize), *f.index(1usize), *f.index(2usize));
         let (f3, f4, f5) = (*f.index(3usize), *f.index(4usize), *f.index(5usize));
         let (f6, f7, f8) = (*f.index(6usize), *f.index(7usize), *f.index(8usize));

@@ -76,11 +76,8 @@ fn d3q19_step<S: Float, N: Size>(
             f.push(pulled::<S, N>(from, i * place.plane + around.pulled(c), &columns, comptime!(c[0]), small));
         }
         let here = layer + line + x as usize;
-        let f = if comptime!(form.linked) {
-            bounced::<S, N>(from, links, &f, here, place.plane, comptime!(D3Q19.opposite.to_vec()), small)
-        } else {
-            f
-        };
+        let f =
+            if comptime!(form.linked) { bounced::<S, N>(from, links, &f, here, place.plane, true, small) } else { f };
         let f0 = *f.index(0usize);
         // Sums and differences of opposites.
         let mut s = Sequence::<Cells<N>>::new();
