@@ -135,6 +135,16 @@ impl Grid {
     fn is_periodic(&self, axis: usize) -> bool {
         self.faces[axis][0] == Face::Periodic
     }
+
+    /// Whether a rule that looks so far sees further round a periodic axis than it is long. No tile of any cut could be: a
+    /// halo is no longer than the axis either.
+    pub(crate) fn check_radius(&self, axis: usize, radius: usize) -> Result<(), GridError> {
+        let cells = self.size[axis];
+        if self.is_periodic(axis) && cells < radius {
+            return Err(GridError::Thin { radius, cells, axis: AXES[axis] });
+        }
+        Ok(())
+    }
 }
 
 /// A box of cells in global coordinates.
@@ -184,7 +194,10 @@ pub enum GridError {
          fewer steps"
     )]
     Deep { depth: usize, halo: usize, cells: usize, axis: char },
-    #[error("the rule looks {radius} cells far, but {axis} is periodic and has {cells} only")]
+    #[error(
+        "the rule looks {radius} cells far, but {axis} is periodic and has {cells} only: make it {radius} cells long, or put \
+         walls there"
+    )]
     Thin { radius: usize, cells: usize, axis: char },
     #[error("{rule} knows no such face as {face:?} at {axis}: {known}")]
     Face { rule: &'static str, face: Face, axis: char, known: &'static str },

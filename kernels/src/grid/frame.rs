@@ -130,8 +130,8 @@ impl Frame {
             let (start, end, size) = (owned.start[axis], owned.end[axis], grid.size[axis]);
             wraps[axis] = grid.is_periodic(axis) && end - start == size;
             let deep = |cells| Err(GridError::Deep { depth, halo: reach, cells, axis: AXES[axis] });
-            if wraps[axis] && size < radius {
-                return Err(GridError::Thin { radius, cells: size, axis: AXES[axis] });
+            if wraps[axis] {
+                grid.check_radius(axis, radius)?;
             }
             // A halo ends at a face, and nobody's own cells are in it.
             let there = if grid.is_periodic(axis) { [size - (end - start); 2] } else { [start, size - end] };

@@ -83,7 +83,7 @@ impl Rule {
         match self {
             Self::Life(_) => own(&["alive"]),
             Self::D2q9(_) | Self::D3q19(_) => (0..self.fields()).map(|i| format!("f{i}")).collect(),
-            Self::Heat(_) => own(&["heat"]),
+            Self::Heat(_) => own(&["temperature"]),
             Self::Wave(_) => own(&["height", "before"]),
             Self::GrayScott(_) => own(&["u", "v"]),
             Self::Text(text) => text.program().fields().to_vec(),
@@ -159,7 +159,8 @@ impl Rule {
             Self::Wave(wave) => wave.check(grid),
             Self::GrayScott(reaction) => reaction.check(grid),
             Self::Text(text) => text.check(grid),
-        }
+        }?;
+        (0..grid.dimensions()).try_for_each(|axis| grid.check_radius(axis, self.radius()))
     }
 
     /// What is possible and yet likely to end badly: parameters at which the rule is unstable.

@@ -222,6 +222,15 @@ fn rule_files_are_told_from_job_files() {
         let found = error(&format!("{job}{rest}"), &[("r.rule", rule.as_bytes())]);
         assert!(found.contains(place) && found.contains(what), "{found}\nexpected: {place} … {what}");
     }
+    // No plan could cut it so that it fits, so it must not come to planning.
+    let far = "fields u\nu' = u[8, 0] + u[0, -8]\n";
+    let found = error(&job.replace("[64, 16]", "[64, 7]"), &[("r.rule", far.as_bytes())]);
+    assert!(found.contains("(rule)") && found.contains("looks 8 cells far, but y is periodic and has 7"), "{found}");
+    self::job(&job.replace("[64, 16]", "[8, 8]"), &[("r.rule", far.as_bytes())]);
+    self::job(
+        &format!("{}[boundary]\ny = \"wall\"\n", job.replace("[64, 16]", "[64, 7]")),
+        &[("r.rule", far.as_bytes())],
+    );
     let long = format!("fields {0}\n{0}' = {0}\n", "u".repeat(65));
     assert!(error(job, &[("r.rule", long.as_bytes())]).contains("more than 64 letters"));
     assert!(error(job, &[]).contains("r.rule"));
