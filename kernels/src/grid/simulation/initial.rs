@@ -248,9 +248,8 @@ impl Living {
                 (Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
             }
             (Some(_), Some(_)) | (None, None) => {
-                return Err(
-                    keys.error("expected either `file`, the name of an RLE file, or `text`, the pattern itself")
-                );
+                let what = "expected either `file`, the name of an RLE file, or `text`, the pattern itself";
+                return Err(keys.missing(&["file", "text"], what));
             }
         };
         let pattern = pattern.map_err(|what| of.error(what))?;

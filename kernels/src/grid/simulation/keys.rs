@@ -68,10 +68,20 @@ impl<'a> Keys<'a> {
 
     /// What a key says that must be there.
     pub(super) fn need(&self, key: &str, expected: &str) -> Result<Item<'a>, SimulationError> {
-        self.get(key).ok_or_else(|| {
-            let what = format!("expected `{key}`, {expected}; it is missing");
-            self.document.error(self.start, &self.path, what)
-        })
+        self.get(key).ok_or_else(|| self.missing(&[key], format!("expected `{key}`, {expected}; it is missing")))
+    }
+
+    /// That none of these keys is there: told at a key that looks like one of them, else of the whole table.
+    pub(super) fn missing(&self, keys: &[&str], what: impl Into<String>) -> SimulationError {
+        let asked = self.asked.borrow();
+        let strays = self.table.iter().filter(|(name, _)| !asked.contains(name.get_ref().as_ref()));
+        for (name, _) in strays {
+            if let Some(key) = nearest(name.get_ref(), keys.iter().copied()) {
+                let what = format!("there is no such key here, perhaps `{key}` is meant: {}", what.into());
+                return self.document.error(name.span().start, &joined(&self.path, name.get_ref()), what);
+            }
+        }
+        self.error(what)
     }
 
     pub(super) fn has(&self, key: &str) -> bool {
@@ -88,9 +98,12 @@ impl<'a> Keys<'a> {
         let asked = self.asked.into_inner();
         let unknown = self.table.iter().find(|(name, _)| !asked.contains(name.get_ref().as_ref()));
         let Some((name, _)) = unknown else { return Ok(()) };
-        let known: Vec<String> = asked.into_iter().collect();
+        let known: Vec<&str> = asked.iter().map(String::as_str).collect();
         let path = joined(&self.path, name.get_ref());
-        let what = format!("there is no such key here: expected one of {}", known.join(", "));
+        let there = |key: &str| self.table.iter().any(|(name, _)| name.get_ref() == key);
+        let meant = nearest(name.get_ref(), known.iter().copied().filter(|key| !there(key)));
+        let meant = meant.map_or_else(String::new, |key| format!(", perhaps `{key}` is meant"));
+        let what = format!("there is no such key here{meant}: expected one of {}", known.join(", "));
         Err(self.document.error(name.span().start, &path, what))
     }
 }
@@ -246,6 +259,39 @@ impl<'a> Item<'a> {
         Some(Keys { document: self.document, table, path: self.path.clone(), start, asked: RefCell::default() })
     }
 }
+
+/// The word that a misspelt one was to be, if one is near enough.
+fn nearest<'w>(found: &str, words: impl Iterator<Item = &'w str>) -> Option<&'w str> {
+    let near = words.map(|word| (distance(found, word), word)).min()?;
+    // Of two letters each other word may be meant.
+    let most = if near.1.len() < 3 { 0 } else { (near.1.len() / 3).max(1) };
+    (near.0 <= most).then_some(near.1)
+}
+
+/// How many letters are put in, left out, changed or swapped with the next one, from one word to the other.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    if a.len().abs_diff(b.len()) > LETTERS_APART_MAX {
+        return usize::MAX;
+    }
+    let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
+    for i in 1..=a.len() {
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let changed = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut least = changed.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[a.len()][b.len()]
+}
+
+/// No key is so long that words which differ by more letters are alike.
+const LETTERS_APART_MAX: usize = 8;
 
 fn joined(path: &str, key: &str) -> String {
     let key = shortened(key);

@@ -90,7 +90,10 @@ fn face(item: &Item<'_>, dimensions: usize) -> Result<Face, SimulationError> {
                 Face::Inlet { velocity: vector(&item, dimensions)?, parabola: profile.transpose()?.unwrap_or(false) }
             }
             (None, None, None, Some(item)) => Face::Outlet { density: item.number("a density such as 1.0")? as f32 },
-            _ => return Err(keys.error(format!("expected exactly one kind of face: {FACES}"))),
+            _ => {
+                let what = format!("expected exactly one kind of face: {FACES}");
+                return Err(keys.missing(&["fixed", "moving", "inlet", "outlet"], what));
+            }
         };
         keys.done()?;
         return Ok(face);
@@ -283,7 +286,7 @@ fn fluid<const D: usize>(
         _ => {
             let what = "expected one of tau (relaxation time in steps), viscosity (cells² a step) and omega (rate, an \
                         expression of x, y and z)";
-            return Err(keys.error(what));
+            return Err(keys.missing(&["viscosity", "omega", "tau"], what));
         }
     };
     if omega.is_none() && tau.partial_cmp(&0.5) != Some(std::cmp::Ordering::Greater) {

@@ -15,7 +15,12 @@ fn each_error_names_its_place() {
     let also = |text: &str| format!("{PLAIN}{text}");
     let cases = [
         (with("steps = 10", "steps = "), "line 2, column 9", "not TOML"),
-        (with("steps = 10", "step = 10"), "line 1, column 1", "`steps`"),
+        (with("steps = 10\n", ""), "line 1, column 1", "expected `steps`"),
+        (with("steps = 10", "step = 10"), "line 2, column 1 (step)", "perhaps `steps` is meant: expected `steps`"),
+        (with("[grid]", "[gird]"), "line 3, column 2 (gird)", "perhaps `grid` is meant"),
+        (with("tau = 1", "viscosty = 0.1"), "line 7, column 1 (rule.viscosty)", "perhaps `viscosity` is meant"),
+        (also("[intial]\ndensity = 1"), "line 8, column 2 (intial)", "perhaps `initial` is meant: expected one of"),
+        (also("[boundary]\nx = { outlte = 1 }"), "line 9, column 7 (boundary.x.outlte)", "perhaps `outlet` is meant"),
         (with("steps = 10", "steps = -1"), "(steps)", "a whole number from 1"),
         (with("steps = 10", "steps = 1.5"), "line 2, column 9 (steps)", "found the number 1.5"),
         (with("steps = 10", "steps = 10\nstpes = 5"), "line 3, column 1 (stpes)", "expected one of boundary"),
@@ -52,7 +57,7 @@ fn each_error_names_its_place() {
             "(rule.solid.image)",
             "3 × 2 pixels, the grid 64 × 16",
         ),
-        (with("tau = 1", "tau = 1\nsolid = { imgae = \"s.png\" }"), "(rule.solid)", "expected `image`"),
+        (with("tau = 1", "tau = 1\nsolid = { imgae = \"s.png\" }"), "(rule.solid.imgae)", "expected `image`"),
         (also("[force]"), "line 8, column 1 (force)", "nothing that the fluid could push"),
         (also("solid = \"x < 3\"\n[force]\nvelocity = 1"), "(force)", "both `velocity` and `length`"),
         (also("solid = \"x < 3\"\n[force]\nvelocity = 1\nlength = 0"), "(force.length)", "above 0"),
@@ -141,6 +146,13 @@ fn life_and_fields_have_errors_of_their_own() {
         ),
         (heat("").replace("rate = 0.1", "rate = -1"), "(rule)", "must not be negative"),
         (heat("").replace("rate = 0.1", ""), "(rule)", "expected `rate`"),
+        (heat("").replace("rate = 0.1", "rat = 0.1"), "line 7, column 1 (rule.rat)", "perhaps `rate` is meant"),
+        // Of keys that are there and right none is taken for another one.
+        (
+            heat("").replace("\"heat\"\nrate = 0.1", "\"gray-scott\"\ndv = 0.1\nfeed = 0\nkill = 0"),
+            "line 5, column 1 (rule)",
+            "expected `du`",
+        ),
     ] {
         let found = error(&text, &[("bad.rle", b"x = 3, y = 3\nbq!"), ("glider.rle", GLIDER)]);
         assert!(found.contains(place) && found.contains(what), "{text}\n{found}\nexpected: {place} … {what}");
