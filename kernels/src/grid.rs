@@ -73,6 +73,31 @@ pub enum Face {
     },
 }
 
+impl Face {
+    /// As a job file says it.
+    pub(crate) fn written(&self, dimensions: usize) -> String {
+        let list = |parts: &[f32]| parts.iter().map(f32::to_string).collect::<Vec<_>>().join(", ");
+        match self {
+            Self::Periodic => "\"periodic\"".into(),
+            Self::Wall => "\"wall\"".into(),
+            Self::Fixed(values) if values.iter().all(|value| *value == values[0]) => {
+                format!("{{ fixed = {} }}", values[0])
+            }
+            Self::Fixed(values) => {
+                // A list of one would say the same of all fields.
+                let fields = values.iter().rposition(|value| *value != 0.0).map_or(2, |last| (last + 1).max(2));
+                format!("{{ fixed = [{}] }}", list(&values[..fields]))
+            }
+            Self::Moving { velocity } => format!("{{ moving = [{}] }}", list(&velocity[..dimensions])),
+            Self::Inlet { velocity, parabola } => {
+                let profile = if *parabola { ", profile = \"parabola\"" } else { "" };
+                format!("{{ inlet = [{}]{profile} }}", list(&velocity[..dimensions]))
+            }
+            Self::Outlet { density } => format!("{{ outlet = {density} }}"),
+        }
+    }
+}
+
 impl Grid {
     /// A grid of two or three dimensions, each axis with its low and its high face.
     ///
@@ -130,6 +155,12 @@ impl Grid {
     /// All of it.
     pub fn region(&self) -> Region {
         Region { start: [0; 3], end: self.size }
+    }
+
+    /// That a rule cannot have what is beyond a face, which must be as `expected` says.
+    pub(crate) fn bad_face(&self, rule: &'static str, axis: usize, side: usize, expected: &str) -> GridError {
+        let face = self.faces[axis][side].written(self.dimensions);
+        GridError::Face { rule, face, axis, side, expected: expected.into() }
     }
 
     fn is_periodic(&self, axis: usize) -> bool {
@@ -199,8 +230,8 @@ pub enum GridError {
          walls there"
     )]
     Thin { radius: usize, cells: usize, axis: char },
-    #[error("{rule} knows no such face as {face:?} at {axis}: {known}")]
-    Face { rule: &'static str, face: Face, axis: char, known: &'static str },
+    #[error("{rule} cannot have {face} at {}_{}: expected {expected}", AXES[*.axis], ["low", "high"][*.side])]
+    Face { rule: &'static str, face: String, axis: usize, side: usize, expected: String },
     #[error("{rule}: {what}")]
     Parameter { rule: &'static str, what: String },
     #[error("{steps} steps are wanted, but the halo lasts for {left}: exchange it first")]

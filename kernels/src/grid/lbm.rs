@@ -250,18 +250,25 @@ impl<const D: usize> LatticeFluid<D> {
         if !self.force.iter().all(|part| part.is_finite()) {
             return error(format!("force = {:?}: numbers are needed", self.force));
         }
+        let fast = |velocity: [f32; 3]| {
+            let found = speed(velocity.map(f64::from));
+            let what = "a velocity below the speed of sound, 0.577 cells a step";
+            (!is_subsonic(found)).then(|| format!("{what}, found {found:.3}"))
+        };
         for axis in 0..D {
-            for face in grid.faces(axis) {
-                let slow = |v: [f32; 3]| v.iter().all(|v| v.abs() < FAST);
-                let fits = match face {
-                    Face::Periodic | Face::Wall => true,
-                    Face::Fixed(_) => false,
-                    Face::Moving { velocity } => slow(velocity) && velocity[axis] == 0.0,
-                    Face::Inlet { velocity, .. } => slow(velocity),
-                    Face::Outlet { density } => density > 0.0 && density.is_finite(),
+            for (side, face) in grid.faces(axis).into_iter().enumerate() {
+                let wrong = match face {
+                    Face::Periodic | Face::Wall => None,
+                    Face::Fixed(_) => Some(KNOWN.to_owned()),
+                    Face::Moving { velocity } if velocity[axis] != 0.0 => {
+                        Some(format!("a wall that moves along itself: the {} of its velocity is 0", AXES[axis]))
+                    }
+                    Face::Moving { velocity } | Face::Inlet { velocity, .. } => fast(velocity),
+                    Face::Outlet { density } if density > 0.0 && density.is_finite() => None,
+                    Face::Outlet { .. } => Some("a density above 0 (1 is that of the fluid at rest)".into()),
                 };
-                if !fits {
-                    return Err(GridError::Face { rule, face, axis: AXES[axis], known: KNOWN });
+                if let Some(expected) = wrong {
+                    return Err(grid.bad_face(rule, axis, side, &expected));
                 }
             }
         }
@@ -273,9 +280,20 @@ impl<const D: usize> LatticeFluid<D> {
     pub(crate) const NAME: &'static str = if D == 2 { "d2q9" } else { "d3q19" };
 }
 
-const KNOWN: &str = "periodic, wall, moving (along itself), inlet (both below 0.577 cells a step) and outlet";
+const KNOWN: &str = "\"periodic\", \"wall\", { moving = VELOCITY }, { inlet = VELOCITY } or { outlet = DENSITY }";
 /// The speed of sound, which nothing may reach.
-const FAST: f32 = 0.577;
+const FAST: f64 = 0.577;
+
+/// How long a velocity is.
+pub(crate) fn speed<const D: usize>(velocity: [f64; D]) -> f64 {
+    velocity.iter().map(|part| part * part).sum::<f64>().sqrt()
+}
+
+/// Whether it is below the speed of sound, and a number.
+pub(crate) fn is_subsonic(speed: f64) -> bool {
+    speed < FAST
+}
+
 /// Beyond this velocity the fluid is far from incompressible.
 pub(crate) const SUBSONIC: f32 = 0.2;
 /// Below this relaxation time hardly anything is smoothed.

@@ -67,11 +67,11 @@ impl Life {
             let what = format!("two dimensions, not {}", grid.dimensions());
             return Err(GridError::Parameter { rule: "life", what });
         }
-        for (axis, name) in ['x', 'y'].into_iter().enumerate() {
-            for face in grid.faces(axis) {
+        for axis in 0..grid.dimensions() {
+            for (side, face) in grid.faces(axis).into_iter().enumerate() {
                 if !matches!(face, Face::Periodic | Face::Wall) {
-                    let known = "periodic or wall (dead cells beyond it)";
-                    return Err(GridError::Face { rule: "life", face, axis: name, known });
+                    let expected = "\"periodic\" or \"wall\" (dead cells beyond it)";
+                    return Err(grid.bad_face("life", axis, side, expected));
                 }
             }
         }

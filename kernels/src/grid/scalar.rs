@@ -6,7 +6,7 @@ use super::frame::Frame;
 use super::ghosts;
 use super::planes::{Planes, Shared};
 use super::rule::{Rows, Stepper, aligned_frame};
-use super::{AXES, Face, Grid, GridError};
+use super::{Face, Grid, GridError};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
@@ -102,14 +102,14 @@ pub(crate) trait Local: Copy + Send + Sync + 'static {
 
 /// The faces that fields of numbers know.
 pub(crate) fn check_faces(grid: &Grid, rule: &'static str) -> Result<(), GridError> {
-    for (axis, name) in AXES.into_iter().enumerate().take(grid.dimensions()) {
-        for face in grid.faces(axis) {
+    for axis in 0..grid.dimensions() {
+        for (side, face) in grid.faces(axis).into_iter().enumerate() {
             match face {
                 Face::Periodic | Face::Wall => {}
                 Face::Fixed(values) if values.iter().all(|value| value.is_finite()) => {}
                 Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } | Face::Outlet { .. } => {
-                    let known = "periodic, wall (no flux) and fixed (finite values)";
-                    return Err(GridError::Face { rule, face, axis: name, known });
+                    let expected = "\"periodic\", \"wall\" (no flux) or { fixed = VALUE } (finite)";
+                    return Err(grid.bad_face(rule, axis, side, expected));
                 }
             }
         }
@@ -283,6 +283,9 @@ impl Local for GrayScott {
     fn wrong(&self) -> Option<String> {
         let all = [self.diffusion[0], self.diffusion[1], self.feed, self.kill];
         let fits = all.iter().all(|part| *part >= 0.0 && part.is_finite());
-        (!fits).then(|| format!("{self:?}: no parameter may be negative"))
+        (!fits).then(|| {
+            let Self { diffusion: [du, dv], feed, kill } = self;
+            format!("du = {du}, dv = {dv}, feed = {feed}, kill = {kill}: expected numbers of which none is negative")
+        })
     }
 }

@@ -149,9 +149,10 @@ impl Simulation {
         let name = name(&keys)?;
         let steps = keys.need("steps", "how many steps are made")?.whole(1..=STEPS_MAX)?;
         let size = size(&keys)?;
-        let grid = physics::grid(&size, keys.get("boundary"))?;
+        let boundary = keys.get("boundary");
+        let grid = physics::grid(&size, boundary.clone())?;
         let rule = keys.need("rule", "a table that says how cells change")?;
-        let physics = physics::physics(&rule, keys.get("force").as_ref(), &grid, &mut files)?;
+        let physics = physics::physics(&rule, keys.get("force").as_ref(), (&grid, boundary.as_ref()), &mut files)?;
         let item = keys.get("initial");
         let initial = Initial::read(item.as_ref(), &physics.kind, &grid, document.names.seed, &mut files)?;
         for cell in spots(&grid) {

@@ -12,7 +12,7 @@ use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::FIELDS_MAX;
 use crate::grid::rule_file::TextRule;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
-use crate::grid::{AXES, Face, Grid};
+use crate::grid::{AXES, Face, Grid, GridError};
 
 /// A rule, and what else must be known of it.
 pub(super) struct Physics {
@@ -59,21 +59,31 @@ pub(super) fn grid(size: &[usize], boundary: Option<Item<'_>>) -> Result<Grid, S
         return Grid::new(size, &faces).map_err(SimulationError::Grid);
     };
     let keys = item.table("a table of faces such as x = \"periodic\" or y_high = { moving = [0.1, 0] }")?;
-    let both = ["x", "y", "z"];
-    let ends = [["x_low", "x_high"], ["y_low", "y_high"], ["z_low", "z_high"]];
     for (axis, faces) in faces.iter_mut().enumerate() {
-        if let Some(item) = keys.get(both[axis]) {
+        if let Some(item) = keys.get(BOTH_ENDS[axis]) {
             *faces = [face(&item, size.len())?; 2];
         }
-        for (side, key) in ends[axis].into_iter().enumerate() {
+        for (side, key) in ENDS[axis].into_iter().enumerate() {
             if let Some(item) = keys.get(key) {
                 faces[side] = face(&item, size.len())?;
             }
         }
     }
-    let grid = Grid::new(size, &faces).map_err(|wrong| keys.error(wrong.to_string()));
+    let grid = Grid::new(size, &faces).map_err(|wrong| {
+        let axis = AXES.into_iter().position(|axis| wrong == GridError::HalfPeriodic { axis });
+        let said = axis.and_then(|axis| said_of(&keys, axis, 0).or_else(|| said_of(&keys, axis, 1)));
+        said.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
+    });
     keys.done()?;
     grid
+}
+
+const BOTH_ENDS: [&str; 3] = ["x", "y", "z"];
+const ENDS: [[&str; 2]; 3] = [["x_low", "x_high"], ["y_low", "y_high"], ["z_low", "z_high"]];
+
+/// What `[boundary]` says of a face.
+fn said_of<'a>(boundary: &Keys<'a>, axis: usize, side: usize) -> Option<Item<'a>> {
+    boundary.get(ENDS[axis][side]).or_else(|| boundary.get(BOTH_ENDS[axis]))
 }
 
 const FACES: &str = "\"periodic\", \"wall\", { fixed = VALUE }, { moving = VELOCITY }, { inlet = VELOCITY, profile = \
@@ -145,7 +155,7 @@ const RULES: &str =
 pub(super) fn physics(
     item: &Item<'_>,
     pushed: Option<&Item<'_>>,
-    grid: &Grid,
+    (grid, boundary): (&Grid, Option<&Item<'_>>),
     files: &mut Files,
 ) -> Result<Physics, SimulationError> {
     let keys = item.table(RULES)?;
@@ -153,7 +163,7 @@ pub(super) fn physics(
     describe_grid(grid, &mut described);
     if let Some(item) = keys.get("file") {
         let (rule, kind) = from_text(&keys, &item, files, &mut described)?;
-        return checked(keys, (rule, kind, force::none(pushed)?), grid, described);
+        return checked(keys, (rule, kind, force::none(pushed)?), (grid, boundary), described);
     }
     let name = keys.need("name", RULES)?;
     let (rule, kind, force) = match name.text(RULES)? {
@@ -185,18 +195,23 @@ pub(super) fn physics(
         }
         _ => return Err(name.expected(RULES)),
     };
-    checked(keys, (rule, kind, force), grid, described)
+    checked(keys, (rule, kind, force), (grid, boundary), described)
 }
 
 /// Together, if they fit.
 fn checked(
     keys: Keys<'_>,
     (rule, kind, force): (Rule, Kind, Option<ForceSpec>),
-    grid: &Grid,
+    (grid, boundary): (&Grid, Option<&Item<'_>>),
     mut described: Vec<u8>,
 ) -> Result<Physics, SimulationError> {
     described.extend_from_slice(rule.name().as_bytes());
-    rule.check(grid).map_err(|wrong| keys.error(wrong.to_string()))?;
+    rule.check(grid).map_err(|wrong| {
+        let boundary = boundary.and_then(Item::as_table);
+        let face = if let GridError::Face { axis, side, .. } = wrong { Some((axis, side)) } else { None };
+        let said = boundary.zip(face).and_then(|(boundary, (axis, side))| said_of(&boundary, axis, side));
+        said.map_or_else(|| keys.error(wrong.to_string()), |item| item.error(wrong.to_string()))
+    })?;
     keys.done()?;
     Ok(Physics { rule, kind, force, described })
 }

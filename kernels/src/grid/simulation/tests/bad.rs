@@ -65,11 +65,35 @@ fn each_error_names_its_place() {
         (also("solid = \"x < 3\"\n[force]\nof = \"q\""), "(force.of)", "nothing is named `q`"),
         (also("solid = \"x < 3\"\n[force]\nwalls = 1"), "(force.walls)", "no such key"),
         (with("name = \"d2q9\"\ntau = 1\n", "name = \"heat\"\nrate = 0.1\n[force]\n"), "(force)", "only fluids"),
-        (also("[boundary]\nx_low = \"wall\""), "(boundary)", "one face of x is periodic"),
+        (also("[boundary]\nx_low = \"wall\""), "(boundary.x_low)", "one face of x is periodic"),
         (also("[boundary]\nx = \"Wall\""), "line 9, column 5 (boundary.x)", "found the text \"Wall\""),
         (also("[boundary]\nw = \"wall\""), "(boundary.w)", "expected one of x, x_high, x_low, y"),
         (also("[boundary]\nz = \"wall\""), "(boundary.z)", "there is no such key"),
-        (also("[boundary]\nx = { fixed = 1 }"), "(rule)", "knows no such face"),
+        (
+            also("[boundary]\nx = { fixed = 1 }"),
+            "line 9, column 5 (boundary.x)",
+            "d2q9 cannot have { fixed = 1 } at x_low: expected \"periodic\", \"wall\"",
+        ),
+        (
+            also("[boundary]\ny = \"wall\"\ny_high = { fixed = [1, 0] }"),
+            "line 10, column 10 (boundary.y_high)",
+            "{ fixed = [1, 0] } at y_high",
+        ),
+        (
+            also("[boundary]\nx_low = \"wall\"\nx_high = { outlet = 0 }"),
+            "line 10, column 10 (boundary.x_high)",
+            "d2q9 cannot have { outlet = 0 } at x_high: expected a density above 0",
+        ),
+        (
+            also("[boundary]\ny = { moving = [0.1, 0.1] }"),
+            "line 9, column 5 (boundary.y)",
+            "{ moving = [0.1, 0.1] } at y_low: expected a wall that moves along itself: the y of its velocity is 0",
+        ),
+        (
+            also("[boundary]\nx = { inlet = [0.5, 0.5], profile = \"parabola\" }"),
+            "line 9, column 5 (boundary.x)",
+            "{ inlet = [0.5, 0.5], profile = \"parabola\" } at x_low: expected a velocity below the speed of sound",
+        ),
         (also("[boundary]\nx = { fixed = 1, outlet = 1 }"), "(boundary.x)", "exactly one kind"),
         (also("[boundary]\nx = { moving = [1, 0, 0] }"), "(boundary.x.moving)", "a list of 2 numbers"),
         (also("[boundary]\ny = { inlet = [0, 0.1], profile = \"round\" }"), "(boundary.y.profile)", "\"parabola\""),
@@ -122,7 +146,7 @@ fn life_and_fields_have_errors_of_their_own() {
     for (text, place, what) in [
         (life("notation = \"B9/S\""), "(rule.notation)", "a cell has 8"),
         (life("rate = 1"), "(rule.rate)", "expected one of file, name, notation"),
-        (life("[boundary]\nx = { outlet = 1 }"), "(rule)", "periodic or wall"),
+        (life("[boundary]\nx = { outlet = 1 }"), "(boundary.x)", "\"periodic\" or \"wall\" (dead"),
         (life("[initial]\nnoise = 1.5"), "(initial.noise)", "from 0 to 1"),
         (life("[initial]\npattern = { at = [1, 1] }"), "(initial.pattern)", "either `file`"),
         (life("[initial]\npattern = { file = \"bad.rle\" }"), "(initial.pattern.file)", "bad.rle: pattern, line 2"),
@@ -228,7 +252,7 @@ fn rule_files_are_told_from_job_files() {
         ("", "dimensions 3\nfields u\nu' = u\n", "(rule)", "dimensions"),
         ("parameters = { q = 1 }", rule, "(rule.parameters.q)", "there is no parameter `q`: it has k"),
         ("name = \"heat\"", rule, "(rule.name)", "expected one of file, parameters"),
-        ("[boundary]\nx = { outlet = 1 }", rule, "(rule)", "knows no such face"),
+        ("[boundary]\nx = { outlet = 1 }", rule, "(boundary.x)", "rule file cannot have { outlet = 1 } at x_low"),
         ("[initial]\nv = 1", rule, "(initial.v)", "expected one of u"),
     ] {
         let found = error(&format!("{job}{rest}"), &[("r.rule", rule.as_bytes())]);
