@@ -30,9 +30,9 @@ use toml::de::DeTable;
 
 use self::expression::{Expression, Names};
 use self::files::Files;
-use self::initial::Initial;
-use self::keys::{Document, Keys};
-use self::physics::Physics;
+use self::initial::{Impossible, Initial};
+use self::keys::{Document, Item, Keys};
+use self::physics::{Kind, Physics};
 use super::any_tile::GridTile;
 use super::lbm::SUBSONIC;
 use super::rule::Rule;
@@ -155,6 +155,11 @@ impl Simulation {
         let physics = physics::physics(&rule, keys.get("force").as_ref(), (&grid, boundary.as_ref()), &mut files)?;
         let item = keys.get("initial");
         let initial = Initial::read(item.as_ref(), &physics.kind, &grid, document.names.seed, &mut files)?;
+        let fields: &[String] = if let Kind::Fields(names) = &physics.kind { names } else { &[] };
+        if let Some(Impossible { key, what }) = initial.first_impossible(&grid, fields) {
+            let said = item.as_ref().and_then(Item::as_table).and_then(|keys| keys.get(&key));
+            return Err(said.or(item).map_or_else(|| keys.error(&what), |item| item.error(&what)));
+        }
         for cell in spots(&grid) {
             if let Some(what) = initial.wrong(cell, physics.rule.fields()) {
                 return Err(item.map_or_else(|| keys.error(&what), |item| item.error(&what)));

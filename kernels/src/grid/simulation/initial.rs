@@ -8,14 +8,14 @@ use super::files::Files;
 use super::image::{Image, Mask};
 use super::keys::{Item, Keys};
 use super::physics::{Kind, image, masked};
-use crate::grid::lbm::LatticeFluid;
+use crate::grid::lbm::{self, LatticeFluid};
 use crate::grid::life::Pattern;
 use crate::grid::rule::CellMap;
 use crate::grid::{Face, Grid};
 
 mod rows;
 
-pub(super) use rows::parts;
+pub(super) use rows::{Impossible, parts};
 
 /// Patterns at most: each is text.
 const PATTERNS_MAX: usize = 256;
@@ -36,6 +36,8 @@ pub(super) struct Flow<const D: usize> {
     fluid: LatticeFluid<D>,
     /// Rates by cell.
     omega: Option<CellMap<f32>>,
+    /// Cells in which there is none.
+    solid: Option<CellMap<bool>>,
     density: Expression,
     velocity: [Expression; D],
     /// Whether the velocity's gradient is in the populations too.
@@ -105,9 +107,14 @@ impl Initial {
 
     /// What is wrong at a cell, if anything is.
     pub(super) fn wrong(&self, at: [usize; 3], fields: usize) -> Option<String> {
+        let solid = match self {
+            Self::Fluid(flow) => flow.is_solid(at),
+            Self::Fluid3(flow) => flow.is_solid(at),
+            Self::Life(_) | Self::Fields(_) => false,
+        };
         let mut cell = vec![0.0; fields];
         self.set(at, &mut cell);
-        let bad = cell.iter().any(|value| !value.is_finite());
+        let bad = !solid && cell.iter().any(|value| !value.is_finite());
         bad.then(|| format!("at {at:?} it is infinite or no number: the fields there are {cell:?}"))
     }
 
@@ -136,7 +143,12 @@ type State<const D: usize> = (LatticeFluid<D>, f64, [f64; D], [[f64; D]; D]);
 impl<const D: usize> Flow<D> {
     fn read(keys: Option<&Keys<'_>>, fluid: &LatticeFluid<D>) -> Result<Self, SimulationError> {
         let get = |key| keys.and_then(|keys| keys.get(key));
-        let density = get("density").map(|item| item.expression()).transpose()?;
+        let mut density = Expression::number(1.0);
+        if let Some(item) = get("density") {
+            density = item.expression()?;
+            let wrong = density.constant().and_then(wrong_density);
+            wrong.map_or(Ok(()), |what| Err(item.error(what)))?;
+        }
         let mut velocity = std::array::from_fn(|_| Expression::number(0.0));
         if let Some(item) = get("velocity") {
             let expected = format!("a list of {D} numbers or expressions, one for each axis");
@@ -147,11 +159,13 @@ impl<const D: usize> Flow<D> {
             for (part, item) in velocity.iter_mut().zip(&list) {
                 *part = item.expression()?;
             }
+            let wrong =
+                (velocity.iter().map(Expression::constant).collect::<Option<Vec<_>>>()).and_then(wrong_velocity);
+            wrong.map_or(Ok(()), |what| Err(item.error(what)))?;
         }
         let stress = get("stress").map(|item| item.flag()).transpose()?.unwrap_or(true);
-        let density = density.unwrap_or_else(|| Expression::number(1.0));
         let plain = LatticeFluid { omega: None, solid: None, ..fluid.clone() };
-        Ok(Self { fluid: plain, omega: fluid.omega.clone(), density, velocity, stress })
+        Ok(Self { fluid: plain, omega: fluid.omega.clone(), solid: fluid.solid.clone(), density, velocity, stress })
     }
 
     fn at(&self, at: [usize; 3]) -> State<D> {
@@ -167,8 +181,28 @@ impl<const D: usize> Flow<D> {
     }
 
     fn speed(&self, at: [usize; 3]) -> f64 {
-        self.velocity.iter().map(|part| part.at(at).powi(2)).sum::<f64>().sqrt()
+        if self.is_solid(at) {
+            return 0.0;
+        }
+        lbm::speed(std::array::from_fn::<_, D, _>(|axis| self.velocity[axis].at(at)))
     }
+
+    fn is_solid(&self, at: [usize; 3]) -> bool {
+        self.solid.as_ref().is_some_and(|solid| solid(at))
+    }
+}
+
+/// What is wrong with a density, if anything is.
+fn wrong_density(density: f64) -> Option<String> {
+    let fits = density as f32 > 0.0 && (density as f32).is_finite();
+    (!fits).then(|| format!("expected a density above 0 (1 is that of the fluid at rest), found {density}"))
+}
+
+/// What is wrong with a velocity, if anything is.
+fn wrong_velocity(velocity: Vec<f64>) -> Option<String> {
+    let speed = lbm::speed::<3>(std::array::from_fn(|axis| velocity.get(axis).copied().unwrap_or(0.0)));
+    let what = "expected a velocity below the speed of sound, 0.577 cells a step";
+    (!lbm::is_subsonic(speed)).then(|| format!("{what}, found {speed:.3}"))
 }
 
 fn fields(

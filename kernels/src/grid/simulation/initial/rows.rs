@@ -1,10 +1,11 @@
 //! The initial state of many cells at once: by rows, on all threads, as the bytes of a saved state.
 use super::super::evaluate::{NOISE_UNITS, NoiseRow};
-use super::{Flow, Initial, Living, Source};
-use crate::grid::Region;
+use super::{Flow, Initial, Living, Source, wrong_density, wrong_velocity};
 use crate::grid::frame::Format;
+use crate::grid::lbm::is_subsonic;
 use crate::grid::number::{Half, Number};
 use crate::grid::rule::Rule;
+use crate::grid::{AXES, Grid, Region};
 
 /// Bytes that are made at once: enough for all threads, and little enough that one part waits while another is made.
 const PART_BYTES: usize = 4 << 20;
@@ -125,7 +126,75 @@ impl Initial {
     }
 }
 
+/// A cell from which no step can be made, and the key that says so.
+pub(in super::super) struct Impossible {
+    pub(in super::super) key: String,
+    pub(in super::super) what: String,
+}
+
+impl Initial {
+    /// The first impossible cell: of all where they are few, else of rows evenly spread, so that a job is read in a moment.
+    /// `names` are those of the fields.
+    pub(in super::super) fn first_impossible(&self, grid: &Grid, names: &[String]) -> Option<Impossible> {
+        let [width, height, depth] = grid.size();
+        let stride = (height * depth).div_ceil((LOOKED_AT / width).max(1));
+        let found = |x: usize, [y, z]: [usize; 2], key: &str, what: String| {
+            let cell = if grid.dimensions() == 2 { format!("{x}, {y}") } else { format!("{x}, {y}, {z}") };
+            Some(Impossible { key: key.into(), what: format!("at the cell {cell}: {what}") })
+        };
+        let mut values = vec![vec![0.0; width]; 1 + AXES.len()];
+        for row in (0..height * depth).step_by(stride) {
+            let at = [row % height, row / height];
+            let wrong = match self {
+                Self::Life(_) => return None,
+                Self::Fluid(flow) => flow.impossible(at, &mut values),
+                Self::Fluid3(flow) => flow.impossible(at, &mut values),
+                Self::Fields(sources) => {
+                    let expressions = sources.iter().zip(names).filter_map(|(source, name)| match source {
+                        Source::Expression(expression) => Some((expression, name)),
+                        Source::Image(..) => None,
+                    });
+                    let mut first: Option<(usize, &str, String)> = None;
+                    for (expression, name) in expressions {
+                        expression.row(0, at, &mut values[0]);
+                        let place = values[0].iter().position(|value| !(*value as f32).is_finite());
+                        if let Some(x) = place.filter(|x| first.as_ref().is_none_or(|(first, ..)| x < first)) {
+                            first = Some((x, name, format!("expected a number of 32 bits, found {}", values[0][x])));
+                        }
+                    }
+                    first
+                }
+            };
+            if let Some((x, key, what)) = wrong {
+                return found(x, at, key, what);
+            }
+        }
+        None
+    }
+}
+
+/// Cells that are looked at before a job begins.
+const LOOKED_AT: usize = 1 << 20;
+
 impl<const D: usize> Flow<D> {
+    /// The first impossible cell of a row, the key that says so, and what is wrong. `values` is room for the row's.
+    fn impossible(&self, at: [usize; 2], values: &mut [Vec<f64>]) -> Option<(usize, &'static str, String)> {
+        let [y, z] = at;
+        let (density, velocity) = values.split_first_mut()?;
+        self.density.row(0, at, density);
+        self.velocity.iter().zip(velocity.iter_mut()).for_each(|(part, values)| part.row(0, at, values));
+        (0..density.len()).find_map(|x| {
+            let here = velocity[..D].iter().map(|part| part[x]);
+            let fits = density[x] as f32 > 0.0 && is_subsonic(here.clone().map(|part| part * part).sum::<f64>().sqrt());
+            if fits && density[x].is_finite() || self.is_solid([x, y, z]) {
+                return None;
+            }
+            let wrong = wrong_density(density[x]).map(|what| ("density", what));
+            let wrong = wrong.or_else(|| wrong_velocity(here.collect()).map(|what| ("velocity", what)));
+            wrong.map(|(key, what)| (x, key, what))
+        })
+    }
+
     /// Whether all cells are the same.
     fn is_even(&self) -> bool {
         let moving = self.velocity.iter().any(|part| part.constant().is_none());

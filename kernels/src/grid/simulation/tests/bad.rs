@@ -98,7 +98,28 @@ fn each_error_names_its_place() {
         (also("[boundary]\nx = { moving = [1, 0, 0] }"), "(boundary.x.moving)", "a list of 2 numbers"),
         (also("[boundary]\ny = { inlet = [0, 0.1], profile = \"round\" }"), "(boundary.y.profile)", "\"parabola\""),
         (also("[initial]\ndensity = \"1 +\""), "(initial.density)", "character 4"),
-        (also("[initial]\ndensity = \"log(x - 32.5)\""), "(initial)", "no number"),
+        (also("[initial]\ndensity = 0"), "line 9, column 11 (initial.density)", "a density above 0 (1 is"),
+        (also("[initial]\ndensity = -1"), "(initial.density)", "found -1"),
+        (
+            also("[initial]\nvelocity = [0.5, 0.5]"),
+            "line 9, column 12 (initial.velocity)",
+            "sound, 0.577 cells a step, found 0.707",
+        ),
+        (
+            also("[initial]\ndensity = \"log(x - 32.5)\""),
+            "(initial.density)",
+            "at the cell 0, 0: expected a density above 0",
+        ),
+        (
+            also("[initial]\ndensity = \"select(x > 7 && y > 2 && y < 4, -1, 1)\""),
+            "line 9, column 11 (initial.density)",
+            "at the cell 7, 2: expected a density above 0 (1 is that of the fluid at rest), found -1",
+        ),
+        (
+            also("[initial]\nvelocity = [\"select(x > 7 && y > 2 && y < 4, 1, 0)\", 0]"),
+            "line 9, column 12 (initial.velocity)",
+            "at the cell 7, 2: expected a velocity below the speed of sound",
+        ),
         (also("[initial]\nvelocity = [0.1]"), "(initial.velocity)", "a list of 2"),
         (also("[initial]\nu = 1"), "line 9, column 1 (initial.u)", "expected one of density, stress, velocity"),
         (also("[[output]]\nkind = \"gif\""), "(output[0])", "expected `every`"),
@@ -161,6 +182,11 @@ fn life_and_fields_have_errors_of_their_own() {
             life(&format!("{walls}[initial]\npattern = [{{ file = \"glider.rle\", at = [62, 0] }}]")),
             "(initial.pattern[0])",
             "reaches x = 64, the grid has 64",
+        ),
+        (
+            heat("[initial]\ntemperature = \"1 / (x - 5.5 + (y - 3.5))\""),
+            "(initial.temperature)",
+            "at the cell 8, 0: expected a number of 32 bits, found inf",
         ),
         (heat("[initial]\nheat = 1"), "(initial.heat)", "expected one of temperature"),
         (

@@ -53,3 +53,15 @@ fn parts_cover_a_region_once() {
     assert_eq!(parts.iter().map(Region::cells).sum::<usize>(), space.cells());
     assert!(parts.windows(2).all(|two| two[0].end[2] == two[1].start[2]), "whole layers where they are small");
 }
+
+#[test]
+fn in_solid_cells_anything_may_be_said_to_be() {
+    let text = "name = \"t\"\nsteps = 1\n[grid]\nsize = [64, 16]\n[rule]\nname = \"d2q9\"\ntau = 0.8\nsolid = \"x < 3\"\n\
+                [initial]\ndensity = \"select(x < 3, sqrt(0 - 1), 1)\"\nvelocity = [\"0.01 / (x - 2.5)\", 0]";
+    let simulation = job(text, &[]);
+    let mut tile = loaded(&simulation, simulation.grid().region());
+    tile.advance(&mut Threads::new(1).unwrap(), 20).unwrap();
+    assert_eq!(tile.first_not_finite().unwrap(), None);
+    let mass = Tile::total_value((0..9).map(|field| tile.total(field).unwrap()).sum());
+    assert!(mass.abs() < 1e-3, "{mass}: nothing comes out of them");
+}
