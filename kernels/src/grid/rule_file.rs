@@ -122,7 +122,16 @@ impl TextRule {
         Ok(())
     }
 
+    /// That its formulas are numbers with these parameters.
+    ///
+    /// # Errors
+    /// Where something is divided by zero, infinite or no number, whatever the cells hold.
+    pub fn check_numbers(&self) -> Result<(), RuleError> {
+        self.program.check(&self.parameters)
+    }
+
     pub(crate) fn check(&self, grid: &Grid) -> Result<(), GridError> {
+        self.check_numbers().map_err(|wrong| GridError::Parameter { rule: NAME, what: wrong.to_string() })?;
         let dimensions = self.program.dimensions() as usize;
         if dimensions != grid.dimensions() {
             let what = format!("it is for {dimensions} dimensions (`dimensions`), the grid has {}", grid.dimensions());

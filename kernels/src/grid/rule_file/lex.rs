@@ -40,8 +40,8 @@ impl Word {
 }
 
 /// Longest first.
-const SIGNS: [&str; 18] =
-    ["<=", ">=", "==", "!=", "&&", "||", "+", "-", "*", "/", "(", ")", "[", "]", ",", "=", "<", ">"];
+const SIGNS: [&str; 19] =
+    ["<=", ">=", "==", "!=", "&&", "||", "+", "-", "*", "/", "^", "(", ")", "[", "]", ",", "=", "<", ">"];
 const NOT: &str = "!";
 
 /// All words; each line that says something ends in [`Word::End`].

@@ -22,6 +22,8 @@ struct Parser {
     next: Vec<Option<Value>>,
 }
 
+/// Powers at most: each is a product.
+const POWER_MAX: f32 = 16.0;
 /// Words that cannot name anything.
 const KEYWORDS: [&str; 4] = ["fields", "param", "let", "dimensions"];
 /// Functions, and how many values they take.
@@ -121,6 +123,12 @@ impl Parser {
                     self.builder.fields.push(name);
                     self.next.push(None);
                 }
+                if let (Word::Sign(","), place) = self.peek() {
+                    return Err(place.error(
+                        "expected the next name or the end of the line, found `,`: names are \
+                                            separated by spaces, `fields u v`",
+                    ));
+                }
             }
             (Word::Name(word), _) if word == "param" => {
                 let (name, place) = self.new_name()?;
@@ -154,8 +162,7 @@ impl Parser {
             }
             (Word::Next(name), place) => {
                 let Some(Meaning::Field(field)) = self.names.get(&name).copied() else {
-                    return Err(place
-                        .error(format!("`{name}` is no field: expected one of {}", self.builder.fields.join(", "))));
+                    return Err(place.error(format!("`{name}` is no field: {}", self.fields_known())));
                 };
                 self.expect("=")?;
                 let value = self.expression()?;
@@ -169,6 +176,16 @@ impl Parser {
             }
         }
         self.end()
+    }
+
+    /// The fields that there are, or how to say it.
+    fn fields_known(&self) -> String {
+        let fields = &self.builder.fields;
+        if fields.is_empty() {
+            "expected a line `fields` with their names before this, such as `fields u v`, found none".into()
+        } else {
+            format!("expected one of {}", fields.join(", "))
+        }
     }
 
     fn new_name(&mut self) -> Result<(String, Place), RuleError> {
@@ -244,7 +261,7 @@ impl Parser {
     }
 
     fn push(&mut self, operation: Operation, place: Place) -> Result<Value, RuleError> {
-        self.builder.push(operation).map_err(|what| place.error(what))
+        self.builder.push(operation, place)
     }
 
     fn unary(&mut self) -> Result<Value, RuleError> {
@@ -254,7 +271,7 @@ impl Parser {
             signs.push((*sign, place));
             self.at += 1;
         }
-        let mut value = self.primary()?;
+        let mut value = self.power()?;
         for (sign, place) in signs.into_iter().rev() {
             value = match sign {
                 "-" => self.push(Operation::Negate(value), place)?,
@@ -263,6 +280,32 @@ impl Parser {
             };
         }
         Ok(value)
+    }
+
+    /// Powers by whole numbers bind more than signs before them: products, from the left.
+    fn power(&mut self) -> Result<Value, RuleError> {
+        let value = self.primary()?;
+        if !self.accept("^") {
+            return Ok(value);
+        }
+        let (power, place) = match self.take() {
+            (Word::Number(power), place) if power.fract() == 0.0 && (0.0..=POWER_MAX).contains(&power) => {
+                (power as usize, place)
+            }
+            (word, place) => {
+                let expected = format!("expected a whole number from 0 to {POWER_MAX} as the power");
+                return Err(
+                    place.error(format!("{expected}, found {}: write products, `x * x`, or `sqrt`", word.text()))
+                );
+            }
+        };
+        if self.is("^") {
+            return Err(self.peek().1.error("expected one power, found another: use parentheses, `(x^2)^3`"));
+        }
+        if power == 0 {
+            return self.push(Operation::Constant(1.0f32.to_bits()), place);
+        }
+        (1..power).try_fold(value, |product, _| self.push(Operation::Multiply(product, value), place))
     }
 
     fn primary(&mut self) -> Result<Value, RuleError> {
@@ -286,6 +329,10 @@ impl Parser {
                 Some(Meaning::Let(value)) => Ok(value),
                 None => {
                     let mut known: Vec<&str> = self.names.keys().map(String::as_str).collect();
+                    if known.is_empty() {
+                        let first = format!("begin with `fields {name}` if it is a field, `param {name} = 1` if not");
+                        return Err(place.error(format!("nothing is named `{name}`: {first}")));
+                    }
                     known.sort_unstable();
                     Err(place.error(format!("nothing is named `{name}`: expected one of {}", known.join(", "))))
                 }
@@ -365,9 +412,7 @@ impl Parser {
             (Word::Name(field), at) => match self.names.get(&field) {
                 Some(Meaning::Field(index)) => *index,
                 _ => {
-                    return Err(
-                        at.error(format!("`{name}` takes a field: expected one of {}", self.builder.fields.join(", ")))
-                    );
+                    return Err(at.error(format!("`{name}` takes a field: {}", self.fields_known())));
                 }
             },
             (word, at) => return Err(at.error(format!("`{name}` takes a field, found {}", word.text()))),

@@ -1,6 +1,7 @@
 //! A rule as a list of operations in which nothing is computed twice. Next: `rule_file/interpreter.rs`.
 #![expect(clippy::wildcard_enum_match_arm, reason = "each pass looks at a few of many operations")]
-use super::{OPERATIONS_MAX, Parameter};
+use super::lex::Place;
+use super::{OPERATIONS_MAX, Parameter, RuleError};
 use std::collections::HashMap;
 
 /// The place of an operation's result.
@@ -169,6 +170,8 @@ pub struct Program {
     dimensions: u32,
     /// Invariant: each reads earlier ones only.
     operations: Vec<Operation>,
+    /// By operation, where the text says it first.
+    places: Vec<Place>,
     /// What each field becomes.
     next: Vec<Value>,
 }
@@ -197,6 +200,95 @@ impl Program {
     /// For each field, the operation whose result it becomes.
     pub fn next(&self) -> &[Value] {
         &self.next
+    }
+
+    /// That with these parameters nothing which a field needs is divided by zero, infinite or no number everywhere.
+    pub(super) fn check(&self, parameters: &[f32]) -> Result<(), RuleError> {
+        let known = self.known(parameters);
+        let needed = self.needed(&known);
+        for (at, operation) in self.operations.iter().enumerate().filter(|(at, _)| needed[*at]) {
+            let wrong = match (*operation, known[at]) {
+                (Operation::Divide(_, by), _) if known[usize::from(by)] == Some(0.0) => "division by zero",
+                (_, Some(number)) if !number.is_finite() => "this is infinite or no number",
+                _ => continue,
+            };
+            let of: Vec<String> = self
+                .parameters_of(at)
+                .into_iter()
+                .map(|at| format!("{} = {}", self.parameters[at].name, parameters[at]))
+                .collect();
+            let with = if of.is_empty() { String::new() } else { format!(" with {}", of.join(", ")) };
+            return Err(self.places[at].error(format!("{wrong}{with}: choose other numbers")));
+        }
+        Ok(())
+    }
+
+    /// By operation, the number that it is in all cells, if it is one.
+    fn known(&self, parameters: &[f32]) -> Vec<Option<f32>> {
+        let mut known: Vec<Option<f32>> = Vec::with_capacity(self.operations.len());
+        for operation in &self.operations {
+            let of = |value: Value| known[usize::from(value)];
+            let operands: Vec<Option<f32>> = operation.operands().map(of).collect();
+            let operand = |at: usize| operands.get(at).copied().flatten().unwrap_or(0.0);
+            known.push(match *operation {
+                Operation::Load { .. } => None,
+                Operation::Parameter(which) => Some(parameters[usize::from(which)]),
+                Operation::And(a, b) if of(a) == Some(0.0) || of(b) == Some(0.0) => Some(0.0),
+                Operation::Or(a, b) if [a, b].into_iter().any(|value| of(value).is_some_and(|n| n != 0.0)) => Some(1.0),
+                Operation::Select(condition, then, other) if of(condition).is_some() => {
+                    of(if of(condition) == Some(0.0) { other } else { then })
+                }
+                _ if operands.iter().all(Option::is_some) => Some(operation.of(operand(0), operand(1), operand(2))),
+                _ => None,
+            });
+        }
+        known
+    }
+
+    /// By operation, whether a field depends on it: not on what a known condition leaves out.
+    fn needed(&self, known: &[Option<f32>]) -> Vec<bool> {
+        let mut needed = vec![false; self.operations.len()];
+        self.next.iter().for_each(|&value| needed[usize::from(value)] = true);
+        for at in (0..self.operations.len()).rev() {
+            if !needed[at] {
+                continue;
+            }
+            let of = |value: Value| known[usize::from(value)];
+            let decides = |value: &Value, zero: bool| of(*value).is_some_and(|number| (number == 0.0) == zero);
+            let by: Vec<Value> = match self.operations[at] {
+                Operation::And(a, b) => {
+                    [a, b].into_iter().find(|value| decides(value, true)).map_or(vec![a, b], |v| vec![v])
+                }
+                Operation::Or(a, b) => {
+                    [a, b].into_iter().find(|value| decides(value, false)).map_or(vec![a, b], |v| vec![v])
+                }
+                Operation::Select(condition, then, other) => match of(condition) {
+                    Some(number) => vec![condition, if number == 0.0 { other } else { then }],
+                    None => vec![condition, then, other],
+                },
+                operation => operation.operands().collect(),
+            };
+            by.into_iter().for_each(|value| needed[usize::from(value)] = true);
+        }
+        needed
+    }
+
+    /// The parameters that an operation depends on, each once.
+    fn parameters_of(&self, at: usize) -> Vec<usize> {
+        let mut found = Vec::new();
+        let mut needed = vec![false; at + 1];
+        needed[at] = true;
+        for at in (0..=at).rev() {
+            if !needed[at] {
+                continue;
+            }
+            if let Operation::Parameter(which) = self.operations[at] {
+                found.push(usize::from(which));
+            }
+            self.operations[at].operands().for_each(|value| needed[usize::from(value)] = true);
+        }
+        found.sort_unstable();
+        found
     }
 
     /// How far it looks along any axis; at least 1.
@@ -232,6 +324,7 @@ pub(super) struct Builder {
     pub(super) parameters: Vec<Parameter>,
     pub(super) dimensions: u32,
     pub(super) operations: Vec<Operation>,
+    places: Vec<Place>,
     known: HashMap<Operation, Value>,
 }
 
@@ -242,6 +335,7 @@ impl Default for Builder {
             parameters: Vec::new(),
             dimensions: 2,
             operations: Vec::new(),
+            places: Vec::new(),
             known: HashMap::new(),
         }
     }
@@ -249,8 +343,13 @@ impl Default for Builder {
 
 impl Builder {
     /// The value of an operation: one that is known is not done again, one of numbers alone is done now.
-    pub(super) fn push(&mut self, operation: Operation) -> Result<Value, String> {
+    pub(super) fn push(&mut self, operation: Operation, place: Place) -> Result<Value, RuleError> {
         let operation = self.folded(operation);
+        if let Operation::Constant(bits) = operation
+            && !f32::from_bits(bits).is_finite()
+        {
+            return Err(place.error("this is infinite or no number: choose other numbers"));
+        }
         if let Operation::Negate(value) = operation
             && let Operation::Negate(inner) = self.operations[usize::from(value)]
         {
@@ -260,10 +359,11 @@ impl Builder {
             return Ok(value);
         }
         if self.operations.len() >= OPERATIONS_MAX {
-            return Err(format!("a rule has at most {OPERATIONS_MAX} operations: this one needs more"));
+            return Err(place.error(format!("a rule has at most {OPERATIONS_MAX} operations: this one needs more")));
         }
         let value = self.operations.len() as Value;
         self.operations.push(operation);
+        self.places.push(place);
         self.known.insert(operation, value);
         Ok(value)
     }
@@ -315,9 +415,11 @@ impl Builder {
         count(&mut uses, &operations);
         let mut places = vec![0 as Value; operations.len()];
         let mut kept: Vec<Operation> = Vec::with_capacity(operations.len());
+        let mut said = Vec::with_capacity(operations.len());
         for (at, operation) in operations.iter().enumerate().filter(|(at, _)| uses[*at] > 0) {
             places[at] = kept.len() as Value;
             kept.push(moved(*operation, &places));
+            said.push(self.places[at]);
         }
         let next: Vec<Value> = next.into_iter().map(|value| places[usize::from(value)]).collect();
         Program {
@@ -325,6 +427,7 @@ impl Builder {
             parameters: self.parameters,
             dimensions: self.dimensions,
             operations: kept,
+            places: said,
             next,
         }
     }

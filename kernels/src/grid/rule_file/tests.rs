@@ -160,6 +160,15 @@ fn nothing_is_computed_twice_or_for_nobody() {
 fn each_refusal_says_where_and_what_was_expected() {
     refused("u' = 1\n", 1, 1, "no field");
     refused("fields u\n", 2 - 1, 9, "nothing says what `u` becomes");
+    refused("u' = 1\n", 1, 1, "such as `fields u v`");
+    refused("let a = lap(u)\n", 1, 13, "such as `fields u v`");
+    refused("let a = 2 * u\n", 1, 13, "begin with `fields u`");
+    refused("fields u, v\n", 1, 9, "separated by spaces, `fields u v`");
+    refused("fields u\nu' = u^0.5\n", 2, 8, "a whole number from 0 to 16");
+    refused("fields u\nu' = u^u\n", 2, 8, "found `u`: write products");
+    refused("fields u\nu' = u^2^2\n", 2, 9, "use parentheses");
+    refused("fields u\nu' = u + sqrt(0 - 1)\n", 2, 10, "no number");
+    refused("fields u\nu' = u * exp(100)\n", 2, 10, "infinite");
     refused("fields u\nu' = w\n", 2, 6, "nothing is named `w`");
     refused("fields u\nu' = u +\n", 2, 9, "expected a number");
     refused("fields u\nu' = (u + 1\n", 2, 12, "expected `)`");
@@ -181,6 +190,58 @@ fn each_refusal_says_where_and_what_was_expected() {
     refused("fields u\nu' = 1.2.3\n", 2, 6, "1.2.3");
     refused("fields u\nu' = u u\n", 2, 8, "end of the line");
     refused("", 1, 1, "fields");
+}
+
+#[test]
+fn powers_are_products() {
+    let program = |formula: &str| parse(&format!("fields u\nparam k = 2\nu' = {formula}\n")).unwrap();
+    for (power, product) in [
+        ("u^3", "u*u*u"),
+        ("-u^2", "-(u*u)"),
+        ("2*u^2/k", "2*(u*u)/k"),
+        ("u + u^0", "u + 1"),
+        ("u^1", "u"),
+        ("(u + k)^2", "(u + k)*(u + k)"),
+    ] {
+        let (power, product) = (program(power), program(product));
+        assert_eq!((power.operations(), power.next()), (product.operations(), product.next()));
+    }
+}
+
+#[test]
+fn what_parameters_make_impossible_is_found_where_it_is_said() {
+    let rule = |formula: &str, value: f32| {
+        let mut rule = TextRule::parse(&format!("fields u\nparam k = 1\nparam q = 2\nu' = {formula}\n")).unwrap();
+        rule.check_numbers().unwrap();
+        rule.set("k", value).unwrap();
+        rule
+    };
+    for (formula, value, column, what) in [
+        ("u / k", 0.0, 8, "division by zero with k = 0: choose"),
+        ("u / (k - 3)", 3.0, 8, "with k = 3"),
+        ("u + u[1, 0] / (k*q)", 0.0, 18, "with k = 0, q = 2"),
+        ("1 + k * (u + sqrt(k))", -1.0, 19, "this is infinite or no number with k = -1"),
+        ("u * exp(10 * k)", 1e3, 10, "infinite"),
+        ("select(u > 0, u / k, 0)", 0.0, 22, "division by zero"),
+    ] {
+        let rule = rule(formula, value);
+        let error = rule.check_numbers().unwrap_err();
+        assert_eq!((error.line, error.column), (4, column), "{formula}: {error}");
+        assert!(error.what.contains(what), "{formula}: {error}");
+        let error = Rule::Text(rule).check(&Grid::closed(&[8, 8]).unwrap()).unwrap_err().to_string();
+        assert!(error.contains(&format!("line 4, column {column}")), "{error}");
+    }
+    // What a parameter decides leaves the other way out.
+    for (formula, value) in [
+        ("select(k > 0, u / k, u)", 0.0),
+        ("select(k == 0, u, u / k)", 0.0),
+        ("u * (k != 0 && u / k > 1)", 0.0),
+        ("u * (k == 0 || u / k > 1)", 0.0),
+        ("u * select(k < 0, 0, sqrt(k))", -1.0),
+        ("k / u", 0.0),
+    ] {
+        rule(formula, value).check_numbers().unwrap_or_else(|error| panic!("{formula}: {error}"));
+    }
 }
 
 #[test]
@@ -231,6 +292,7 @@ fn noise_never_panics() {
         "/",
         "(",
         ")",
+        "^",
         "[",
         "]",
         ",",

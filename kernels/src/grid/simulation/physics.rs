@@ -232,6 +232,7 @@ fn from_text(
             rule.set(name, value).map_err(|wrong| item.error(wrong.to_string()))?;
         }
     }
+    rule.check_numbers().map_err(|wrong| item.error(format!("{file}, {wrong}")))?;
     let program = rule.program();
     if let Some(long) = program.fields().iter().find(|field| field.len() > FIELD_NAME_MAX) {
         let long = super::keys::shortened(long);

@@ -275,6 +275,12 @@ fn rule_files_are_told_from_job_files() {
         ("", "fields u\nu' = v\n", "line 6, column 8 (rule.file)", "r.rule, line 2, column 6: nothing is named `v`"),
         ("", "fields u\nu' = u / 0\n", "(rule.file)", "division by zero"),
         ("", "fields u\nu' = u[9, 0]\n", "(rule.file)", "at most 8"),
+        (
+            "parameters = { k = 0 }",
+            "fields u\nparam k = 1\nu' = u / k\n",
+            "line 6, column 8 (rule.file)",
+            "r.rule, line 3, column 8: division by zero with k = 0",
+        ),
         ("", "dimensions 3\nfields u\nu' = u\n", "(rule)", "dimensions"),
         ("parameters = { q = 1 }", rule, "(rule.parameters.q)", "there is no parameter `q`: it has k"),
         ("name = \"heat\"", rule, "(rule.name)", "expected one of file, parameters"),
