@@ -29,14 +29,17 @@ impl Life {
     /// Conway's: born with 3, survives with 2 or 3.
     pub const CONWAY: Self = Self { birth: 1 << 3, survival: 1 << 2 | 1 << 3 };
 
-    /// From `B3/S23`, or the older `23/3` with survival first.
+    /// From `B3/S23`, also without the stroke (`b3s23`), or the older `23/3` with survival first.
     ///
     /// # Errors
     /// Another form, or a digit above 8.
     pub fn parse(text: &str) -> Result<Self, GridError> {
         let error = |what: String| GridError::Parameter { rule: "life", what };
-        let form = || error(format!("{text:?} is no rule: B3/S23 would be one"));
-        let (first, second) = text.trim().split_once('/').ok_or_else(form)?;
+        let form = || error(format!("{text:?} is no rule: expected one such as B3/S23, b3s23 or 23/3"));
+        let text = text.trim();
+        let second_letter = || text.char_indices().skip(1).find(|(_, sign)| sign.is_ascii_alphabetic());
+        let parts = text.split_once('/').or_else(|| second_letter().map(|(at, _)| text.split_at(at)));
+        let (first, second) = parts.ok_or_else(form)?;
         let strip =
             |part: &'_ str, letter: char| part.strip_prefix([letter, letter.to_ascii_lowercase()]).map(str::to_owned);
         let (birth, survival) = match (strip(first, 'B'), strip(second, 'S')) {

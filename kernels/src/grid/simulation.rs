@@ -176,6 +176,7 @@ impl Simulation {
         keys.done()?;
 
         let mut warnings: Vec<String> = physics.rule.warning(&grid).into_iter().collect();
+        warnings.extend(initial.warnings(&physics.rule));
         let fastest = spots(&grid).map(|cell| initial.speed(cell)).fold(0.0, f64::max);
         if fastest > f64::from(SUBSONIC) {
             let what = "cells a step at first: above 0.2 errors grow fast, use less";

@@ -8,9 +8,9 @@ const CELLS_MAX: usize = 1 << 24;
 /// Living cells of a small world, and the rule it was made for if the text says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pattern {
-    /// Columns.
+    /// Columns: as the header says, else as far as living cells reach.
     pub width: usize,
-    /// Rows.
+    /// Rows, likewise.
     pub height: usize,
     /// What the header says.
     pub rule: Option<Life>,
@@ -20,17 +20,25 @@ pub struct Pattern {
 
 impl Pattern {
     /// Reads an RLE file: comments (`#`), `x = 3, y = 3, rule = B3/S23`, then runs of `b` (dead), `o` (alive) and `$`
-    /// (end of a row) up to `!`.
+    /// (end of a row) up to `!`. The header may be missing; what it says of the world (`:T100,100`) is not for a pattern to say.
     ///
     /// # Errors
     /// Names the line and what is wrong there.
     pub fn parse(text: &str) -> Result<Self, GridError> {
         let mut lines = text.lines().enumerate().map(|(i, line)| (i + 1, line.trim()));
-        let mut lines = lines.by_ref().filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
-        let Some((line, header)) = lines.next() else {
-            return error(1, "the header is missing: x = WIDTH, y = HEIGHT");
+        let mut lines = lines.by_ref().filter(|(_, line)| !line.is_empty() && !line.starts_with('#')).peekable();
+        let Some(&(line, first)) = lines.peek() else {
+            return error(
+                1,
+                "it is empty: expected x = WIDTH, y = HEIGHT, then runs of b (dead), o (alive) and $, then !",
+            );
         };
-        let mut pattern = header_of(line, header)?;
+        let headed = first.contains('=');
+        let mut pattern = Pattern { width: SIZE_MAX, height: SIZE_MAX, rule: None, alive: Vec::new() };
+        if headed {
+            pattern = header_of(line, first)?;
+            lines.next();
+        }
         let (mut x, mut y, mut run) = (0, 0, None::<usize>);
         let mut last = line;
         for (line, text) in lines {
@@ -63,7 +71,13 @@ impl Pattern {
                         x += count;
                     }
                     '$' => (x, y) = (0, y + count),
-                    '!' => return Ok(pattern),
+                    '!' => {
+                        if !headed {
+                            pattern.width = pattern.alive.iter().map(|[x, _]| x + 1).max().unwrap_or(0);
+                            pattern.height = pattern.alive.last().map_or(0, |[_, y]| y + 1);
+                        }
+                        return Ok(pattern);
+                    }
                     other => return error(line, format!("{other:?} is none of b, o, $ and !")),
                 }
             }
@@ -74,7 +88,7 @@ impl Pattern {
 
 fn header_of(line: usize, header: &str) -> Result<Pattern, GridError> {
     let mut pattern = Pattern { width: 0, height: 0, rule: None, alive: Vec::new() };
-    for part in header.split(',') {
+    for part in header.split(':').next().unwrap_or_default().split(',') {
         let Some((name, value)) = part.split_once('=').map(|(name, value)| (name.trim(), value.trim())) else {
             return error(line, format!("{part:?} in the header: x = WIDTH, y = HEIGHT, rule = B3/S23 is the form"));
         };

@@ -9,8 +9,8 @@ use super::image::{Image, Mask};
 use super::keys::{Item, Keys};
 use super::physics::{Kind, image, masked};
 use crate::grid::lbm::{self, LatticeFluid};
-use crate::grid::life::Pattern;
-use crate::grid::rule::CellMap;
+use crate::grid::life::{Life, Pattern};
+use crate::grid::rule::{CellMap, Rule};
 use crate::grid::{Face, Grid};
 
 mod rows;
@@ -62,6 +62,8 @@ pub(super) struct Living {
     mask: Option<Mask>,
     /// (y, x) of cells, in order, each once.
     cells: Vec<[usize; 2]>,
+    /// What patterns are called, and the rules that they say they are made for.
+    made_for: Vec<(String, Life)>,
 }
 
 impl Initial {
@@ -116,6 +118,21 @@ impl Initial {
         self.set(at, &mut cell);
         let bad = !solid && cell.iter().any(|value| !value.is_finite());
         bad.then(|| format!("at {at:?} it is infinite or no number: the fields there are {cell:?}"))
+    }
+
+    /// What is likely not meant: patterns that are made for another rule.
+    pub(super) fn warnings(&self, rule: &Rule) -> Vec<String> {
+        let (Self::Life(living), Rule::Life(life)) = (self, rule) else { return Vec::new() };
+        let others = living.made_for.iter().filter(|(_, made_for)| made_for != life);
+        let mut warnings: Vec<String> = others
+            .map(|(name, made_for)| {
+                let meant = format!("where that is meant, say notation = \"{made_for}\" in [rule]");
+                format!("{name} is a pattern of {made_for} and the job's rule is {life}: {meant}")
+            })
+            .collect();
+        warnings.sort_unstable();
+        warnings.dedup();
+        warnings
     }
 
     /// The speed of a fluid at a cell.
@@ -271,15 +288,15 @@ impl Living {
     /// `{ file = "gun.rle", at = [10, 10] }` or `{ text = "x = 3, y = 1\n3o!", at = [10, 10] }`.
     fn place(&mut self, item: &Item<'_>, grid: &Grid, files: &mut Files) -> Result<(), SimulationError> {
         let keys = item.table("a table such as { file = \"gun.rle\", at = [10, 10] }")?;
-        let (pattern, of) = match (keys.get("file"), keys.get("text")) {
+        let (name, pattern, of) = match (keys.get("file"), keys.get("text")) {
             (Some(item), None) => {
                 let name = item.text("the name of an RLE file")?;
                 let text = files.load_text(name, &item)?;
-                (Pattern::parse(&text).map_err(|wrong| format!("{name}: {wrong}")), item)
+                (name, Pattern::parse(&text).map_err(|wrong| format!("{name}: {wrong}")), item)
             }
             (None, Some(item)) => {
                 let text = item.text("a pattern as run-length encoded text")?;
-                (Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
+                ("what `text` says", Pattern::parse(text).map_err(|wrong| wrong.to_string()), item)
             }
             (Some(_), Some(_)) | (None, None) => {
                 let what = "expected either `file`, the name of an RLE file, or `text`, the pattern itself";
@@ -287,6 +304,7 @@ impl Living {
             }
         };
         let pattern = pattern.map_err(|what| of.error(what))?;
+        self.made_for.extend(pattern.rule.map(|rule| (name.to_owned(), rule)));
         let mut corner = [0; 2];
         if let Some(item) = keys.get("at") {
             let list = item.list("where the pattern's upper left corner is, [x, y]")?;

@@ -87,6 +87,19 @@ fn a_job_says_what_it_says_and_travels_as_bytes() {
 }
 
 #[test]
+fn a_pattern_of_another_rule_is_told() {
+    let warnings = |rule: &str| {
+        job(&LIFE.replace("[initial]", &format!("{rule}\n[initial]")), &[("glider.rle", GLIDER)]).warnings()
+    };
+    assert_eq!(warnings("notation = \"23/3\""), [""; 0], "the same, said otherwise");
+    let found = warnings("notation = \"b36s23\"");
+    assert!(
+        found.len() == 1 && found[0].contains("glider.rle is a pattern of B3/S23 and the job's rule is B36/S23"),
+        "{found:?}"
+    );
+}
+
+#[test]
 fn a_checkpoints_identity_knows_the_rule_and_the_beginning_and_not_the_run() {
     let fluid = |rule: &str, rest: &str| {
         let text = format!(

@@ -136,26 +136,54 @@ fn the_r_pentomino_is_stable_at_generation_1103() {
 
 #[test]
 fn rules_are_read_and_written() {
-    for (text, same) in
-        [("B3/S23", "B3/S23"), ("23/3", "B3/S23"), ("b36/s23", "B36/S23"), ("S/B2", "B2/S"), (" B0/S8 ", "B0/S8")]
-    {
+    for (text, same) in [
+        ("B3/S23", "B3/S23"),
+        ("23/3", "B3/S23"),
+        ("b36/s23", "B36/S23"),
+        ("S/B2", "B2/S"),
+        (" B0/S8 ", "B0/S8"),
+        ("b36s23", "B36/S23"),
+        ("B3S23", "B3/S23"),
+        ("S23B36", "B36/S23"),
+        ("B2S", "B2/S"),
+    ] {
         assert_eq!(Life::parse(text).unwrap().to_string(), same, "{text}");
     }
-    for (text, says) in
-        [("B3", "no rule"), ("B9/S2", "9 neighbours"), ("B3/23", "no rule"), ("Bx/S2", "no rule"), ("", "no rule")]
-    {
+    for (text, says) in [
+        ("B3", "no rule"),
+        ("B9/S2", "9 neighbours"),
+        ("B3/23", "no rule"),
+        ("Bx/S2", "no rule"),
+        ("", "no rule"),
+        ("Life", "no rule"),
+        ("é", "no rule"),
+        ("23b3", "no rule"),
+        ("b3b3", "no rule"),
+    ] {
         let error = Life::parse(text).unwrap_err().to_string();
         assert!(error.contains(says), "{text}: {error}");
     }
 }
 
 #[test]
+fn patterns_are_read_without_a_header_and_with_a_world() {
+    let pattern = Pattern::parse("#C a glider\nbob$\n2bo$3o!").unwrap();
+    assert_eq!((pattern.width, pattern.height, pattern.rule), (3, 3, None));
+    assert_eq!(pattern.alive, Pattern::parse("x = 3, y = 3\nbob$2bo$3o!").unwrap().alive);
+    let pattern = Pattern::parse("x = 1, y = 1, rule = b36s23:T100,100\no!").unwrap();
+    assert_eq!(pattern.rule.unwrap().to_string(), "B36/S23");
+    assert_eq!(Pattern::parse("!").unwrap().alive.len(), 0);
+}
+
+#[test]
 fn bad_patterns_are_named() {
     let huge = format!("x = {}, y = 1\nb!", SIZE_MAX + 1);
     for (text, says) in [
-        ("", "line 1: the header is missing"),
-        ("#C only a comment", "the header is missing"),
-        ("bo$!", "line 1: \"bo$!\" in the header"),
+        ("", "line 1: it is empty"),
+        ("#C only a comment", "it is empty"),
+        ("bo$", "line 1: the pattern does not end"),
+        ("x 3\nb!", "line 1: 'x' is none of b, o"),
+        ("16777216b2o!", "line 1: row 1 reaches column 16777218"),
         ("x = 3\nb!", "line 1: the header needs both"),
         ("x = 3, y = no\nb!", "y = \"no\""),
         (&huge, "is possible"),
