@@ -177,6 +177,7 @@ impl Simulation {
 
         let mut warnings: Vec<String> = physics.rule.warning(&grid).into_iter().collect();
         warnings.extend(initial.warnings(&physics.rule));
+        warnings.extend(outputs.iter().filter_map(|output| output.warning(steps)));
         let fastest = spots(&grid).map(|cell| initial.speed(cell)).fold(0.0, f64::max);
         if fastest > f64::from(SUBSONIC) {
             let what = "cells a step at first: above 0.2 errors grow fast, use less";

@@ -53,6 +53,16 @@ pub enum OutputKind {
     Vtk,
 }
 
+impl OutputSpec {
+    /// What is likely not meant.
+    pub(super) fn warning(&self, steps: u64) -> Option<String> {
+        let Self { folder, every, .. } = self;
+        (*every > steps).then(|| {
+            format!("the output {folder:?} is of every {every} steps and the job makes {steps}: it shows the first state only")
+        })
+    }
+}
+
 impl OutputKind {
     /// Whether it is a picture, of one layer and thinned if need be, rather than all cells.
     pub fn is_picture(self) -> bool {
@@ -75,6 +85,9 @@ pub enum Colours {
     /// Blue, white, red: for what has two signs.
     Diverging,
 }
+
+/// Where checkpoints go, beside the outputs.
+const CHECKPOINTS: &str = "checkpoints";
 
 const COLOURS: [(&str, Colours); 4] = [
     ("grey", Colours::Grey),
@@ -180,6 +193,9 @@ fn folder(item: &Item<'_>) -> Result<String, SimulationError> {
     // Names that some system keeps for devices are of letters and digits too, but none has a dash.
     if name.is_empty() || name.len() > 64 || !name.chars().all(plain) {
         return Err(item.expected(expected));
+    }
+    if name.eq_ignore_ascii_case(CHECKPOINTS) {
+        return Err(item.error(format!("the folder {CHECKPOINTS:?} is for checkpoints: choose another name")));
     }
     Ok(name.into())
 }

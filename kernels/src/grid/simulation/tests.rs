@@ -100,6 +100,14 @@ fn a_pattern_of_another_rule_is_told() {
 }
 
 #[test]
+fn an_output_that_comes_too_seldom_is_told() {
+    let warnings = |every: &str| job(&LIFE.replace("every = 2\n", every), &[("glider.rle", GLIDER)]).warnings();
+    assert_eq!(warnings("every = 100\n"), [""; 0]);
+    let found = warnings("every = 101\n");
+    assert!(found.len() == 1 && found[0].contains("every 101 steps and the job makes 100"), "{found:?}");
+}
+
+#[test]
 fn a_checkpoints_identity_knows_the_rule_and_the_beginning_and_not_the_run() {
     let fluid = |rule: &str, rest: &str| {
         let text = format!(

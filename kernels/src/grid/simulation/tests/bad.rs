@@ -131,6 +131,11 @@ fn each_error_names_its_place() {
             "\"density\" or \"ux\"",
         ),
         (also("[[output]]\nkind = \"png\"\nevery = 1\nfolder = \"../x\""), "(output[0].folder)", "name of a folder"),
+        (
+            also("[[output]]\nkind = \"png\"\nevery = 1\nfolder = \"Checkpoints\""),
+            "line 11, column 10 (output[0].folder)",
+            "is for checkpoints",
+        ),
         (also("[[output]]\nkind = \"png\"\nevery = 1\nrange = [1, 1]"), "(output[0].range)", "low, high"),
         (also("[[output]]\nkind = \"png\"\nevery = 1\nlayer = 1"), "(output[0].layer)", "there is no such key"),
         (also("[[output]]\nkind = \"png\"\nevery = 1\n[[output]]\nkind = \"png\"\nevery = 2"), "(output[1])", "folder"),
