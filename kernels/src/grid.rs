@@ -27,6 +27,7 @@ pub(crate) mod state;
 mod tests;
 
 pub use halo::{Link, links};
+pub use state::Look;
 use thiserror::Error;
 
 /// Cuts across x fall on multiples of this: the state hash is made of runs of so many cells.

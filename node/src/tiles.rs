@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kernels::grid::any_tile::{GridTile, Mark};
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Threads;
-use kernels::grid::{Link, Region};
+use kernels::grid::{Link, Look, Region};
 use node_core::id::{JobId, LoadId, WorkId};
 use node_core::input::{GridInput, Input};
 use node_core::tiles::order::{Report, SaveKind, Stop, StopKind, TileOrder, TileStart};
@@ -515,10 +515,9 @@ fn report(
     threads: &mut Threads,
     hash: bool,
 ) -> Result<Report, kernels::grid::GridError> {
-    let totals = simulation.totals_of(tile)?;
+    let Look { totals, not_finite } = simulation.look(tile, threads)?;
     let hash = if hash { Some(tile.state_hash(threads)?) } else { None };
-    let found = tile.first_not_finite()?;
-    let not_finite = found.map(|(cell, field)| (cell.map(|at| at as u64), field as u16));
+    let not_finite = not_finite.map(|(cell, field)| (cell.map(|at| at as u64), field as u16));
     Ok(Report { totals, hash, not_finite })
 }
 

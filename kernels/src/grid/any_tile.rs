@@ -2,6 +2,7 @@
 use super::frame::Format;
 use super::number::{Half, Number};
 use super::rule::Stepper;
+use super::state::Look;
 use super::tile::{Threads, Tile};
 use super::{GridError, Link, Region};
 
@@ -198,6 +199,15 @@ pub trait GridTile: Fields + Send {
     /// # Errors
     /// A step is half made, or the device failed.
     fn first_not_finite(&self) -> Result<Option<([usize; 3], usize)>, GridError>;
+
+    /// Both, which may be quicker.
+    ///
+    /// # Errors
+    /// A step is half made, or the device failed.
+    fn look(&self, threads: &mut Threads) -> Result<Look, GridError> {
+        let _ = threads;
+        Ok(Look { totals: self.totals()?, not_finite: self.first_not_finite()? })
+    }
 }
 
 /// A place in what a tile was told, for whoever wants to know when all before it is done. One that is dropped is waited for.
@@ -269,7 +279,7 @@ impl Fields for Tile {
 }
 
 /// A field of a region's row; cells that the rule hides are 0. The same as [`Tile::read`], by rows rather than by cells.
-fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut Vec<f32>) {
+pub(super) fn read(tile: &Tile, field: usize, region: Region, [y, z]: [usize; 2], row: &mut Vec<f32>) {
     let (start, end) = (region.start[0], region.end[0]);
     let at = tile.frame.local([start, y, z]);
     let first = tile.frame.at(at);
@@ -379,6 +389,10 @@ impl GridTile for Tile {
 
     fn total(&self, field: usize) -> Result<i128, GridError> {
         self.total(field)
+    }
+
+    fn look(&self, threads: &mut Threads) -> Result<Look, GridError> {
+        self.look(threads)
     }
 
     fn force(&self) -> Result<[i128; 3], GridError> {

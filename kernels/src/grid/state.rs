@@ -1,10 +1,14 @@
 //! A tile's own cells as a whole: saved and restored, summed, and looked through for what is no number.
-use super::any_tile::Fields;
+use std::sync::{Mutex, PoisonError};
+
+use super::any_tile::{Fields, read};
 use super::frame::Format;
 use super::halo;
 use super::number::{Half, Number};
-use super::tile::Tile;
+use super::tile::{Threads, Tile};
 use super::{GridError, Region};
+use crate::cpu::Isa;
+use crate::cpu::simd::{Kernel, Simd};
 
 /// Totals are counted in units of 2^-40, so that no order of adding matters.
 const TOTAL_BITS: u32 = 40;
@@ -17,21 +21,49 @@ fn units(number: f32) -> i128 {
 /// The sum of numbers in units of 2^-40. Those below 2048 in amount are rounded by what adding a number so large does
 /// (Dekker's trick) and summed in 64 bits, which is the same and many times faster.
 pub(crate) fn sum(numbers: &[f32]) -> i128 {
+    sum_and_largest(numbers).0
+}
+
+/// The sum, and the largest of the numbers as integers without their signs: what is no number, or infinite, is above every
+/// number.
+#[inline(always)]
+fn sum_and_largest(numbers: &[f32]) -> (i128, i32) {
     /// 2^52 + 2^51: a sum with it has no bits below 1, and its lowest bits are the other number's.
     const ROUND: f64 = 6_755_399_441_055_744.0;
-    let mut total = 0i128;
+    let (mut total, mut largest) = (0i128, 0);
+    // Loops and no closures: those would not be compiled for the instruction set.
     for some in numbers.chunks(2048) {
-        if some.iter().fold(true, |small, number| small & (number.abs() < 2048.0)) {
-            let rounded = |number: f32| f64::from(number) * (1u64 << TOTAL_BITS) as f64 + ROUND;
-            let sum = some
-                .iter()
-                .fold(0i64, |sum, &number| sum + rounded(number).to_bits().wrapping_sub(ROUND.to_bits()) as i64);
+        let mut top = 0;
+        for number in some {
+            top = top.max(number.to_bits() as i32 & i32::MAX);
+        }
+        largest = largest.max(top);
+        if top < 2048f32.to_bits() as i32 {
+            let mut sum = 0i64;
+            for &number in some {
+                let rounded = f64::from(number) * (1u64 << TOTAL_BITS) as f64 + ROUND;
+                sum += rounded.to_bits().wrapping_sub(ROUND.to_bits()) as i64;
+            }
             total = total.wrapping_add(sum.into());
         } else {
-            total = some.iter().fold(total, |total, &number| total.wrapping_add(units(number)));
+            for &number in some {
+                total = total.wrapping_add(units(number));
+            }
         }
     }
-    total
+    (total, largest)
+}
+
+/// [`sum_and_largest`] with the widest registers there are.
+struct Sum<'a>(&'a [f32]);
+
+impl Kernel for Sum<'_> {
+    type Output = (i128, i32);
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> (i128, i32) {
+        sum_and_largest(self.0)
+    }
 }
 
 impl Tile {
@@ -112,6 +144,54 @@ impl Tile {
         force.ok_or(GridError::NoForce)
     }
 
+    /// What is asked now and then, all at once, by all threads: much quicker than [`Self::total`] of each field and
+    /// [`Self::first_not_finite`].
+    ///
+    /// # Errors
+    /// A step is half made.
+    pub fn look(&self, threads: &mut Threads) -> Result<Look, GridError> {
+        self.whole()?;
+        let region = self.region();
+        let [width, height, depth] = region.size();
+        let grain = (LOOKED_AT / (width * self.fields())).max(1);
+        let isa = Isa::detect();
+        let all = Mutex::new((vec![0i128; self.fields()], true));
+        threads.pool().run(height * depth, grain, &|_, rows| {
+            let (mut totals, mut finite, mut cells) = (vec![0i128; self.fields()], true, Vec::new());
+            for (field, total) in totals.iter_mut().enumerate() {
+                for row in rows.clone() {
+                    let at = [region.start[1] + row % height, region.start[2] + row / height];
+                    if self.frame.format == Format::Bit {
+                        *total += i128::from(self.living_of(at)) << TOTAL_BITS;
+                        continue;
+                    }
+                    read(self, field, region, at, &mut cells);
+                    // SAFETY: the instruction set was detected, and nothing else is asked for.
+                    let (sum, largest) = unsafe { isa.run(Sum(&cells)) };
+                    *total = total.wrapping_add(sum);
+                    finite &= largest < f32::INFINITY.to_bits() as i32;
+                }
+            }
+            let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+            all.0.iter_mut().zip(&totals).for_each(|(all, total)| *all = all.wrapping_add(*total));
+            all.1 &= finite;
+        });
+        let (totals, finite) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let not_finite = if finite { None } else { self.first_not_finite()? };
+        Ok(Look { totals, not_finite })
+    }
+
+    /// How many cells of an owned row live, each one bit.
+    fn living_of(&self, [y, z]: [usize; 2]) -> u64 {
+        let first = self.frame.at(self.frame.local([self.region().start[0], y, z]));
+        let width = self.region().size()[0];
+        let words = &self.state.plane::<u64>(0)[first..first + width.div_ceil(64)];
+        let beyond = (words.len() * 64 - width) as u32;
+        let whole: u64 = words.iter().map(|word| u64::from(word.count_ones())).sum();
+        // A row begins a word, and may end within one.
+        whole - words.last().map_or(0, |last| u64::from(last.checked_shr(64 - beyond).unwrap_or(0).count_ones()))
+    }
+
     /// A total as a number.
     pub fn total_value(total: i128) -> f64 {
         total as f64 / (1u64 << TOTAL_BITS) as f64
@@ -136,6 +216,18 @@ impl Tile {
     }
 }
 
+/// What is asked of a tile now and then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// The sum of each field, as [`Tile::total`] counts it.
+    pub totals: Vec<i128>,
+    /// What [`Tile::first_not_finite`] finds.
+    pub not_finite: Option<([usize; 3], usize)>,
+}
+
+/// Numbers that a thread looks at together: tens of microseconds of work.
+const LOOKED_AT: usize = 1 << 16;
+
 /// Called with where a row begins and its cells, in order; says whether more are wanted.
 pub(crate) type Row<'a> = dyn FnMut([usize; 3], &[f32]) -> bool + 'a;
 
@@ -149,7 +241,6 @@ pub(crate) fn first_not_finite(
     let mut first: Option<([usize; 3], usize)> = None;
     for field in 0..fields {
         each_row(field, &mut |[x, y, z], row| {
-            // All at once: what is no number, or infinite, is above every number as an integer.
             let largest = row.iter().fold(0, |largest, cell| (cell.to_bits() as i32 & i32::MAX).max(largest));
             if largest < f32::INFINITY.to_bits() as i32 {
                 return true;

@@ -6,8 +6,8 @@ use super::{Simulation, SimulationError};
 use crate::grid::any_tile::GridTile;
 use crate::grid::lbm::LatticeFluid;
 use crate::grid::rule::CellMap;
-use crate::grid::tile::Tile;
-use crate::grid::{Grid, GridError};
+use crate::grid::tile::{Threads, Tile};
+use crate::grid::{Grid, GridError, Look};
 
 /// What of the force is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,16 +83,16 @@ impl Simulation {
     }
 
     /// A tile's part of what is looked at now and then: the sum of each field, and what the job wants beside these, in units
-    /// that add up the same in any order.
+    /// that add up the same in any order; and the first cell that is no number.
     ///
     /// # Errors
     /// A step is half made, or the tile's device failed.
-    pub fn totals_of(&self, tile: &dyn GridTile) -> Result<Vec<i128>, GridError> {
-        let mut totals = tile.totals()?;
+    pub fn look(&self, tile: &dyn GridTile, threads: &mut Threads) -> Result<Look, GridError> {
+        let mut look = tile.look(threads)?;
         if self.physics.force.is_some() {
-            totals.extend_from_slice(&tile.force()?[..self.grid.dimensions()]);
+            look.totals.extend_from_slice(&tile.force()?[..self.grid.dimensions()]);
         }
-        Ok(totals)
+        Ok(look)
     }
 
     /// The force from what all tiles together said, if it is wanted.

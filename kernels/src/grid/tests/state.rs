@@ -70,6 +70,34 @@ fn totals_know_no_cuts() {
 }
 
 #[test]
+fn a_look_finds_what_looking_for_each_finds() {
+    let masked = Fluid { solid: Some(std::sync::Arc::new(|[x, y, _]| x < 70 && y == 3)), ..Fluid::new(0.8) };
+    let half = Fluid { storage: crate::grid::lbm::Storage::Half, ..masked.clone() };
+    for rule in [Rule::D2q9(masked), Rule::D2q9(half), Rule::Heat(Heat { rate: 0.1 }), Rule::Life(Life::CONWAY)] {
+        let grid = Grid::periodic(&[300, 37]).unwrap();
+        for region in [
+            grid.region(),
+            Region { start: [64, 5, 0], end: [192, 30, 1] },
+            Region { start: [256, 0, 0], end: [300, 9, 1] },
+        ] {
+            let mut tile = Tile::new(&grid, &rule, region, 1).unwrap();
+            let bit = matches!(rule, Rule::Life(_));
+            tile.load(&mut |at, cell| {
+                cell.iter_mut().zip(0..).for_each(|(value, field)| {
+                    let noise = noise(at, field) % 1000;
+                    *value = if bit { f32::from(u8::from(noise < 400)) } else { noise as f32 / 700.0 - 0.7 };
+                });
+            });
+            for threads in [1, 3] {
+                let look = tile.look(&mut Threads::new(threads).unwrap()).unwrap();
+                let totals: Vec<i128> = (0..rule.fields()).map(|field| tile.total(field).unwrap()).collect();
+                assert_eq!((look.totals, look.not_finite), (totals, None), "{rule:?} {region:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn what_is_no_number_is_found() {
     let grid = Grid::periodic(&[100, 20]).unwrap();
     let mut tile = Tile::new(&grid, &Rule::Heat(Heat { rate: 0.3 }), grid.region(), 1).unwrap();
@@ -80,4 +108,5 @@ fn what_is_no_number_is_found() {
     assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 11, 0], 0)));
     tile.advance(&mut Threads::new(1).unwrap(), 1).unwrap();
     assert_eq!(tile.first_not_finite().unwrap(), Some(([70, 10, 0], 0)));
+    assert_eq!(tile.look(&mut Threads::new(2).unwrap()).unwrap().not_finite, Some(([70, 10, 0], 0)));
 }

@@ -23,7 +23,8 @@ fn told(simulation: &Simulation, regions: &[Region], steps: usize) -> Force {
         crate::grid::tests::Mesh::new(simulation.grid(), simulation.rule(), regions, (2, 1, crate::cpu::Isa::detect()));
     mesh.tiles.iter_mut().for_each(|tile| simulation.load(tile).unwrap());
     mesh.advance(steps);
-    let parts = mesh.tiles.iter().map(|tile| simulation.totals_of(tile).unwrap());
+    let mut threads = Threads::new(2).unwrap();
+    let parts = mesh.tiles.iter().map(|tile| simulation.look(tile, &mut threads).unwrap().totals);
     let totals = parts.reduce(|all, part| all.iter().zip(part).map(|(a, b)| a + b).collect()).unwrap();
     assert_eq!(totals.len(), simulation.rule().fields() + simulation.grid().dimensions());
     simulation.force_of(&totals).unwrap()
@@ -72,6 +73,6 @@ fn a_part_of_what_is_solid_can_be_meant() {
     assert_eq!(simulation("").identity(), simulation("of = 1").identity());
     assert_eq!(job(&with("").replace("[force]", ""), &[]).identity(), simulation("").identity());
     let silent = job(&with("").replace("[force]", ""), &[]);
-    let totals = silent.totals_of(&loaded(&silent, whole)).unwrap();
+    let totals = silent.look(&loaded(&silent, whole), &mut Threads::new(1).unwrap()).unwrap().totals;
     assert_eq!((totals.len(), silent.force_of(&totals)), (9, None));
 }
