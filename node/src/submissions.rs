@@ -448,7 +448,7 @@ impl Submission {
             GridEvent::Waiting { reason } => told.waiting = Some(reason.clone()),
             GridEvent::Ended { result, figures } => {
                 told.computed.get_or_insert(now);
-                told.ended = Some(result.clone());
+                told.ended = Some(result.clone().map_err(|reason| view::named(&self.simulation, reason)));
                 told.figures.clone_from(figures);
             }
         }

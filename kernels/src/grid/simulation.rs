@@ -66,8 +66,12 @@ const STEPS_MAX: u64 = 1 << 53;
 const NAME_MAX: usize = 64;
 /// Constants of a job at most.
 const CONSTANTS_MAX: usize = 64;
-/// Steps between two looks at sums and at cells that are no numbers, where nobody says otherwise.
-const CHECK_EVERY: u64 = 1000;
+/// Steps between two looks at sums and at cells that are no numbers, where nobody says otherwise: a look takes as long as one
+/// step to three, so it costs a hundredth at most.
+const CHECK_EVERY: [u64; 2] = [300, 1000];
+/// Cells that are computed from one look to the next at least, if that is possible: tenths of a second on a core, far longer
+/// than what is told takes on its way.
+const CHECK_CELLS: u64 = 1 << 26;
 /// Steps that one exchange of halos may serve at most.
 const DEPTH_MAX: u64 = 64;
 
@@ -170,7 +174,9 @@ impl Simulation {
         let number = |key, range| keys.get(key).map(|item| item.whole(range)).transpose();
         let checkpoint_every = number("checkpoint_every", 1..=STEPS_MAX)?;
         let depth = number("depth", 1..=DEPTH_MAX)?.map(|depth| depth as usize);
-        let check_every = number("check_every", 1..=STEPS_MAX)?.unwrap_or(CHECK_EVERY);
+        let [least, most] = CHECK_EVERY;
+        let usual = (CHECK_CELLS / grid.region().cells() as u64).clamp(least, most);
+        let check_every = number("check_every", 1..=STEPS_MAX)?.unwrap_or(usual);
         let tiers = [("none", Tier::None), ("warm", Tier::Warm), ("hot", Tier::Hot)];
         let standby = keys.get("standby").map(|item| item.word(&tiers)).transpose()?.unwrap_or(Tier::None);
         keys.done()?;

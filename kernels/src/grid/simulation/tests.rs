@@ -100,6 +100,14 @@ fn a_pattern_of_another_rule_is_told() {
 }
 
 #[test]
+fn large_grids_are_looked_at_more_often() {
+    let every = |size: &str| {
+        job(&format!("name = \"a\"\nsteps = 1\n[grid]\nsize = {size}\n[rule]\nname = \"heat\"\nrate = 0.1"), &[])
+    };
+    assert_eq!(["[8, 8]", "[400, 400]", "[4096, 4096]"].map(|size| every(size).check_every()), [1000, 419, 300]);
+}
+
+#[test]
 fn an_output_that_comes_too_seldom_is_told() {
     let warnings = |every: &str| job(&LIFE.replace("every = 2\n", every), &[("glider.rle", GLIDER)]).warnings();
     assert_eq!(warnings("every = 100\n"), [""; 0]);

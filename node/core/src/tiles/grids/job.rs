@@ -467,10 +467,19 @@ impl GridJob {
             return;
         }
         if let Some((cell, field)) = report.not_finite {
-            let [x, y, z] = cell;
+            let ([x, y, z], every) = (cell, self.spec.schedule.report_every.max(1));
+            let before = step.saturating_sub(1) / every * every;
+            let when = if step - before.min(step) > 1 {
+                format!(
+                    " (this is looked for every {every} steps, so it began after step {before}: with check_every = 1 the job \
+                     says when and where)"
+                )
+            } else {
+                String::new()
+            };
             self.outcome = Some(Err(format!(
-                "after step {step} field {field} of the cell {x}, {y}, {z} (tile {tile}, on {from}) is infinite or no number: the \
-                 simulation is unstable; try a smaller step, a larger viscosity or a smaller velocity"
+                "after step {step} field {field} of the cell {x}, {y}, {z} (tile {tile}, on {from}) is infinite or no \
+                 number{when}: the simulation is unstable; try a smaller step, a larger viscosity or a smaller velocity"
             )));
             return;
         }
