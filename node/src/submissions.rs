@@ -12,8 +12,9 @@ use node_core::id::{JobId, NodeId};
 use node_core::input::{GridInput, Input};
 use node_core::output::Event;
 use node_core::tiles::GridEvent;
-use node_core::tiles::order::{GridSpec, SaveKind, Schedule, Tier, TileFigures};
-use partitioner::tiles::GridWork;
+use node_core::tiles::order::{SaveKind, TileFigures};
+use spec::spec;
+pub use spec::work;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{File, TryLockError};
@@ -29,6 +30,7 @@ pub use view::{View, Watched};
 pub mod checkpoints;
 pub mod forces;
 pub mod inherited;
+mod spec;
 pub mod view;
 
 /// Whole frames of an output that wait for an earlier one after a loss, in number and in bytes: then it does not come any
@@ -638,63 +640,6 @@ impl Submission {
 
     fn made(&self) -> MutexGuard<'_, Made> {
         self.made.lock().expect("no panics under this lock")
-    }
-}
-
-/// What the planner needs to know of a simulation.
-pub fn work(simulation: &Simulation) -> GridWork {
-    let (grid, costs) = (simulation.grid(), simulation.rule().costs());
-    let periodic =
-        std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic);
-    let keeps =
-        simulation.standby() != kernels::grid::simulation::Tier::None || simulation.checkpoint_every().is_some();
-    GridWork {
-        size: grid.size().map(|cells| cells as u64),
-        periodic,
-        radius: simulation.rule().radius() as u32,
-        // A state that was put aside takes as much as one of the two that a step needs.
-        state_bits: if keeps { costs.state_bits + costs.state_bits / 2 } else { costs.state_bits },
-        traffic_bits: costs.traffic_bits,
-        face_bits: costs.face_bits,
-        cell_bits: costs.cell_bits,
-        align_x: kernels::grid::RUN as u64,
-        scratch_bytes: SCRATCH_BYTES,
-        pass_steps: simulation.rule().pass_steps(grid) as u32,
-    }
-}
-
-/// What a tile takes besides its cells: masks, strips, frames.
-const SCRATCH_BYTES: u64 = 16 << 20;
-
-fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume: Option<u32>) -> GridSpec {
-    let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
-    let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
-    if !kept {
-        // Nobody keeps them: never made.
-        outputs.iter_mut().for_each(|every| *every = 0);
-    }
-    // For whoever watches: now and then, and how it ends.
-    let every = whole(Watched::of(simulation).every(simulation));
-    outputs
-        .extend([every, if whole(simulation.steps()).is_multiple_of(every) { 0 } else { whole(simulation.steps()) }]);
-    GridSpec {
-        job,
-        name: simulation.name().to_owned(),
-        simulation: bytes,
-        work: work(simulation),
-        depth: simulation.depth().map(|depth| depth as u32),
-        schedule: Schedule {
-            steps: whole(simulation.steps()),
-            report_every: whole(simulation.check_every()),
-            checkpoint_every: simulation.checkpoint_every().filter(|_| kept).map(whole),
-            outputs,
-        },
-        tier: match simulation.standby() {
-            kernels::grid::simulation::Tier::None => Tier::None,
-            kernels::grid::simulation::Tier::Warm => Tier::Warm,
-            kernels::grid::simulation::Tier::Hot => Tier::Hot,
-        },
-        resume,
     }
 }
 

@@ -4,12 +4,16 @@
 //! machines of either side compute in a second, or it is cut into slabs, whichever is predicted to be faster. A halo of depth
 //! k is exchanged every k steps: fewer waits for the network, more cells computed twice. Next: `explain.rs`.
 use crate::cost;
-use crate::fleet::{Device, DeviceId, Fleet, Link};
+use crate::fleet::{Device, DeviceId, Fleet};
 use alloc::collections::BTreeSet;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
 use serde::{Deserialize, Serialize};
+
+mod guards;
+
+pub use guards::{TileStandby, halos_last_ns, standbys, takeover_ns};
 
 /// Most tiles of a job: each exchanges halos with its neighbours every few steps.
 pub const TILES_MAX: usize = 256;
@@ -556,25 +560,9 @@ fn longest(work: &GridWork, block: &Block) -> usize {
     (0..3).rev().max_by_key(|&axis| (extent(axis), axis)).unwrap_or(1)
 }
 
-/// Predicted nanoseconds from the loss of a tile's node being noticed to the next step: to agree on the next placement, and for
-/// a warm standby, which has a snapshot every so many nanoseconds, to make the steps since then again. On average that is half
-/// of what lies between two snapshots; what is made again waits for nobody.
-pub fn takeover_ns(work: &GridWork, plan: &GridPlan, tile: usize, snapshot_every_ns: Option<u64>) -> u64 {
-    let again = plan.tiles.get(tile).zip(snapshot_every_ns).map_or(0, |(tile, every)| {
-        let steps = every / 2 / plan.step_ns.max(1);
-        let copied = u128::from(tile_bytes(work, &tile.block, plan.depth)) * 1_000_000_000 / COPY_BYTES_PER_SECOND;
-        steps.saturating_mul(tile.compute_ns).saturating_add(u64::try_from(copied).unwrap_or(u64::MAX))
-    });
-    AGREE_NS.saturating_add(again)
-}
-
 /// Strips are handed from the executor through the node to the network, and on the other side back: beside the way and the
 /// wire (measured on a loopback: 0.15 to 0.4 ms).
 const EXCHANGE_NS: u64 = 250_000;
-/// For an epoch to be written down and agreed on, on a local network.
-const AGREE_NS: u64 = 60_000_000;
-/// A snapshot is copied into place at this pace at least, within a machine's memory.
-const COPY_BYTES_PER_SECOND: u128 = 2_000_000_000;
 
 /// Whether blocks cover the grid, each cell once.
 pub fn covers(size: [u64; 3], blocks: &[Block]) -> bool {
@@ -633,87 +621,6 @@ pub fn links(size: [u64; 3], periodic: [bool; 3], blocks: &[Block], me: usize, r
                     }
                 }
             }
-        }
-    }
-    found
-}
-
-/// A node that stands by for a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TileStandby {
-    /// For which tile.
-    pub tile: u16,
-    /// Who.
-    pub device: DeviceId,
-    /// Nanoseconds from one snapshot of a warm standby to the next.
-    pub snapshot_every_ns: u64,
-}
-
-/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries.
-fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
-    let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
-    let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
-    u64::try_from(fetched * 10).unwrap_or(u64::MAX).clamp(SNAPSHOT_LEAST_NS, SNAPSHOT_MOST_NS)
-}
-
-/// Nanoseconds in which a tile's neighbours send it so many bytes of halos: what they keep must reach back to a snapshot.
-pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, bytes: u64) -> u64 {
-    let scratchless = GridWork { state_bits: halo_bits(work, depth), scratch_bytes: 0, ..work.clone() };
-    let halo = tile_bytes(&scratchless, block, depth).saturating_sub(bytes_of(block.cells(), scratchless.state_bits));
-    let cycles = u128::from(bytes) / u128::from(halo.max(1));
-    u64::try_from(cycles * u128::from(depth) * u128::from(step_ns)).unwrap_or(u64::MAX)
-}
-
-/// A snapshot is copied within the owner's memory too: more often costs steps.
-const SNAPSHOT_LEAST_NS: u64 = 1_000_000_000;
-/// What is made again takes as long as it did.
-const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
-
-/// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
-/// another machine where there is one, with the fewest tiles to look after, the fastest of these. `fleet` is the mesh as it
-/// would be if nobody held anything of the job.
-pub fn standbys(
-    work: &GridWork,
-    owners: &[(DeviceId, Block)],
-    depth: u32,
-    fleet: &Fleet,
-    headroom_percent: u8,
-    kept: &[(u16, DeviceId)],
-) -> Vec<TileStandby> {
-    let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
-    let mut found = Vec::new();
-    let machine = |id: DeviceId| fleet.device(id).map(|device| device.machine);
-    let numerics = |id: DeviceId| fleet.device(id).map(|device| device.numerics);
-    for (tile, (owner, block)) in owners.iter().enumerate() {
-        let tile = tile as u16;
-        if kept.iter().any(|(of, _)| *of == tile) {
-            continue;
-        }
-        let bytes = tile_bytes(work, block, depth);
-        // The fleet is as it would be without the job.
-        let taken = |id: DeviceId| {
-            let owned = owners.iter().filter(|(owner, _)| *owner == id).map(|(_, block)| block);
-            let guarded = kept.iter().chain(&chosen).filter(|(_, by)| *by == id);
-            let guarded = guarded.filter_map(|(of, _)| owners.get(usize::from(*of))).map(|(_, block)| block);
-            owned.chain(guarded).map(|block| tile_bytes(work, block, depth)).fold(0, u64::saturating_add)
-        };
-        let tiles_of = |id: DeviceId| {
-            let owned = owners.iter().filter(|(owner, _)| *owner == id).count();
-            owned + kept.iter().chain(&chosen).filter(|(_, by)| *by == id).count()
-        };
-        let may = |device: &&Device| {
-            let room = cost::usable_bytes(device, headroom_percent).saturating_sub(taken(device.id));
-            let same = numerics(*owner) == Some(device.numerics);
-            !device.excluded && device.id != *owner && same && device.bytes_per_second > 0 && room >= bytes
-        };
-        let best = fleet.devices.iter().filter(may).min_by_key(|device| {
-            let same = machine(*owner) == Some(device.machine);
-            (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
-        });
-        if let Some(device) = best.map(|device| device.id) {
-            chosen.push((tile, device));
-            let snapshot_every_ns = snapshot_every_ns(work, block, fleet.link(*owner, device));
-            found.push(TileStandby { tile, device, snapshot_every_ns });
         }
     }
     found

@@ -127,6 +127,12 @@ impl Folder {
     }
 }
 
+/// Whether each tile has a standby with cells.
+fn all_stand_by(report: &Value) -> bool {
+    let tiles = report["tiles"].as_array().map(Vec::as_slice).unwrap_or_default();
+    !tiles.is_empty() && tiles.iter().all(|tile| tile["standby"]["step"].is_u64())
+}
+
 /// The hash of a run on one node with all the memory it wants.
 fn solo(folder: &Folder, steps: u32) -> Value {
     let mut mesh = Mesh::new();
@@ -169,7 +175,7 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
     let folder = Folder::new();
     // More kills of longer runs, other tiers: to measure with.
     let number = |name: &str, usual: u32| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual);
-    let (kills, steps) = (number("GRID_KILLS", 2), number("GRID_STEPS", 600));
+    let (kills, steps) = (number("GRID_KILLS", 2), number("GRID_STEPS", 1200));
     let tier = std::env::var("GRID_STANDBY").unwrap_or_else(|_| "hot".into());
     let alone = solo(&folder, steps);
     for kill in 0..kills {
@@ -186,7 +192,8 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
         // Somewhere in the run, once standbys are there.
         let at = u64::from(steps / 4 + kill * 37 * (steps / 600) % (steps / 2));
-        let report = run.until(|report| report["step"].as_u64() >= Some(at) || report["state"] == "failed");
+        let report = run
+            .until(|report| report["step"].as_u64() >= Some(at) && all_stand_by(report) || report["state"] == "failed");
         let tiles = report["tiles"].as_array().cloned().unwrap_or_default();
         assert!(tiles.len() > 1, "two nodes are needed: {report}");
         let owner = |node: &&mut LocalNode| tiles.iter().any(|tile| tile["name"] == node.name.as_str());
@@ -300,12 +307,10 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
         let mut mesh = mesh(4, memory);
         let file = folder.job(&job(1500, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
-        let stand_by = |report: &Value| {
-            let tiles = report["tiles"].as_array().map(Vec::as_slice).unwrap_or_default();
-            standby == "none" || tiles.iter().all(|tile| tile["standby"]["step"].is_u64())
-        };
-        let report =
-            run.until(|report| report["step"].as_u64() >= Some(200) && stand_by(report) || report["state"] == "failed");
+        let report = run.until(|report| {
+            let ready = standby == "none" || all_stand_by(report);
+            report["step"].as_u64() >= Some(200) && ready || report["state"] == "failed"
+        });
         let tiles = report["tiles"].as_array().map_or(0, Vec::len);
         assert!(tiles >= if standby == "hot" { 2 } else { 3 }, "{report}");
         let end = Instant::now() + JOIN_MAX;

@@ -23,7 +23,7 @@ const COLUMNS: isize = 1024;
 /// States smaller than this stay in a core's cache from one step to the next anyway.
 const SMALL: usize = 1 << 20;
 /// Cells that are computed together.
-const BLOCK: isize = 16;
+pub(crate) const BLOCK: isize = 16;
 const LINE: usize = 64;
 
 /// A row of all planes of a state.
@@ -81,8 +81,7 @@ pub(crate) fn steps(frame: &Frame, planes: usize) -> usize {
     let flat = frame.grid.dimensions() == 2 && frame.radius == 1 && planes <= PLANES_MAX;
     let [width, height, _] = frame.size;
     let large = 2 * planes * frame.plane_bytes() > SMALL && width >= 4 * BLOCK && height >= 2 * ROWS as isize;
-    let e = |n: &str, d: usize| std::env::var(n).ok().and_then(|v| v.parse().ok()).unwrap_or(d);
-    if flat && large { e("MN_STEPS", STEPS_MAX) } else { 1 }
+    if flat && large { STEPS_MAX } else { 1 }
 }
 
 /// So many of them are worth it for so many rows and threads.
@@ -97,9 +96,7 @@ pub(crate) fn grain(height: usize, steps: usize, threads: usize) -> usize {
 
 /// Blocks of columns next to each other.
 pub(crate) fn columns(x: &Range<isize>) -> Vec<Range<isize>> {
-    let e = |n: &str, d: usize| std::env::var(n).ok().and_then(|v| v.parse().ok()).unwrap_or(d);
-    let w = e("MN_COLS", COLUMNS as usize) as isize;
-    let count = (x.end - x.start + w / 2).div_euclid(w).max(1);
+    let count = (x.end - x.start + COLUMNS / 2).div_euclid(COLUMNS).max(1);
     let bound = |i: isize| x.start + (x.end - x.start) * i / count;
     let bound = |i: isize| if i == 0 || i == count { bound(i) } else { bound(i).div_euclid(BLOCK) * BLOCK };
     (0..count).map(|i| bound(i)..bound(i + 1)).collect()

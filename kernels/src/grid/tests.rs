@@ -8,6 +8,7 @@ mod state;
 
 use std::collections::BTreeMap;
 
+use super::fused::{BLOCK, STEPS_MAX};
 use super::rule::Rule;
 use super::tile::{Threads, Tile};
 use super::{Grid, GridError, Link, Region, links};
@@ -35,6 +36,10 @@ impl Mesh {
         let (mut tiles, mut all) = (Vec::new(), Vec::new());
         for (me, &region) in regions.iter().enumerate() {
             let mut tile = Tile::with_isa(grid, rule, region, depth, isa).unwrap();
+            // Tiles as small as these would not make several steps in a pass.
+            if tile.stepper.row_wise().is_some() && tile.frame.size[0] >= 4 * BLOCK {
+                tile.fused = STEPS_MAX;
+            }
             let links = links(grid, regions, me, depth * rule.radius());
             tile.link(&links.iter().map(|(_, link)| *link).collect::<Vec<_>>()).unwrap();
             all.push(links.iter().map(|(peer, link)| (*peer, link.shift)).collect());

@@ -62,10 +62,14 @@ impl Flow {
             ends: Ends::new(frame).wraps_only(),
         };
         let each_max = 1 << frame.grid.size()[0].trailing_zeros().min(2);
-        // Those of 16 bits make whole words together.
-        let each = 4 / frame.format.bytes();
-        let small = flow.halves.is_some() || each > 1;
-        let most = units(client, if small { 256 } else { 512 });
+        // Those of 16 bits make whole words together. Measured on an H200: four at a time take 1 % less of FP32 and 4 to 18 % less
+        // of FP16 than fewer, in cubes of so many units.
+        let (each, most) = match (flow.halves.is_some(), frame.format) {
+            (true, format) => (4 / format.bytes(), 256),
+            (false, Format::Half) => (4, 128),
+            (false, _) => (4, 256),
+        };
+        let most = units(client, most);
         // Long rows: what is read of one is next to what is read of the next. Of short ones several, or units are idle.
         let across = (frame.size[0] as u32).div_ceil(each.min(each_max) as u32).next_power_of_two().clamp(32, most);
         let cube = CubeDim::new_2d(across, most / across);
