@@ -137,7 +137,8 @@ impl Initial {
     /// `names` are those of the fields.
     pub(in super::super) fn first_impossible(&self, grid: &Grid, names: &[String]) -> Option<Impossible> {
         let [width, height, depth] = grid.size();
-        let stride = (height * depth).div_ceil((LOOKED_AT / width).max(1));
+        let width = width.min(LOOKED_AT);
+        let stride = (height * depth).div_ceil(LOOKED_AT / width);
         let found = |x: usize, [y, z]: [usize; 2], key: &str, what: String| {
             let cell = if grid.dimensions() == 2 { format!("{x}, {y}") } else { format!("{x}, {y}, {z}") };
             Some(Impossible { key: key.into(), what: format!("at the cell {cell}: {what}") })
@@ -174,7 +175,7 @@ impl Initial {
 }
 
 /// Cells that are looked at before a job begins.
-const LOOKED_AT: usize = 1 << 20;
+const LOOKED_AT: usize = 1 << 18;
 
 impl<const D: usize> Flow<D> {
     /// The first impossible cell of a row, the key that says so, and what is wrong. `values` is room for the row's.

@@ -215,6 +215,14 @@ fn life_and_fields_have_errors_of_their_own() {
 }
 
 #[test]
+fn of_large_grids_some_rows_are_looked_at() {
+    for size in ["[16777216, 16]", "[16777216, 65536]", "[4096, 4096]", "[64, 16777216]"] {
+        let found = error(&(PLAIN.replace("[64, 16]", size) + "[initial]\ndensity = \"1 - x\""), &[]);
+        assert!(found.contains("at the cell 1, 0: expected a density above 0"), "{found}");
+    }
+}
+
+#[test]
 fn files_that_cannot_be_read() {
     let error = |path: &Path| Simulation::read(path).map(|_| ()).unwrap_err().to_string();
     let (folder, path) = written(PLAIN, &[]);
