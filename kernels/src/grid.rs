@@ -60,14 +60,15 @@ pub enum Face {
         /// Cells a step.
         velocity: [f32; 3],
     },
-    /// Fluids: what comes in, or goes out, has this velocity.
+    /// Fluids: what comes in, or goes out, has this velocity half a cell beyond the last one, at the density of the outlets (1
+    /// where there is none).
     Inlet {
         /// Cells a step; the largest if the profile is a parabola.
         velocity: [f32; 3],
         /// Whether the velocity falls to zero at the ends of the face like that of a channel.
         parabola: bool,
     },
-    /// Fluids: what goes out, or comes in, has this density.
+    /// Fluids: what goes out, or comes in, has this density in the last cells.
     Outlet {
         /// 1 is the density of the fluid at rest.
         density: f32,

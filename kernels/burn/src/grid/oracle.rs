@@ -192,8 +192,7 @@ fn flow<B: Backend, const D: usize>(
     Ok(next.collect())
 }
 
-/// What moving walls give a population that bounces back from them into a direction. In a corner a wall that moves goes before
-/// one at rest.
+/// What moving walls give a population that bounces back from them into a direction. Where walls meet the fluid rests.
 fn given<B: Backend>(grid: &Grid, device: &B::Device, c: [i8; 3], w: f64) -> Field<B> {
     let wall = |at: [usize; 3], axis: usize| match c[axis] {
         1 if at[axis] == 0 => Some(grid.faces(axis)[0]),
@@ -201,10 +200,11 @@ fn given<B: Backend>(grid: &Grid, device: &B::Device, c: [i8; 3], w: f64) -> Fie
         _ => None,
     };
     map(grid, device, |at| {
-        let moving = (0..3).rev().filter_map(|axis| wall(at, axis)).find_map(|face| match face {
-            Face::Moving { velocity } => Some(velocity),
-            Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Inlet { .. } | Face::Outlet { .. } => None,
-        });
+        let mut walls = (0..3).filter_map(|axis| wall(at, axis)).filter(|face| *face != Face::Periodic);
+        let moving = match (walls.next(), walls.next()) {
+            (Some(Face::Moving { velocity }), None) => Some(velocity),
+            _ => None,
+        };
         let along = |velocity: [f32; 3]| c.iter().zip(velocity).map(|(c, u)| f64::from(*c) * f64::from(u)).sum::<f64>();
         moving.map_or(0.0, |velocity| (6.0 * w * along(velocity)) as f32)
     })

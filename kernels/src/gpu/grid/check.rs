@@ -470,6 +470,7 @@ fn fluids() -> Vec<(&'static str, Grid, Fluid)> {
         ("upwards", new([open, up]), Fluid::new(0.7)),
         ("downwards", new([wall, down]), trt(0.7)),
         ("odd rows", Grid::periodic(&[199, 44]).expect("a grid that is possible"), trt(0.7)),
+        ("open corners", new([flow, down]), trt(0.7)),
     ]
 }
 
@@ -500,5 +501,6 @@ fn fluids_in_space() -> Vec<(&'static str, Grid, Fluid3)> {
         ("channel, the other way", new([even, open, wall]), Fluid3 { omega, ..Fluid3::new(0.9) }),
         ("across", new([open, across, open]), Fluid3::new(0.7)),
         ("upwards", new([wall, open, up]), trt(0.7)),
+        ("open corners", new([flow, across, up]), trt(0.7)),
     ]
 }

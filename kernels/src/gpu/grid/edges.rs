@@ -13,30 +13,30 @@ use super::place::Memory;
 use crate::grid::GridError;
 use crate::grid::frame::Frame;
 use crate::grid::lbm::Directions;
-use crate::grid::lbm::edges::{Edges as Known, Given, Turn as KnownTurn};
+use crate::grid::lbm::edges::{Back, Edges as Known, Turn as KnownTurn};
 
 /// Lists of a tile's edges.
 pub(super) struct Edges {
     /// What bounces back from what is at rest, as [`super::collision::bounced`] reads it: the step itself does that.
     pub(super) links: Option<Buffer>,
-    /// Of moving walls, and of cells at open faces. Four words each: from, to, the two directions in bytes, what is added.
+    /// Of moving walls, of inlets, and of cells at outlets. Four words each: from, to, the two directions in bytes with
+    /// [`NEGATIVE`] if the sign changes, what is added.
     bounces: Option<Buffer>,
     openings: Vec<Opening>,
 }
 
-/// An open face.
+/// An outlet.
 struct Opening {
     turn: Turn,
-    /// By cell: the place of each direction, then what is given: its kind, and a number for each axis.
+    /// By cell: the place of each direction, then what is given: the density, and the force into the grid.
     cells: Buffer,
 }
 
-/// Words of a bounce, and of what is given at an open face.
+/// Words of a bounce, and of what is given at an outlet.
 const BOUNCE: usize = 4;
-const GIVEN: usize = 4;
-/// Kinds of what is given.
-const VELOCITY: u32 = 0;
-const DENSITY: u32 = 1;
+const GIVEN: usize = 2;
+/// What bounces back changes its sign.
+const NEGATIVE: u32 = 1 << 16;
 
 /// Directions as seen from an open face: part of a kernel's code, cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -46,9 +46,9 @@ struct Turn(Arc<Inner>);
 struct Inner {
     /// Directions of the lattice.
     count: usize,
-    axis: usize,
     along: Vec<usize>,
     leaving: Vec<usize>,
+    coming: Vec<usize>,
     /// A direction that comes in, its opposite, and the bits of what it gains of the flow.
     straight: (usize, usize, u32),
     /// Those that come in aslant, their opposites, the entry of `axes` and whether they go along it.
@@ -63,9 +63,9 @@ impl Turn {
         let aslant = turn.aslant.iter().map(|&(i, opposite, axis, sense)| (i, opposite, entry(axis), sense > 0.0));
         Self(Arc::new(Inner {
             count,
-            axis: turn.axis,
             along: turn.along.clone(),
             leaving: turn.leaving.clone(),
+            coming: turn.coming.clone(),
             straight: (straight, opposite, share.to_bits()),
             aslant: aslant.collect(),
             axes: turn.axes.clone(),
@@ -86,15 +86,16 @@ impl Edges {
         // Direction by direction: neighbours in the list are neighbours in memory.
         let mut bounces: Vec<_> = edges.bounces(frame).collect();
         bounces.sort_by_key(|&(i, ..)| i);
-        // Open faces look at what their cells are going to pull.
+        // Outlets look at what their cells are going to pull.
         let open: HashSet<usize> = edges.openings().flat_map(|(_, cells)| cells.map(|(cell, _)| cell)).collect();
         let mut at_rest = Vec::new();
-        for (i, from, to, add) in bounces {
-            if add == 0.0 && !open.contains(&from) {
+        for (i, from, to, Back { negative, add }) in bounces {
+            if add == 0.0 && !negative && !open.contains(&from) {
                 at_rest.push((from, 1u32 << (i - 1)));
                 continue;
             }
-            words.extend([from as u32, wrapped(to), (i | directions.opposite[i] << 8) as u32, add.to_bits()]);
+            let planes = (i | directions.opposite[i] << 8) as u32 | if negative { NEGATIVE } else { 0 };
+            words.extend([from as u32, wrapped(to), planes, add.to_bits()]);
         }
         let list = |words: &[u32]| match words.is_empty() {
             true => Ok(None),
@@ -110,10 +111,7 @@ impl Edges {
                     let [x, y, z] = c.map(isize::from);
                     wrapped((cell as isize - (x + y * row + z * layer)) as usize)
                 }));
-                match given {
-                    Given::Velocity(velocity) => words.extend([&[VELOCITY], &velocity.map(f32::to_bits)[..]].concat()),
-                    Given::Density(density) => words.extend([DENSITY, density.to_bits(), 0, 0]),
-                }
+                words.extend([given.density.to_bits(), given.push.to_bits()]);
             }
             if let Some(cells) = list(&words)? {
                 openings.push(Opening { turn: Turn::new(turn, directions.c.len()), cells });
@@ -198,14 +196,15 @@ fn bounce<S: Float>(list: &Array<u32>, state: &mut Array<S>, plane: usize, count
     if i < count {
         let at = i * 4;
         let planes = list[at + 2];
-        let from = (planes >> 8u32) as usize * plane + list[at] as usize;
+        let from = (planes >> 8u32 & 255u32) as usize * plane + list[at] as usize;
         let to = (planes & 255u32) as usize * plane + list[at + 1] as usize;
-        put::<S>(state, to, get::<S>(state, from, enlarged) + f32::reinterpret(list[at + 3]), enlarged);
+        let gone = get::<S>(state, from, enlarged);
+        let gone = select(planes >= comptime!(NEGATIVE), -gone, gone);
+        put::<S>(state, to, gone + f32::reinterpret(list[at + 3]), enlarged);
     }
 }
 
-/// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum along
-/// the face is set right by what comes in aslant.
+/// Zou's and He's condition, halfway from the velocity a step before, as in `Turn::fill` of `grid/lbm/edges.rs`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn open<S: Float>(
     list: &Array<u32>,
@@ -217,27 +216,26 @@ fn open<S: Float>(
 ) {
     let i = element();
     if i < count {
-        let at = i * comptime!(turn.0.count + 4);
-        let given = at + comptime!(turn.0.count + 1);
-        let along = sum::<S>(list, state, at, plane, comptime!(turn.0.along.clone()), enlarged);
-        let leaving = along + 2.0f32 * sum::<S>(list, state, at, plane, comptime!(turn.0.leaving.clone()), enlarged);
-        let mut density = f32::reinterpret(list[given]);
-        let mut into = 1.0f32 - (1.0f32 + leaving) / density;
-        let is_velocity = list[given - 1] == comptime!(VELOCITY);
-        if is_velocity {
-            into = f32::reinterpret(list[given + comptime!(turn.0.axis)]);
-            density = (1.0f32 + leaving) / (1.0f32 - into);
-        }
-        let flow = density * into;
+        let at = i * comptime!(turn.0.count + 2);
+        let given = at + comptime!(turn.0.count);
+        let density = f32::reinterpret(list[given]);
+        let push = f32::reinterpret(list[given + 1]);
+        let along = sum::<S>(list, state, at, plane, comptime!(turn.0.along.clone()), false, enlarged);
+        let twice = 2.0f32 * sum::<S>(list, state, at, plane, comptime!(turn.0.leaving.clone()), false, enlarged);
+        let leaving = 1.0f32 + (along + twice);
+        let stayed = sum::<S>(list, state, at, plane, comptime!(turn.0.along.clone()), true, enlarged);
+        let left = sum::<S>(list, state, at, plane, comptime!(turn.0.leaving.clone()), true, enlarged);
+        let came = sum::<S>(list, state, at, plane, comptime!(turn.0.coming.clone()), true, enlarged);
+        let was = (came - left - push) / (1.0f32 + (stayed + left + came));
+        let into = 0.5f32 * ((1.0f32 - leaving / density) + was);
+        let flow = leaving / (1.0f32 - into) * into;
         let mut turns = Sequence::<f32>::new();
         let axes = comptime!(turn.0.axes.len());
         #[unroll]
         for k in 0..axes {
-            let axis = comptime!(turn.0.axes[k].0);
-            let with = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].1.clone()), enlarged);
-            let against = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].2.clone()), enlarged);
-            let slip = select(is_velocity, f32::reinterpret(list[given + axis]), 0.0f32);
-            turns.push(0.5f32 * (density * slip - (with - against)));
+            let with = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].1.clone()), false, enlarged);
+            let against = sum::<S>(list, state, at, plane, comptime!(turn.0.axes[k].2.clone()), false, enlarged);
+            turns.push(-0.5f32 * (with - against));
         }
         let (straight, opposite) = comptime!((turn.0.straight.0, turn.0.straight.1));
         let share = comptime!(f32::from_bits(turn.0.straight.2));
@@ -255,6 +253,7 @@ fn open<S: Float>(
     }
 }
 
+/// Of what the cell pulls, or of its own.
 #[cube]
 fn sum<S: Float>(
     list: &Array<u32>,
@@ -262,13 +261,17 @@ fn sum<S: Float>(
     at: usize,
     plane: usize,
     #[comptime] which: Vec<usize>,
+    #[comptime] own: bool,
     #[comptime] enlarged: bool,
 ) -> f32 {
     let count = comptime!(which.len());
     let mut sum = 0.0f32;
     #[unroll]
     for k in 0..count {
-        sum += pulled::<S>(list, state, at, plane, comptime!(which[k]), enlarged);
+        let i = comptime!(which[k]);
+        // What rests is pulled from the cell itself.
+        let place = if comptime!(own) { i * plane + list[at] as usize } else { place(list, at, plane, i) };
+        sum += get::<S>(state, place, enlarged);
     }
     sum
 }

@@ -1,7 +1,8 @@
 //! What cells pull from where no fluid is: other ends of periodic axes, walls, masks and open faces.
 //!
 //! Each is written into the place from which the one cell that looks there will pull, before the step. A solid cell's
-//! own numbers mean nothing.
+//! own numbers mean nothing. Walls, masks and inlets are half-way between cells, the density of an outlet is that of its
+//! cells; in a cell where several open faces meet, an outlet is half-way, too.
 use std::ops::Range;
 
 use super::Directions;
@@ -31,33 +32,43 @@ struct Link {
     cell: usize,
     /// Of the population that comes back, from the place beyond the cell from which it is pulled.
     direction: u8,
-    /// What a moving wall adds.
-    add: f32,
+    back: Back,
 }
 
-/// A cell at an open face.
+/// What comes of a population that goes beyond.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) struct Back {
+    /// It comes back with the other sign: what is known is the density there, and not the velocity.
+    pub(crate) negative: bool,
+    /// What a moving wall, an inlet or that density adds.
+    pub(crate) add: f32,
+}
+
+/// A cell at an outlet.
 #[derive(Clone, Copy)]
 struct Open {
     cell: usize,
     given: Given,
 }
 
-/// What is known at an open face: the velocity into the grid and along the face's axes, or the density.
+/// What is known at an outlet.
 #[derive(Clone, Copy)]
-pub(crate) enum Given {
-    Velocity([f32; 3]),
-    Density(f32),
+pub(crate) struct Given {
+    pub(crate) density: f32,
+    /// The force into the grid.
+    pub(crate) push: f32,
 }
 
 /// Whether a cell, in local coordinates, is solid, or its force wanted.
 type Is<'a> = &'a dyn Fn([isize; 3]) -> bool;
 
 impl Edges {
-    /// `pushed`: of which solid cells the force is wanted.
+    /// `pushed`: of which solid cells the force is wanted. `force`: on each cell of the fluid.
     pub(super) fn new(
         directions: &'static Directions,
         solid: Option<&CellMap<bool>>,
         pushed: Option<&CellMap<bool>>,
+        force: [f32; 3],
         frame: &Frame,
     ) -> Self {
         let whole = frame.whole();
@@ -80,7 +91,7 @@ impl Edges {
         let is_pushed = |at: [isize; 3]| pushed.is_none_or(|pushed| frame.global(at).is_some_and(|at| pushed(at)));
         edges.link(frame, &computed, !solid.is_empty(), (&is_solid, &is_pushed));
         for axis in 0..frame.grid.dimensions() {
-            (0..2).for_each(|side| edges.open(frame, &computed, axis, side, &is_solid));
+            (0..2).for_each(|side| edges.open(frame, &computed, (axis, side), force, &is_solid));
         }
         if solid.iter().any(|&solid| solid) {
             for (y, z) in frame.span(0).rows() {
@@ -113,61 +124,87 @@ impl Edges {
     fn link_cell(&mut self, frame: &Frame, cell: [isize; 3], is_solid: Is<'_>, is_pushed: Is<'_>) {
         for (i, c) in self.directions.c.iter().enumerate().skip(1) {
             let beyond: [isize; 3] = std::array::from_fn(|axis| cell[axis] - isize::from(c[axis]));
-            let face = |axis: usize| match beyond[axis] {
-                at if at < 0 => frame.face(axis, 0),
-                at if at >= frame.size[axis] => frame.face(axis, 1),
+            let side = |axis: usize| match beyond[axis] {
+                at if at < 0 => Some(0),
+                at if at >= frame.size[axis] => Some(1),
                 _ => None,
             };
-            let wall = |moving: bool| {
-                (0..3).rev().filter_map(face).find_map(|face| match face {
-                    Face::Moving { velocity } => moving.then_some(velocity),
-                    Face::Wall => (!moving).then_some([0.0; 3]),
-                    Face::Periodic | Face::Fixed(_) | Face::Inlet { .. } | Face::Outlet { .. } => None,
-                })
-            };
-            // In a corner a moving wall goes before one at rest: so it adds as much as it takes.
-            let velocity = wall(true).or_else(|| wall(false));
-            let faces = (0..3).any(|axis| face(axis).is_some());
-            let masked = velocity.is_none() && !faces && is_solid(beyond);
+            let faces =
+                (0..3).filter_map(|axis| side(axis).and_then(|side| Some((axis, side, frame.face(axis, side)?))));
+            let faces: Vec<(usize, usize, Face)> = faces.collect();
+            let masked = faces.is_empty() && is_solid(beyond);
             if masked && (0..3).all(|axis| (0..frame.size[axis]).contains(&cell[axis])) && is_pushed(beyond) {
                 self.masked[i].push(frame.at(cell));
             }
-            let velocity = velocity.or_else(|| masked.then_some([0.0; 3]));
-            if let Some(velocity) = velocity {
-                let along: f64 = c.iter().zip(velocity).map(|(c, v)| f64::from(*c) * f64::from(v)).sum();
-                let add = (6.0 * self.directions.w[i] * along) as f32;
-                self.links.push(Link { cell: frame.at(cell), direction: i as u8, add });
+            let back = match faces.is_empty() {
+                true => masked.then_some(Back { negative: false, add: 0.0 }),
+                false => self.back(frame, cell, i, &faces),
+            };
+            if let Some(back) = back {
+                self.links.push(Link { cell: frame.at(cell), direction: i as u8, back });
             }
         }
     }
 
-    fn open(&mut self, frame: &Frame, computed: &Span, axis: usize, side: usize, is_solid: Is<'_>) {
-        let Some(face @ (Face::Inlet { .. } | Face::Outlet { .. })) = frame.face(axis, side) else { return };
-        let turn = Turn::new(self.directions, axis, side);
-        let dimensions = frame.grid.dimensions();
-        let given = |at: [usize; 3]| match face {
-            Face::Inlet { velocity, parabola } => {
-                let bent =
-                    (0..dimensions).filter(|&across| parabola && across != axis && !frame.grid.is_periodic(across));
-                let share = bent.fold(1.0, |share, across| {
-                    let place = (at[across] as f32 + 0.5) / frame.grid.size()[across] as f32;
-                    share * 4.0 * place * (1.0 - place)
-                });
-                let mut given = velocity.map(|part| share * part);
-                given[axis] = if side == 0 { given[axis] } else { -given[axis] };
-                Given::Velocity(given)
-            }
-            Face::Outlet { density } => Given::Density(density),
-            Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Moving { .. } => Given::Density(1.0),
+    /// What comes of a population that comes through these faces, if not an outlet makes it.
+    fn back(&self, frame: &Frame, cell: [isize; 3], i: usize, faces: &[(usize, usize, Face)]) -> Option<Back> {
+        let (c, w) = (self.directions.c[i], self.directions.w[i]);
+        let dot = |a: [f64; 3], b: [f64; 3]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let along = |velocity: [f32; 3]| dot(c.map(f64::from), velocity.map(f64::from));
+        let moved =
+            |density: f64, velocity| Back { negative: false, add: (6.0 * w * density * along(velocity)) as f32 };
+        let wall = |face: &Face| match *face {
+            Face::Wall => Some([0.0; 3]),
+            Face::Moving { velocity } => Some(velocity),
+            Face::Periodic | Face::Fixed(_) | Face::Inlet { .. } | Face::Outlet { .. } => None,
         };
+        let (corner, mut walls) = (in_corner(frame, cell), faces.iter().filter_map(|(.., face)| wall(face)));
+        if let Some(velocity) = walls.next() {
+            // Where walls meet the fluid rests: else a lid would drag what is in its corners, far beyond them. Each wall adds as
+            // much as it takes.
+            return Some(moved(1.0, if walls.next().is_some() { [0.0; 3] } else { velocity }));
+        }
+        let outlet = faces.iter().find_map(|(.., face)| density(*face));
+        match outlet {
+            Some(_) if !corner => None,
+            Some(density) => {
+                // Known there: the density, and the velocity of an inlet that it meets.
+                let [along, square] = inlet(frame, cell).map_or([0.0; 2], |velocity| {
+                    [along(velocity), dot(velocity.map(f64::from), velocity.map(f64::from))]
+                });
+                let density = f64::from(density);
+                let rest = density - 1.0 + density * (4.5 * along * along - 1.5 * square);
+                Some(Back { negative: true, add: (2.0 * w * rest) as f32 })
+            }
+            None => {
+                let (axis, side, _) = faces.iter().find(|(.., face)| matches!(face, Face::Inlet { .. }))?;
+                // As much comes in as at the density that the outlets have.
+                let mut all = (0..frame.grid.dimensions()).flat_map(|axis| frame.grid.faces(axis));
+                let density = all.find_map(density).unwrap_or(1.0);
+                Some(moved(density.into(), inflow(frame, cell, (*axis, *side), c)?))
+            }
+        }
+    }
+
+    fn open(
+        &mut self,
+        frame: &Frame,
+        computed: &Span,
+        (axis, side): (usize, usize),
+        force: [f32; 3],
+        is_solid: Is<'_>,
+    ) {
+        let Some(density) = frame.face(axis, side).and_then(density) else { return };
+        let turn = Turn::new(self.directions, axis, side);
+        let given = Given { density, push: if side == 0 { force[axis] } else { -force[axis] } };
         let mut layer = computed.clone();
         let place = if side == 0 { 0 } else { frame.size[axis] - 1 };
         layer.0[axis] = place..place + 1;
         let mut cells = Vec::new();
         for (y, z) in layer.rows() {
             for x in layer.0[0].clone() {
-                if let Some(global) = frame.global([x, y, z]).filter(|_| !is_solid([x, y, z])) {
-                    cells.push(Open { cell: frame.at([x, y, z]), given: given(global) });
+                if !is_solid([x, y, z]) && !in_corner(frame, [x, y, z]) {
+                    cells.push(Open { cell: frame.at([x, y, z]), given });
                 }
             }
         }
@@ -193,12 +230,12 @@ impl Edges {
         self.solid.get(row * words + x as usize / 64).copied().unwrap_or(0)
     }
 
-    /// What bounces back: the direction, where from in the plane of the opposite one, where to, what is added.
-    pub(crate) fn bounces(&self, frame: &Frame) -> impl Iterator<Item = (usize, usize, usize, f32)> {
+    /// What bounces back: the direction, where from in the plane of the opposite one, where to, what comes of it.
+    pub(crate) fn bounces(&self, frame: &Frame) -> impl Iterator<Item = (usize, usize, usize, Back)> {
         let beyond = self.beyond(frame);
-        self.links.iter().map(move |&Link { cell, direction, add }| {
+        self.links.iter().map(move |&Link { cell, direction, back }| {
             let direction = usize::from(direction);
-            (direction, cell, cell.wrapping_add_signed(-beyond[direction]), add)
+            (direction, cell, cell.wrapping_add_signed(-beyond[direction]), back)
         })
     }
 
@@ -209,7 +246,7 @@ impl Edges {
         self.directions.c.iter().map(elements).collect()
     }
 
-    /// The cells at open faces, face by face.
+    /// The cells at outlets, face by face.
     pub(crate) fn openings(&self) -> impl Iterator<Item = (&Turn, impl Iterator<Item = (usize, Given)>)> {
         self.open.iter().map(|(turn, cells)| (turn, cells.iter().map(|open| (open.cell, open.given))))
     }
@@ -251,16 +288,19 @@ impl Edges {
             _ => bound(len, cells.start, at)..bound(len, cells.end, at),
         };
         let bouncing = within(self.links.len(), &|i| self.links[i].cell);
-        for &Link { cell, direction, add } in &self.links[bouncing] {
+        for &Link { cell, direction, back: Back { negative, add } } in &self.links[bouncing] {
             let direction = usize::from(direction);
             let from = own[self.directions.opposite[direction]].wrapping_add(cell);
             // SAFETY: the caller's contract.
-            unsafe { *pulled[direction].wrapping_add(cell) = N::of((*from).value() + add) };
+            unsafe {
+                let gone = (*from).value();
+                *pulled[direction].wrapping_add(cell) = N::of(if negative { add - gone } else { gone + add });
+            }
         }
         for (turn, open) in &self.open {
             for open in &open[within(open.len(), &|i| open[i].cell)] {
                 // SAFETY: as above.
-                unsafe { turn.fill(open, pulled) };
+                unsafe { turn.fill(open, own, pulled) };
             }
         }
     }
@@ -330,6 +370,44 @@ impl Edges {
     }
 }
 
+/// The density at a face, if it is an outlet.
+fn density(face: Face) -> Option<f32> {
+    match face {
+        Face::Outlet { density } => Some(density),
+        Face::Periodic | Face::Wall | Face::Fixed(_) | Face::Moving { .. } | Face::Inlet { .. } => None,
+    }
+}
+
+/// The open faces that a cell is at.
+fn open_faces(frame: &Frame, cell: [isize; 3]) -> impl Iterator<Item = (usize, usize, Face)> {
+    let all = (0..3).flat_map(|axis| [(axis, 0), (axis, 1)]);
+    let at = move |&(axis, side): &(usize, usize)| cell[axis] == if side == 0 { 0 } else { frame.size[axis] - 1 };
+    let open = |face: &Face| matches!(face, Face::Inlet { .. } | Face::Outlet { .. });
+    all.filter(at).filter_map(move |(axis, side)| Some((axis, side, frame.face(axis, side).filter(open)?)))
+}
+
+/// Whether several open faces meet in a cell.
+fn in_corner(frame: &Frame, cell: [isize; 3]) -> bool {
+    open_faces(frame, cell).nth(1).is_some()
+}
+
+/// The velocity of the first inlet that a cell is at.
+fn inlet(frame: &Frame, cell: [isize; 3]) -> Option<[f32; 3]> {
+    open_faces(frame, cell).find_map(|(axis, side, _)| inflow(frame, cell, (axis, side), [0; 3]))
+}
+
+/// The velocity at a face next to a cell, if it is an inlet, where a direction crosses it.
+fn inflow(frame: &Frame, cell: [isize; 3], (axis, side): (usize, usize), c: [i8; 3]) -> Option<[f32; 3]> {
+    let Some(Face::Inlet { velocity, parabola }) = frame.face(axis, side) else { return None };
+    let (at, grid) = (frame.global(cell)?, &frame.grid);
+    let bent = (0..grid.dimensions()).filter(|&across| parabola && across != axis && !grid.is_periodic(across));
+    let share = bent.fold(1.0, |share, across| {
+        let place = (at[across] as f32 + 0.5 * (1.0 - f32::from(c[across]))) / grid.size()[across] as f32;
+        share * 4.0 * place * (1.0 - place)
+    });
+    Some(velocity.map(|part| share * part))
+}
+
 /// The first of so many ascending elements that is not below one.
 fn bound(len: usize, least: usize, at: &dyn Fn(usize) -> usize) -> usize {
     let (mut low, mut high) = (0, len);
@@ -343,16 +421,16 @@ fn bound(len: usize, least: usize, at: &dyn Fn(usize) -> usize) -> usize {
 /// Directions as seen from an open face.
 #[derive(Clone, Debug)]
 pub(crate) struct Turn {
-    /// Those along the face, rest first, and those that leave.
+    /// Those along the face, rest first, those that leave, and those that come in.
     pub(crate) along: Vec<usize>,
     pub(crate) leaving: Vec<usize>,
+    pub(crate) coming: Vec<usize>,
     /// The one that comes straight in, its opposite, and what it gains of the flow.
     pub(crate) straight: (usize, usize, f32),
     /// Those that come in aslant, their opposites, the axis and the sense along it.
     pub(crate) aslant: Vec<(usize, usize, usize, f32)>,
     /// By axis along the face: the axis, directions along it and against it.
     pub(crate) axes: Vec<(usize, Vec<usize>, Vec<usize>)>,
-    pub(crate) axis: usize,
 }
 
 impl Turn {
@@ -373,33 +451,35 @@ impl Turn {
         Self {
             along: towards(0).collect(),
             leaving: towards(-into).collect(),
+            coming: towards(into).collect(),
             straight,
             aslant,
             axes: axes.filter(|(_, with, _): &(_, Vec<usize>, _)| !with.is_empty()).collect(),
-            axis,
         }
     }
 
     /// Zou's and He's condition: what comes from beyond bounces back, out of equilibrium, from what goes there, and momentum
-    /// along the face is set right by what comes in aslant.
-    unsafe fn fill<N: Number>(&self, open: &Open, pulled: &[*mut N]) {
-        let at = |i: usize| pulled[i].wrapping_add(open.cell);
+    /// along the face is set right, to none, by what comes in aslant.
+    ///
+    /// How fast the fluid comes in is what the density asks for, halfway from what it was a step before. The fixed point is
+    /// the same; without that, momentum whose sign changes from cell to cell and from step to step would never fade.
+    unsafe fn fill<N: Number>(&self, open: &Open, own: &[*mut N], pulled: &[*mut N]) {
+        let Open { cell, given: Given { density, push } } = *open;
+        let at = |i: usize| pulled[i].wrapping_add(cell);
         // SAFETY: the caller's contract.
         let f = |i: usize| unsafe { (*at(i)).value() };
         let sum = |which: &[usize]| which.iter().fold(0.0, |sum, &i| sum + f(i));
-        let leaving = sum(&self.along) + 2.0 * sum(&self.leaving);
-        let (density, velocity) = match open.given {
-            Given::Velocity(velocity) => ((1.0 + leaving) / (1.0 - velocity[self.axis]), velocity),
-            Given::Density(density) => {
-                let mut velocity = [0.0; 3];
-                velocity[self.axis] = 1.0 - (1.0 + leaving) / density;
-                (density, velocity)
-            }
-        };
-        let flow = density * velocity[self.axis];
+        // SAFETY: as above.
+        let before = |i: usize| unsafe { (*own[i].wrapping_add(cell)).value() };
+        let sum_before = |which: &[usize]| which.iter().fold(0.0, |sum, &i| sum + before(i));
+        let leaving = 1.0 + (sum(&self.along) + 2.0 * sum(&self.leaving));
+        let (left, came) = (sum_before(&self.leaving), sum_before(&self.coming));
+        let was = (came - left - push) / (1.0 + (sum_before(&self.along) + left + came));
+        let into = 0.5 * ((1.0 - leaving / density) + was);
+        let flow = leaving / (1.0 - into) * into;
         let mut turn = [0.0; 3];
         for (axis, with, against) in &self.axes {
-            turn[*axis] = 0.5 * (density * velocity[*axis] - (sum(with) - sum(against)));
+            turn[*axis] = -0.5 * (sum(with) - sum(against));
         }
         let (i, opposite, share) = self.straight;
         // SAFETY: as above.

@@ -56,7 +56,7 @@ where
         let mut force = [0.0; 3];
         force[..D].copy_from_slice(&fluid.force);
         Ok(Self {
-            edges: Edges::new(directions, fluid.solid.as_ref(), fluid.pushed.as_ref(), frame),
+            edges: Edges::new(directions, fluid.solid.as_ref(), fluid.pushed.as_ref(), force, frame),
             half: fluid.rates(fluid.tau).map(|rate| (0.5 * rate) as f32),
             plain: Plain::new(D, fluid.rates(fluid.tau)),
             halves: halves(fluid, frame)?,

@@ -63,6 +63,8 @@ fn tiles_equal_one() {
         ([256, 50], [[outlet, inlet], PERIODIC], &masked),
         ([256, 50], [WALLS, [inlet, outlet]], &plain),
         ([256, 50], [WALLS, [outlet, inlet]], &varied),
+        ([256, 50], [[inlet, outlet], [outlet, inlet]], &masked),
+        ([256, 50], [[outlet, outlet], [Face::Wall, inlet]], &trt),
     ] {
         let grid = Grid::new(&size, &faces).unwrap();
         let init = |at: [usize; 3], cell: &mut [f32]| stir(at, fluid, cell);
@@ -180,6 +182,69 @@ fn a_channel_with_an_inlet_and_an_outlet() {
     }
 }
 
+/// What flows along x through each column.
+fn flux(tile: &Tile, fluid: &Fluid) -> Vec<f64> {
+    let (mut flux, width) = (vec![0.0; tile.region().size()[0]], tile.region().size()[0]);
+    for (i, (density, [u, _])) in moments(tile, fluid).into_iter().enumerate() {
+        flux[i % width] += density * u;
+    }
+    flux
+}
+
+#[test]
+fn channels_with_open_ends_settle_from_rest() {
+    let (width, height, tau) = (120, 40, 0.65);
+    let inlet = Face::Inlet { velocity: [0.02, 0.0, 0.0], parabola: true };
+    // Ends of a channel are where the first and the last cells are.
+    let top = 0.02;
+    let viscosity = (tau - 0.5) / 3.0;
+    let fall = 3.0 * 8.0 * viscosity * top / (height * height) as f64 * (width - 1) as f64;
+    let outlet = |density: f64| Face::Outlet { density: density as f32 };
+    for collision in [Collision::Bgk, MAGIC] {
+        for ends in [[inlet, outlet(1.0)], [outlet(1.0 + 0.5 * fall), outlet(1.0 - 0.5 * fall)]] {
+            let fluid = Fluid { collision, ..Fluid::new(tau) };
+            let mut tile = flow(&Grid::new(&[width, height], &[ends, WALLS]).unwrap(), &fluid, &at_rest);
+            advance(&mut tile, 30_000);
+            let before = flux(&tile, &fluid);
+            advance(&mut tile, 1);
+            let mean = before.iter().sum::<f64>() / width as f64;
+            for (x, (before, after)) in before.iter().zip(flux(&tile, &fluid)).enumerate() {
+                assert!((after - before).abs() < 1e-5 * mean, "{before} and {after} a step later at {x}, {ends:?}");
+                assert!((after / mean - 1.0).abs() < 2e-3, "{after} at {x}, the mean is {mean}, {ends:?}");
+            }
+            for (i, (density, [u, v])) in moments(&tile, &fluid).into_iter().enumerate() {
+                let y = (i / width) as f64 + 0.5;
+                let expected = 4.0 * top * y * (height as f64 - y) / (height * height) as f64;
+                let error = (density * u - expected).abs().max(v.abs()) / top;
+                assert!(error < 0.005, "{u}, {v} at {}, {y}: {expected} expected, {ends:?}", i % width);
+            }
+        }
+    }
+}
+
+#[test]
+fn corners_of_open_faces_stay_calm() {
+    let inlet = |x: f32, y: f32| Face::Inlet { velocity: [x, y, 0.0], parabola: false };
+    let outlet = |density: f32| Face::Outlet { density };
+    for tau in [0.55, 0.6, 0.8, 1.0] {
+        for faces in [
+            [[inlet(0.05, 0.0), outlet(1.0)], [inlet(0.0, 0.05), Face::Wall]],
+            [[inlet(0.02, 0.0), outlet(1.0)], [inlet(0.0, 0.02), outlet(1.0)]],
+            [[inlet(0.05, 0.0), outlet(1.0)], [inlet(0.05, 0.0), inlet(0.05, 0.0)]],
+            [[inlet(0.05, 0.0), inlet(-0.05, 0.0)], [outlet(1.0), outlet(1.0)]],
+            [[inlet(0.03, 0.0), outlet(1.0)], [outlet(1.0), outlet(1.0)]],
+        ] {
+            let fluid = Fluid::new(tau);
+            let mut tile = flow(&Grid::new(&[50, 40], &faces).unwrap(), &fluid, &at_rest);
+            advance(&mut tile, 6000);
+            for (i, (density, [u, v])) in moments(&tile, &fluid).into_iter().enumerate() {
+                let calm = (0.8..1.25).contains(&density) && u.hypot(v) < 0.3;
+                assert!(calm, "{density}, {u}, {v} at {}, {}, tau {tau}, {faces:?}", i % 50, i / 50);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_shear_wave_shows_the_viscosity() {
     let n = 128;
@@ -258,13 +323,40 @@ const GHIA_V: [[f64; 2]; 15] = [
     [0.9688, -0.05906],
 ];
 
+/// Re 400. A number of the other table is known to be misprinted.
+const GHIA_U_400: [[f64; 2]; 15] = [
+    [0.0547, -0.08186],
+    [0.0625, -0.09266],
+    [0.0703, -0.10338],
+    [0.1016, -0.14612],
+    [0.1719, -0.24299],
+    [0.2813, -0.32726],
+    [0.4531, -0.17119],
+    [0.5000, -0.11477],
+    [0.6172, 0.02135],
+    [0.7344, 0.16256],
+    [0.8516, 0.29093],
+    [0.9531, 0.55892],
+    [0.9609, 0.61756],
+    [0.9688, 0.68439],
+    [0.9766, 0.75837],
+];
+
 #[test]
 fn the_lid_driven_cavity_is_ghias() {
-    let (n, speed) = (128, 0.1);
-    let fluid = Fluid { collision: MAGIC, ..Fluid::new(0.5 + 3.0 * speed * n as f64 / 100.0) };
+    // The errors of the tables for Re 100 are as large: their v between 0.8 and 0.9 is too small.
+    cavity(128, 100.0, 30, 0.009, &[&GHIA_U, &GHIA_V]);
+    cavity(64, 400.0, 60, 0.008, &[&GHIA_U_400]);
+}
+
+/// Velocities of a cavity of `n`² cells, so many times its length over the lid's speed later, are those of tables within
+/// `tolerance`.
+fn cavity(n: usize, reynolds: f64, times: usize, tolerance: f64, tables: &[&[[f64; 2]; 15]]) {
+    let speed = 0.1;
+    let fluid = Fluid { collision: MAGIC, ..Fluid::new(0.5 + 3.0 * speed * n as f64 / reynolds) };
     let lid = Face::Moving { velocity: [speed as f32, 0.0, 0.0] };
     let mut tile = flow(&Grid::new(&[n, n], &[WALLS, [Face::Wall, lid]]).unwrap(), &fluid, &at_rest);
-    advance(&mut tile, 30 * (n as f64 / speed) as usize);
+    advance(&mut tile, times * (n as f64 / speed) as usize);
     let all = moments(&tile, &fluid);
     // On the line between the two cells in the middle, at a place between two cells along it.
     let along = |place: f64, axis: usize| {
@@ -276,12 +368,12 @@ fn the_lid_driven_cavity_is_ghias() {
         };
         (value(low) * (1.0 - share) + value(low + 1) * share) / speed
     };
-    for (axis, table) in [GHIA_U, GHIA_V].iter().enumerate() {
-        for &[place, expected] in table {
+    for (axis, table) in tables.iter().enumerate() {
+        for &[place, expected] in *table {
             let found = along(place, axis);
             assert!(
-                (found - expected).abs() < 0.01,
-                "{} at {place}: {found:.5}, {expected} expected",
+                (found - expected).abs() < tolerance,
+                "{} at {place} for {n} cells: {found:.5}, {expected} expected",
                 ["u", "v"][axis]
             );
         }

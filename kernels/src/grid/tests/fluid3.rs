@@ -61,6 +61,7 @@ fn tiles_equal_one() {
         ([PERIODIC, PERIODIC, PERIODIC], &plain),
         ([WALLS, [Face::Wall, lid], WALLS], &varied),
         ([[inlet, outlet], WALLS, PERIODIC], &masked),
+        ([[inlet, outlet], [Face::Wall, outlet], [outlet, inlet]], &masked),
     ] {
         let grid = Grid::new(&[136, 40, 24], &faces).unwrap();
         let init = |at: [usize; 3], cell: &mut [f32]| stir(at, fluid, cell);
@@ -153,6 +154,28 @@ fn a_channel_with_an_inlet_and_an_outlet() {
             let error = (f64::from(sign) * u[axis] - expected).abs() / f64::from(top);
             let far = (8.0..length as f64 - 8.0).contains(&at[axis]);
             assert!(error < if far { 0.01 } else { 0.03 }, "{u:?} at {at:?}: {expected} expected along {axis}");
+        }
+    }
+}
+
+#[test]
+fn corners_of_open_faces_stay_calm() {
+    let inlet = |velocity: [f32; 3]| Face::Inlet { velocity, parabola: false };
+    let (along, outlet) = (inlet([0.05, 0.0, 0.0]), Face::Outlet { density: 1.0 });
+    let up = inlet([0.0, 0.0, 0.03]);
+    for tau in [0.55, 0.8, 1.0] {
+        for faces in [
+            [[along, outlet], [outlet; 2], [along; 2]],
+            [[along, outlet], [Face::Wall, outlet], [up, Face::Wall]],
+            [[along, outlet], [outlet; 2], [outlet; 2]],
+        ] {
+            let fluid = Fluid3::new(tau);
+            let mut tile = flow(&Grid::new(&[30, 20, 20], &faces).unwrap(), &fluid, &at_rest);
+            advance(&mut tile, 3000);
+            for (at, density, u) in moments(&tile, &fluid) {
+                let speed = u.iter().map(|u| u * u).sum::<f64>().sqrt();
+                assert!((0.8..1.25).contains(&density) && speed < 0.3, "{density}, {u:?} at {at:?}, {tau}, {faces:?}");
+            }
         }
     }
 }
