@@ -33,7 +33,7 @@ pub struct TileStandby {
 }
 
 /// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries.
-fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
+pub(super) fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
     let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
     let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
     u64::try_from(fetched * 10).unwrap_or(u64::MAX).clamp(SNAPSHOT_LEAST_NS, SNAPSHOT_MOST_NS)

@@ -1,4 +1,5 @@
 //! Cuts of random grids on random fleets, and halo depths against figures worked out by hand.
+use super::guards::snapshot_every_ns;
 use super::*;
 use crate::fleet::Link;
 use alloc::collections::BTreeMap;
