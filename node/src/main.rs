@@ -7,16 +7,13 @@ fn main() -> ExitCode {
     meshnode::cli::main(std::env::args_os())
 }
 
-/// Strips, rows and frames are of some hundred kilobytes, made by one thread and dropped by another. Left to itself glibc
-/// keeps such blocks in a pool for each thread, and the program grows for minutes: here large blocks go back to the system
-/// when they are dropped, and there are few pools.
+/// Strips, rows and frames are made by one thread and dropped by another. Left to itself glibc keeps what was dropped in a
+/// pool for nearly each thread, and a node on many cores grows for minutes: here there are few pools.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn give_memory_back() {
-    const LARGE: libc::c_int = 256 << 10;
     const POOLS: libc::c_int = 4;
-    // SAFETY: no other thread runs yet, and both are settings that glibc checks; a refusal changes nothing.
+    // SAFETY: no other thread runs yet, and glibc checks the setting; a refusal changes nothing.
     unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE);
         libc::mallopt(libc::M_ARENA_MAX, POOLS);
     }
 }
