@@ -2,7 +2,7 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    give_memory_back();
+    limit_pools();
     kernels_burn::answer_probe(); // a child that only looks for GPUs ends here
     meshnode::cli::main(std::env::args_os())
 }
@@ -10,7 +10,7 @@ fn main() -> ExitCode {
 /// Strips, rows and frames are made by one thread and dropped by another. Left to itself glibc keeps what was dropped in a
 /// pool for nearly each thread, and a node on many cores grows for minutes: here there are few pools.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-fn give_memory_back() {
+fn limit_pools() {
     const POOLS: libc::c_int = 4;
     // SAFETY: no other thread runs yet, and glibc checks the setting; a refusal changes nothing.
     unsafe {
@@ -19,4 +19,4 @@ fn give_memory_back() {
 }
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-fn give_memory_back() {}
+fn limit_pools() {}

@@ -208,10 +208,9 @@ fn cut_for(
     if hands.is_empty() {
         // Nobody has room for a tile, however small.
         let may_work = |d: &&Device| d.numerics == numerics && !d.excluded && d.bytes_per_second > 0;
-        let offered: Vec<u64> =
-            fleet.devices.iter().filter(may_work).map(|d| cost::usable_bytes(d, headroom_percent)).collect();
+        let room = fleet.devices.iter().filter(may_work).map(|d| cost::usable_bytes(d, headroom_percent));
+        let offered = room.reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
         let need = bytes_of(cells(work), work.state_bits).saturating_add(work.scratch_bytes);
-        let offered = offered.into_iter().reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
         return Err(GridError::Memory { need, offered, missing: need.saturating_sub(offered) });
     }
     let planner = Planner { work, fleet, depth };

@@ -108,7 +108,7 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// For passes of so many steps over such cells.
+    /// Of so many bytes.
     pub(crate) fn new(bytes: usize) -> Result<Self, GridError> {
         Ok(Self { planes: Planes::new(1, bytes)? })
     }

@@ -283,12 +283,9 @@ impl Edges {
     /// # Safety
     /// These cells and all around them are there for whoever calls.
     unsafe fn meet<N: Number>(&self, cells: Range<usize>, own: &[*mut N], pulled: &[*mut N]) {
-        let within = |len: usize, at: &dyn Fn(usize) -> usize| match len {
-            0 => 0..0,
-            _ => bound(len, cells.start, at)..bound(len, cells.end, at),
-        };
-        let bouncing = within(self.links.len(), &|i| self.links[i].cell);
-        for &Link { cell, direction, back: Back { negative, add } } in &self.links[bouncing] {
+        let links = &self.links[..self.links.partition_point(|link| link.cell < cells.end)];
+        let links = &links[links.partition_point(|link| link.cell < cells.start)..];
+        for &Link { cell, direction, back: Back { negative, add } } in links {
             let direction = usize::from(direction);
             let from = own[self.directions.opposite[direction]].wrapping_add(cell);
             // SAFETY: the caller's contract.
@@ -298,7 +295,8 @@ impl Edges {
             }
         }
         for (turn, open) in &self.open {
-            for open in &open[within(open.len(), &|i| open[i].cell)] {
+            let open = &open[..open.partition_point(|open| open.cell < cells.end)];
+            for open in &open[open.partition_point(|open| open.cell < cells.start)..] {
                 // SAFETY: as above.
                 unsafe { turn.fill(open, own, pulled) };
             }
@@ -406,16 +404,6 @@ fn inflow(frame: &Frame, cell: [isize; 3], (axis, side): (usize, usize), c: [i8;
         share * 4.0 * place * (1.0 - place)
     });
     Some(velocity.map(|part| share * part))
-}
-
-/// The first of so many ascending elements that is not below one.
-fn bound(len: usize, least: usize, at: &dyn Fn(usize) -> usize) -> usize {
-    let (mut low, mut high) = (0, len);
-    while low < high {
-        let middle = low.midpoint(high);
-        if at(middle) < least { low = middle + 1 } else { high = middle }
-    }
-    low
 }
 
 /// Directions as seen from an open face.
