@@ -344,7 +344,7 @@ async fn weights_keep_to_their_share() {
 }
 
 /// Eight answers of 32 MiB each are under way; frames that are sent then overtake what is not on the wire yet. A busy
-/// machine may hand over one of them late, not all.
+/// machine may hand over any of them late, but behind the weights all of them would come last.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_decode_frame_does_not_wait_behind_weights() {
     const ANSWERS: usize = 8;
@@ -376,10 +376,9 @@ async fn a_decode_frame_does_not_wait_behind_weights() {
         let before = fetched();
         a.endpoint.send_frame(b.id(), head(route(1), position, 1, 8), rows(1, 8), Priority::Decode).unwrap();
         assert_eq!(b.frame().await.1.position, position);
-        passed.push(fetched() - before);
+        passed.push((fetched() - before, ANSWERS * ANSWER_BYTES - before));
     }
-    assert!(fetched() < ANSWERS * ANSWER_BYTES, "all weights came before the last frame: {passed:?}");
-    assert!(passed.iter().any(|bytes| *bytes < ANSWER_BYTES / 2), "weights that came before each frame: {passed:?}");
+    assert!(passed.iter().any(|(bytes, left)| *bytes < left / 2), "bytes that came before each frame, of: {passed:?}");
     for answer in answers {
         timeout(PATIENCE, answer).await.unwrap().unwrap();
     }
