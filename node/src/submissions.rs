@@ -447,7 +447,7 @@ impl Submission {
                 told.checkpoint = Some(*step);
                 told.waiting = None;
             }
-            GridEvent::Waiting { reason } => told.waiting = Some(reason.clone()),
+            GridEvent::Waiting { reason } => told.waiting = Some(view::named(&self.simulation, reason.clone())),
             GridEvent::Ended { result, figures } => {
                 told.computed.get_or_insert(now);
                 told.ended = Some(result.clone().map_err(|reason| view::named(&self.simulation, reason)));

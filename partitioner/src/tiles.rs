@@ -12,8 +12,10 @@ use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
 mod guards;
+mod question;
 
 pub use guards::{TileStandby, halos_last_ns, standbys, takeover_ns};
+pub use question::{GridQuestion, Paces};
 
 /// Most tiles of a job: each exchanges halos with its neighbours every few steps.
 pub const TILES_MAX: usize = 256;
@@ -77,6 +79,7 @@ pub struct GridPlan {
     tiles: Vec<GridTile>,
     depth: u32,
     step_ns: u64,
+    before_ns: Option<u64>,
 }
 
 impl GridPlan {
@@ -93,6 +96,11 @@ impl GridPlan {
     /// Predicted nanoseconds per step: the slowest tile's, halos included.
     pub fn step_ns(&self) -> u64 {
         self.step_ns
+    }
+
+    /// Predicted nanoseconds per step of the cut that this one was compared with, if there is one, by the same measure.
+    pub fn before_ns(&self) -> Option<u64> {
+        self.before_ns
     }
 
     /// Predicted share of the step in which the slowest tile computes and does not wait, in percent.
@@ -167,8 +175,8 @@ impl Block {
     }
 }
 
-/// The cut with the least predicted time per step. `speeds`: cells a second that devices were measured at with this very rule;
-/// others are taken by their memory bandwidth. `depth`: as asked for, or chosen.
+/// The cut with the least predicted time per step, by the memory bandwidth of devices and what the rule made of it so far
+/// (`paces`). `depth`: as asked for, or chosen.
 ///
 /// Devices that do not help are left out. All tiles are on devices of one arithmetic, so that the result does not depend on the
 /// cut. Ties go to fewer tiles, then to the shallower halo.
@@ -179,12 +187,12 @@ pub fn cut(
     work: &GridWork,
     fleet: &Fleet,
     headroom_percent: u8,
-    speeds: &[(DeviceId, u64)],
+    paces: &Paces,
     depth: Option<u32>,
 ) -> Result<GridPlan, GridError> {
     validate(work)?;
     let kinds: BTreeSet<u64> = fleet.devices.iter().filter(|d| !d.excluded).map(|device| device.numerics).collect();
-    let of = |kind: u64| cut_for(work, fleet, headroom_percent, speeds, depth, kind);
+    let of = |kind: u64| cut_for(work, fleet, headroom_percent, paces, depth, kind);
     let mut plans: Vec<_> = kinds.into_iter().map(of).collect();
     // The quickest; else what the best of them lacks.
     plans.sort_by_key(|plan| match plan {
@@ -199,11 +207,11 @@ fn cut_for(
     work: &GridWork,
     fleet: &Fleet,
     headroom_percent: u8,
-    speeds: &[(DeviceId, u64)],
+    paces: &Paces,
     depth: Option<u32>,
     numerics: u64,
 ) -> Result<GridPlan, GridError> {
-    let mut hands = hands(work, fleet, headroom_percent, speeds);
+    let mut hands = hands(work, fleet, headroom_percent, paces);
     hands.retain(|hand| hand.device.numerics == numerics);
     if hands.is_empty() {
         // Nobody has room for a tile, however small.
@@ -287,18 +295,15 @@ struct Hand<'a> {
 }
 
 /// Fastest first.
-fn hands<'a>(work: &GridWork, fleet: &'a Fleet, headroom_percent: u8, speeds: &[(DeviceId, u64)]) -> Vec<Hand<'a>> {
-    let speed = |device: &Device| {
-        let measured = speeds.iter().find(|(id, _)| *id == device.id).map(|&(_, speed)| speed);
-        measured.unwrap_or_else(|| device.bytes_per_second.saturating_mul(8) / work.traffic_bits)
-    };
-    let hand = |device: &'a Device| Hand {
+fn hands<'a>(work: &GridWork, fleet: &'a Fleet, headroom_percent: u8, paces: &Paces) -> Vec<Hand<'a>> {
+    let hand = |(device, speed): (&'a Device, u64)| Hand {
         device,
-        speed: speed(device),
+        speed,
         usable: cost::usable_bytes(device, headroom_percent).saturating_sub(work.scratch_bytes),
     };
     let usable = |hand: &Hand<'_>| !hand.device.excluded && hand.speed > 0 && hand.usable > 0;
-    let mut hands: Vec<Hand<'a>> = fleet.devices.iter().map(hand).filter(usable).collect();
+    let speeds = question::speeds(work, &fleet.devices, paces);
+    let mut hands: Vec<Hand<'a>> = fleet.devices.iter().zip(speeds).map(hand).filter(usable).collect();
     hands.sort_by_key(|hand| (core::cmp::Reverse(hand.speed), hand.device.id));
     hands.truncate(TILES_MAX);
     hands
@@ -451,7 +456,7 @@ impl Planner<'_> {
         // While halos travel the interior is computed; what is left of the way is waited for.
         let step = |tile: &GridTile| tile.compute_ns.max(tile.halo_ns);
         let step_ns = tiles.iter().map(step).max().unwrap_or(0);
-        Ok(GridPlan { tiles, depth, step_ns })
+        Ok(GridPlan { tiles, depth, step_ns, before_ns: None })
     }
 
     /// Nanoseconds of computing per step, over a whole cycle: the first step of it covers the halo but for one radius.

@@ -233,11 +233,12 @@ impl Executor {
         self.failures = self.failures.saturating_sub(1);
         let made = if fails { Err("the device was lost".into()) } else { self.grids.run(run, strips) };
         let mut sizes = Vec::new();
-        let result = made.map(|(made, strips)| {
+        let result = made.map(|(mut made, strips)| {
             for (tensor, cargo) in strips {
                 sizes.push((1, cargo.wire_bytes()));
                 self.tensors.insert(tensor, cargo);
             }
+            made.compute_ns = took.as_nanos() as u64;
             made
         });
         let (job, tile, work) = (run.job, run.tile, run.work);

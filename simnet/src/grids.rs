@@ -41,8 +41,24 @@ pub fn simulation(seed: u64) -> Vec<u8> {
     seed.to_le_bytes().to_vec()
 }
 
+/// One of which the cell `UNSTABLE` is not finite any more after so many steps.
+pub fn unstable(seed: u64, after: u32) -> Vec<u8> {
+    [&simulation(seed)[..], &after.to_le_bytes()].concat()
+}
+
+/// See `unstable`.
+pub const UNSTABLE: [u64; 3] = [5, 20, 0];
+
 fn seed(simulation: &[u8]) -> u64 {
-    u64::from_le_bytes(simulation.try_into().unwrap_or_default())
+    simulation.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+/// What a report says of a tile that is so far.
+fn not_finite(order: &TileOrder, step: u32) -> Option<([u64; 3], u16)> {
+    let after = order.simulation.get(8..)?.try_into().ok().map(u32::from_le_bytes)?;
+    let (from, to) = (order.block().from, order.block().to);
+    let has = (0..3).all(|axis| (from[axis]..to[axis]).contains(&UNSTABLE[axis]));
+    (has && step >= after).then_some((UNSTABLE, 0))
 }
 
 /// What all tiles' hashes add up to after so many steps.
@@ -197,7 +213,7 @@ impl GridDevice {
             }
             tile.cells.as_mut().ok_or("no cells")?.extend(places.into_iter().zip(values));
         }
-        let mut made = TileMade { compute_ns: 1, ..TileMade::default() };
+        let mut made = TileMade::default();
         let mut stops = work.stops.iter().peekable();
         let mut left = tile.order.depth;
         loop {
@@ -205,7 +221,8 @@ impl GridDevice {
                 match stop.what {
                     StopKind::Report { hash: wanted } => {
                         let hash = wanted.then(|| hash(&tile.owned()));
-                        made.reports.push((stop.step, Report { totals: vec![1], hash, not_finite: None }));
+                        let not_finite = not_finite(&tile.order, stop.step);
+                        made.reports.push((stop.step, Report { totals: vec![1], hash, not_finite }));
                     }
                     StopKind::Save(kind) => {
                         let owned = tile.owned();

@@ -7,7 +7,7 @@ use node_core::tiles::order::{GridSpec, Schedule, Tier};
 use node_core::time::{Duration, Instant};
 use partitioner::tiles::GridWork;
 use simnet::checker::membership;
-use simnet::grids::{simulation, solo};
+use simnet::grids::{UNSTABLE, simulation, solo, unstable};
 use simnet::{Fault, HostId, HostSpec, Options, World};
 
 const SUBMITTER: HostId = HostId(0);
@@ -53,9 +53,25 @@ fn spec(tier: Tier, depth: Option<u32>, checkpoint: Option<u32>, seed: u64) -> G
             pass_steps: 1,
         },
         depth,
-        schedule: Schedule { steps: STEPS, report_every: 50, checkpoint_every: checkpoint, outputs: vec![25] },
+        schedule: Schedule {
+            steps: STEPS,
+            report_every: 50,
+            checkpoint_every: checkpoint,
+            outputs: vec![25],
+            looks: None,
+        },
         tier,
         resume: None,
+    }
+}
+
+fn add(world: &mut World) {
+    let mut spec = HostSpec::default();
+    spec.capacity.bytes_per_second = 100_000_000;
+    let id = world.add_hosts(1, &spec)[0];
+    world.start(id);
+    if id != SUBMITTER {
+        world.introduce(id, SUBMITTER);
     }
 }
 
@@ -63,15 +79,7 @@ impl Room {
     /// Hosts slow enough that a small grid is worth sharing.
     fn of(hosts: usize, options: Options, seed: u64) -> Room {
         let mut world = World::new(options);
-        let mut spec = HostSpec::default();
-        spec.capacity.bytes_per_second = 100_000_000;
-        for _ in 0..hosts {
-            let id = world.add_hosts(1, &spec)[0];
-            world.start(id);
-            if id != SUBMITTER {
-                world.introduce(id, SUBMITTER);
-            }
-        }
+        (0..hosts).for_each(|_| add(&mut world));
         let settled = world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
         assert!(settled, "the hosts find each other");
         world.run_for(ms(500));
@@ -87,6 +95,10 @@ impl Room {
             standbys: 0,
             notes: Vec::new(),
         }
+    }
+
+    fn join(&mut self) {
+        add(&mut self.world);
     }
 
     fn submit(&mut self, spec: GridSpec) {
@@ -181,6 +193,76 @@ fn any_number_of_nodes_and_any_depth_make_the_same() {
         room.finishes(ms(120_000));
         assert_eq!(room.owners.len(), hosts, "all of them take part");
         assert_eq!(room.checkpoints, [100, 200, 300]);
+    }
+}
+
+#[test]
+fn a_node_that_turns_out_to_be_slow_gets_less_to_do() {
+    // Without checkpoints all begin anew, early on; with them nobody goes further back than the last.
+    for checkpoint in [None, Some(200)] {
+        let mut room = Room::of(3, Options::lan(5), 7);
+        room.world.strike(Fault::Slow { host: HostId(2), percent: 400, lasts: ms(10_000_000) });
+        let steps = 4000;
+        let mut spec = spec(Tier::None, Some(2), checkpoint, 7);
+        spec.schedule.steps = steps;
+        room.submit(spec);
+        let rows = |room: &Room| -> Vec<u64> {
+            let coordinator = room.world.host(SUBMITTER).node.as_ref().expect("it lives");
+            let tiles = coordinator.grids().next().map_or_else(Vec::new, |job| job.tiles);
+            tiles.iter().map(|tile| tile.block.cells()).collect()
+        };
+        assert!(room.run(ms(60_000), |room| room.step() >= 10));
+        let before = rows(&room);
+        assert!(before.iter().max() < before.iter().min().map(|least| least * 2).as_ref(), "{before:?}");
+        assert!(
+            room.run(ms(60_000), |room| room.notes.iter().any(|note| note.contains("runs epoch 2"))),
+            "{:?}",
+            room.notes
+        );
+        let after = rows(&room);
+        assert!(after.iter().max() > after.iter().min().map(|least| least * 2).as_ref(), "{after:?}");
+        assert!(room.run(ms(600_000), |room| room.ended.is_some()));
+        assert_eq!(room.ended, Some(Ok(())));
+        assert_eq!(room.report, Some(solo(7, SIZE, PERIODIC, steps)));
+    }
+}
+
+#[test]
+fn nodes_that_join_get_their_share() {
+    let mut room = Room::of(1, Options::lan(6), 7);
+    let steps = 6000;
+    let mut spec = spec(Tier::None, Some(2), Some(100), 7);
+    spec.schedule.steps = steps;
+    room.submit(spec);
+    assert!(room.run(ms(60_000), |room| room.step() >= 50));
+    assert_eq!(room.owners.len(), 1);
+    for _ in 0..2 {
+        room.join();
+    }
+    assert!(room.run(ms(60_000), |room| room.owners.len() == 3), "{:?}", room.notes);
+    // One of them goes again, and what it was given goes to the others.
+    let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+    room.world.strike(Fault::Crash(victim));
+    assert!(room.run(ms(60_000), |room| room.owners.len() == 2), "{:?}", room.notes);
+    assert!(room.run(ms(600_000), |room| room.ended.is_some()));
+    assert_eq!(room.ended, Some(Ok(())));
+    assert_eq!(room.report, Some(solo(7, SIZE, PERIODIC, steps)));
+}
+
+#[test]
+fn the_step_at_which_a_field_breaks_is_found() {
+    // Looked at every 50 steps, and at checkpoints.
+    for (after, checkpoint) in [(123, None), (123, Some(40)), (101, Some(70)), (50, None), (1, None), (160, Some(80))] {
+        let mut room = Room::of(3, Options::lan(4), 7);
+        let mut spec = spec(Tier::Hot, Some(3), checkpoint, 7);
+        spec.simulation = unstable(7, after);
+        room.submit(spec);
+        assert!(room.run(ms(120_000), |room| room.ended.is_some()), "{after}: {:?}", room.notes);
+        let Some(Err(reason)) = &room.ended else { panic!("{after}: it ended well") };
+        let [x, y, z] = UNSTABLE;
+        let expected = format!("after step {after}, not before, field 0 of the cell {x}, {y}, {z} (tile ");
+        assert!(reason.starts_with(&expected), "{after}: {reason}");
+        assert!(room.checkpoints.iter().all(|step| *step < after), "{:?}", room.checkpoints);
     }
 }
 

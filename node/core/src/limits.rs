@@ -128,7 +128,7 @@ pub const TILE_HELD: Duration = Duration::from_millis(20);
 /// How soon a standby asks for a snapshot again that did not come, or came too late.
 pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
 /// How often a warm standby takes a snapshot, at most, whatever it is told.
-pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_secs(1);
+pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_millis(200);
 /// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
 pub const SUCCESSORS_MAX: usize = 4;
 /// Nodes that coordinated a simulation before and may come back.
@@ -143,5 +143,15 @@ pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// Longer pieces, of as many steps as one pass over the memory makes, take so much at most: what a user who ends a run waits.
 pub const TILE_PASS: Duration = Duration::from_secs(1);
+/// First steps, which are slower than others, before the tiles of a simulation are measured.
+pub const RECUT_WARM: Duration = Duration::from_millis(500);
+/// Tiles are measured over so much at least, several reports of theirs.
+pub const RECUT_WINDOW: Duration = Duration::from_millis(1500);
+/// After nodes joined or left: until a better cut is looked for.
+pub const RECUT_SETTLES: Duration = Duration::from_secs(5);
+/// A cut that was changed for a faster one stays for so long: what nodes can do changes from moment to moment.
+pub const RECUT_EVERY: Duration = Duration::from_secs(30);
+/// Steps are made again for so long to find the one after which a field was not finite any more.
+pub const SEARCH_MOST: Duration = Duration::from_secs(120);
 /// Checkpoints and frames that cannot be written are tried again.
 pub const COLLECT_RETRY: Duration = Duration::from_secs(2);

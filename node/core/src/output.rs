@@ -7,7 +7,7 @@ use crate::tiles::{GridEvent, TileWork};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
-use partitioner::tiles::{Block, GridError, GridPlan, GridWork, TileStandby};
+use partitioner::tiles::{Block, GridError, GridPlan, GridQuestion, TileStandby};
 use partitioner::{Fleet, Options, Plan, PlanError, Standby, Work};
 
 /// Do this.
@@ -72,7 +72,7 @@ pub enum Output {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridCommand {
     /// Cut with `partitioner::tiles::cut` (answer: `Planned`).
-    Plan { token: u64, work: Box<GridWork>, fleet: Box<Fleet>, headroom_percent: u8, depth: Option<u32> },
+    Plan { token: u64, question: Box<GridQuestion> },
     /// Make a tile, with the cells that its order says: the simulation's own, or from the coordinator's checkpoint; for a
     /// standby none yet. Strips for it are expected from now on (answer: `Loaded`).
     Load { job: JobId, epoch: Epoch, load: LoadId, order: Box<TileOrder> },

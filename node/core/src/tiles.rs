@@ -14,7 +14,7 @@ mod run;
 mod shadow;
 mod succession;
 
-pub use grids::{GRID_TAG, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
+pub use grids::{CANCELLED, GRID_TAG, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
 pub use run::{TileMade, TileWork};
 pub use succession::{Inheritance, Will, WilledTile};
 

@@ -38,10 +38,8 @@ impl TileShell {
 impl Shell {
     pub(super) fn carry_out_grid(&mut self, command: GridCommand) {
         match command {
-            GridCommand::Plan { token, work, fleet, headroom_percent, depth } => self.off_thread(move || {
-                let result = partitioner::tiles::cut(&work, &fleet, headroom_percent, &[], depth);
-                Input::Grid(GridInput::Planned { token, result: result.map(Box::new) })
-            }),
+            GridCommand::Plan { token, question } => self
+                .off_thread(move || Input::Grid(GridInput::Planned { token, result: question.answer().map(Box::new) })),
             GridCommand::Load { job, epoch, load, order } => self.load_tile(job, epoch, load, order),
             GridCommand::Restore { job, load, tile, step } => {
                 self.tiles.send(Command::Restore { job, load, tile, step });

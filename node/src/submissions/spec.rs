@@ -53,6 +53,7 @@ pub(super) fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bo
             report_every: whole(simulation.check_every()),
             checkpoint_every: simulation.checkpoint_every().filter(|_| kept).map(whole),
             outputs,
+            looks: None,
         },
         tier: match simulation.standby() {
             kernels::grid::simulation::Tier::None => Tier::None,

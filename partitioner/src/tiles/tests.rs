@@ -70,7 +70,7 @@ fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
         let count = 1 + draw.below(9) as u8;
         let devices = (1..=count).map(|id| device(id, 1 + draw.below(50), (64 << 20) + draw.below(1 << 30))).collect();
         let fleet = fleet(devices, draw.below(5), 1_000_000_000 + draw.below(100_000_000_000));
-        let plan = match cut(&work, &fleet, 10, &[], None) {
+        let plan = match cut(&work, &fleet, 10, &Paces::default(), None) {
             Ok(plan) => plan,
             Err(GridError::Memory { need, offered, missing }) => {
                 assert_eq!(missing, need - offered, "seed {seed}");
@@ -90,7 +90,11 @@ fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
                 assert!(u64::from(plan.depth()) <= tile.block.extent(axis), "seed {seed}");
             }
         }
-        assert_eq!(cut(&work, &fleet, 10, &[], None), Ok(plan), "seed {seed}: the same question, the same answer");
+        assert_eq!(
+            cut(&work, &fleet, 10, &Paces::default(), None),
+            Ok(plan),
+            "seed {seed}: the same question, the same answer"
+        );
     }
     assert!(several > 100, "{several} of 400 were cut");
 }
@@ -98,14 +102,14 @@ fn every_cut_covers_the_grid_once_within_memory_and_on_the_grain() {
 #[test]
 fn tiles_are_as_large_as_their_machines_are_fast() {
     let fleet = fleet(vec![device(1, 10, 8 << 30), device(2, 30, 8 << 30)], 0, 10_000_000_000);
-    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &[], None).unwrap();
+    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &Paces::default(), None).unwrap();
     let cells: Vec<u64> = plan.tiles().iter().map(|tile| tile.block.cells()).collect();
     assert_eq!(cells, vec![2048 * 1024, 2048 * 3072]);
     let [a, b] = plan.tiles() else { panic!("two tiles") };
     assert!(a.compute_ns.abs_diff(b.compute_ns) * 100 < a.compute_ns, "both take the same time");
     // Measured with the rule itself, the first one turns out to be the faster.
-    let speeds = [(DeviceId([1; 16]), 3_000_000_000), (DeviceId([2; 16]), 1_000_000_000)];
-    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &speeds, None).unwrap();
+    let measured = vec![(DeviceId([1; 16]), 900), (DeviceId([2; 16]), 100)];
+    let plan = cut(&d2q9(2048, 4096), &fleet, 10, &Paces { measured, others: 500 }, None).unwrap();
     assert_eq!(plan.tiles()[0].block.cells(), 2048 * 3072);
 }
 
@@ -114,7 +118,7 @@ fn a_machine_that_does_not_help_is_left_out() {
     let mut slow = device(2, 1, 8 << 30);
     slow.step_ns = 50_000_000;
     let fleet = fleet(vec![device(1, 30, 8 << 30), slow], 1, 100_000_000);
-    let plan = cut(&d2q9(2048, 2048), &fleet, 10, &[], None).unwrap();
+    let plan = cut(&d2q9(2048, 2048), &fleet, 10, &Paces::default(), None).unwrap();
     assert_eq!(plan.tiles().len(), 1);
     assert_eq!((plan.depth(), plan.busy_percent()), (1, 100));
 }
@@ -124,11 +128,11 @@ fn memory_comes_before_speed() {
     let small = 100 << 20;
     let fleet = fleet(vec![device(1, 100, small), device(2, 1, 8 << 30)], 0, 10_000_000_000);
     let work = d2q9(2048, 2048);
-    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let plan = cut(&work, &fleet, 10, &Paces::default(), None).unwrap();
     let tile = plan.tiles().iter().find(|tile| tile.device == DeviceId([1; 16])).unwrap();
     assert!(tile.bytes <= small * 9 / 10 && tile.bytes > small / 2, "{}", tile.bytes);
     let none = Fleet { devices: vec![device(1, 100, small)], ..fleet };
-    assert!(matches!(cut(&work, &none, 10, &[], None), Err(GridError::Memory { .. })));
+    assert!(matches!(cut(&work, &none, 10, &Paces::default(), None), Err(GridError::Memory { .. })));
 }
 
 /// The wide-area rows of the field's own arithmetic: 20 ms one way and 1 Gbit/s between machines of 20 GB/s.
@@ -136,7 +140,7 @@ fn memory_comes_before_speed() {
 fn the_halo_is_as_deep_as_the_network_needs() {
     let wan = |width, height| {
         let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
-        cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), 10, &[], None).unwrap()
+        cut(&d2q9(width, height), &fleet(pair, 40, 125_000_000), 10, &Paces::default(), None).unwrap()
     };
     // A tile of 1024²: 3.8 ms a step. 20 ms of way over 3.8 less 0.2 ms of wire: six or seven steps.
     let plan = wan(1024, 2048);
@@ -146,7 +150,7 @@ fn the_halo_is_as_deep_as_the_network_needs() {
     assert_eq!(wan(4096, 8192).depth(), 1);
     // On a fast network nobody computes anything twice.
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
-    let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), 10, &[], None).unwrap();
+    let near = cut(&d2q9(1024, 2048), &fleet(pair, 0, 10_000_000_000), 10, &Paces::default(), None).unwrap();
     assert_eq!(near.depth(), 1);
 }
 
@@ -155,11 +159,11 @@ fn a_depth_that_does_not_fit_is_refused_with_the_one_that_does() {
     let pair = vec![device(1, 20, 64 << 30), device(2, 20, 64 << 30)];
     let fleet = fleet(pair, 0, 1_000_000_000_000);
     let work = GridWork { periodic: [false; 3], ..d2q9(4096, 20) };
-    assert_eq!(cut(&work, &fleet, 10, &[], Some(3)).unwrap().depth(), 3);
+    assert_eq!(cut(&work, &fleet, 10, &Paces::default(), Some(3)).unwrap().depth(), 3);
     // Alone, a tile has no halo at all, so any depth "fits"; but a depth of none does not.
-    assert!(matches!(cut(&work, &fleet, 10, &[], Some(0)), Err(GridError::Depth { .. })));
+    assert!(matches!(cut(&work, &fleet, 10, &Paces::default(), Some(0)), Err(GridError::Depth { .. })));
     let flat = GridWork { size: [64, 20, 1], ..work };
-    let plan = cut(&flat, &fleet, 10, &[], Some(10));
+    let plan = cut(&flat, &fleet, 10, &Paces::default(), Some(10));
     assert!(plan.is_ok(), "{plan:?}");
 }
 
@@ -172,10 +176,10 @@ fn nonsense_is_refused_by_name() {
         GridWork { radius: 0, ..d2q9(64, 64) },
         GridWork { state_bits: 0, ..d2q9(64, 64) },
     ] {
-        assert!(matches!(cut(&work, &fleet, 10, &[], None), Err(GridError::Invalid(_))), "{work:?}");
+        assert!(matches!(cut(&work, &fleet, 10, &Paces::default(), None), Err(GridError::Invalid(_))), "{work:?}");
     }
     let nobody = Fleet { devices: vec![], ..fleet };
-    assert_eq!(cut(&d2q9(64, 64), &nobody, 10, &[], None), Err(GridError::NoDevices));
+    assert_eq!(cut(&d2q9(64, 64), &nobody, 10, &Paces::default(), None), Err(GridError::NoDevices));
 }
 
 #[test]
@@ -224,7 +228,7 @@ fn tiles_and_their_standbys_are_of_one_arithmetic() {
         (odd.numerics, odd.bytes_per_second) = (9, 60_000_000_000);
     }
     let (fleet, work) = (fleet(devices, 0, 10_000_000_000), d2q9(4096, 4096));
-    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let plan = cut(&work, &fleet, 10, &Paces::default(), None).unwrap();
     let kind = |id: DeviceId| fleet.device(id).unwrap().numerics;
     assert!(plan.tiles().len() > 1 && plan.tiles().iter().all(|tile| kind(tile.device) == 9), "{plan:?}");
     let owners: Vec<_> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
@@ -264,7 +268,7 @@ fn kept_halos_reach_back_for_as_long_as_they_are_many() {
 fn a_warm_standby_makes_half_of_what_lies_between_snapshots_again() {
     let fleet = fleet(vec![device(1, 20, 8 << 30)], 0, 1 << 30);
     let work = d2q9(2048, 2048);
-    let plan = cut(&work, &fleet, 10, &[], None).unwrap();
+    let plan = cut(&work, &fleet, 10, &Paces::default(), None).unwrap();
     let hot = takeover_ns(&work, &plan, 0, None);
     let warm = takeover_ns(&work, &plan, 0, Some(4_000_000_000));
     // Alone, the mesh is no faster than the tile: two seconds are made again in two, and the copy.
@@ -279,11 +283,64 @@ fn halos_are_as_deep_as_passes_where_machines_make_several_steps_in_one() {
     let planned = |count: u8, pass_steps: u32| {
         let devices = (1..=count).map(|id| Device { pass_steps, ..device(id, 25, 1 << 34) }).collect();
         // A network that costs nothing: only what a pass saves asks for a deeper halo.
-        cut(&work, &fleet(devices, 0, 5_000_000_000), 10, &[], None).unwrap()
+        cut(&work, &fleet(devices, 0, 5_000_000_000), 10, &Paces::default(), None).unwrap()
     };
     let ratio = |count: u8| planned(count, 8).step_ns() as f64 / planned(count, 1).step_ns() as f64;
     assert_eq!((planned(2, 1).depth(), planned(2, 8).depth()), (1, 8));
     assert!((0.55..0.60).contains(&ratio(2)), "{}", ratio(2));
     // Alone there are no halos, and passes are as long as they can be.
     assert!((ratio(1) - 9.0 / 16.0).abs() < 1e-3, "{}", ratio(1));
+}
+
+#[test]
+fn what_one_machine_is_measured_at_at_two_moments_is_one_speed() {
+    let of_machine = |id, gigabytes, machine| {
+        let mut device = device(id, gigabytes, 8 << 30);
+        device.machine = machine;
+        device
+    };
+    let rows = |devices: Vec<Device>, paces: &Paces| {
+        let plan = cut(&d2q9(2048, 2048), &fleet(devices, 0, 10_000_000_000), 10, paces, None).unwrap();
+        plan.tiles().iter().map(|tile| tile.block.extent(1)).collect::<Vec<_>>()
+    };
+    let paces = Paces::default();
+    assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [1024, 1024]);
+    // Other machines, or too far apart to be the same, are as they were measured.
+    assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 15, 6)], &paces), [819, 1229]);
+    assert_eq!(rows(vec![of_machine(1, 10, 5), of_machine(2, 30, 5)], &paces), [512, 1536]);
+    // Once the rule has been measured on them, that counts.
+    let measured = vec![(DeviceId([1; 16]), 1000), (DeviceId([2; 16]), 1600)];
+    let paces = Paces { measured, others: 1300 };
+    assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [683, 1365]);
+}
+
+#[test]
+fn a_cut_is_compared_with_a_better_one() {
+    let fleet = fleet(vec![device(1, 20, 8 << 30), device(2, 20, 8 << 30)], 0, 10_000_000_000);
+    let question = |measured: Vec<(DeviceId, u32)>, present| GridQuestion {
+        work: d2q9(2048, 2048),
+        fleet: fleet.clone(),
+        headroom_percent: 10,
+        paces: Paces { measured, others: 1000 },
+        depth: None,
+        present,
+    };
+    let even = question(Vec::new(), None).answer().unwrap();
+    assert_eq!(even.before_ns(), None);
+    let owners: Vec<_> = even.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
+    let present = Some((owners.clone(), even.depth()));
+    let same = question(Vec::new(), present.clone()).answer().unwrap();
+    assert_eq!(same.before_ns(), Some(same.step_ns()), "compared with itself");
+    // One turns out to be half as fast: two thirds of the time are enough.
+    let slow = vec![(owners[0].0, 500), (owners[1].0, 1000)];
+    let better = question(slow, present).answer().unwrap();
+    let (before, after) = (better.before_ns().unwrap(), better.step_ns());
+    assert!((after * 3).abs_diff(before * 2) < before / 20, "{before} and {after}");
+    // Who has both takes twice as long.
+    let both = owners.iter().map(|(_, block)| (owners[0].0, *block)).collect();
+    let shared = question(Vec::new(), Some((both, even.depth()))).answer().unwrap();
+    assert!(shared.before_ns().unwrap().abs_diff(2 * even.step_ns()) < even.step_ns() / 10, "{shared:?}");
+    let mut gone = owners;
+    gone[1].0 = DeviceId([9; 16]);
+    assert_eq!(question(Vec::new(), Some((gone, 1))).answer().unwrap().before_ns(), None);
 }

@@ -12,8 +12,8 @@ impl World {
     pub(super) fn carry_out_grid(&mut self, id: HostId, command: GridCommand) {
         let now = self.now;
         match command {
-            GridCommand::Plan { token, work, fleet, headroom_percent, depth } => {
-                let result = partitioner::tiles::cut(&work, &fleet, headroom_percent, &[], depth).map(Box::new);
+            GridCommand::Plan { token, question } => {
+                let result = question.answer().map(Box::new);
                 self.answer(id, self.options.plan, Input::Grid(GridInput::Planned { token, result }));
             }
             GridCommand::Load { job, epoch, load, order } => {

@@ -11,7 +11,7 @@ use crate::tiles::order::SaveKind;
 use crate::tiles::{GridJobView, GridOutput, HeldTile, Inheritance, TilesOutput, message};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use partitioner::tiles::{Block, GridWork, TileStandby, halos_last_ns, standbys};
+use partitioner::tiles::{Block, GridQuestion, GridWork, TileStandby, halos_last_ns, standbys};
 use partitioner::{DeviceId, Fleet};
 
 impl Node {
@@ -42,7 +42,7 @@ impl Node {
                 self.grids.handle_collected(now, job, tile, step, kind, result);
             }
             GridInput::Mirrored { job, step, result } => self.tiles.handle_mirrored(now, job, step, &result),
-            GridInput::Kept { job, step, result } => self.grids.handle_kept(job, step, result),
+            GridInput::Kept { job, step, result } => self.grids.handle_kept(now, job, step, result),
         }
     }
 
@@ -104,7 +104,7 @@ impl Node {
 
     pub(super) fn route_grid(&mut self, output: GridOutput) {
         match output {
-            GridOutput::Plan { token, job, work, depth, resident, without } => {
+            GridOutput::Plan { token, job, work, depth, resident, without, paces, present } => {
                 let mut fleet = match job {
                     Some(job) => self.fleet_for(job, &resident),
                     None => self.fleet(),
@@ -112,9 +112,9 @@ impl Node {
                 for device in &mut fleet.devices {
                     device.excluded |= without.contains(&device.id.into());
                 }
-                let (fleet, headroom_percent) = (Box::new(fleet), HEADROOM_PERCENT);
-                let plan = GridCommand::Plan { token, work, fleet, headroom_percent, depth };
-                self.out.push_back(Output::Grid(plan));
+                let (work, headroom_percent) = (*work, HEADROOM_PERCENT);
+                let question = GridQuestion { work, fleet, headroom_percent, paces, depth, present };
+                self.out.push_back(Output::Grid(GridCommand::Plan { token, question: Box::new(question) }));
             }
             GridOutput::PlanFound { call, result, work, guarded } => {
                 let found = result.as_ref().ok().filter(|_| guarded);

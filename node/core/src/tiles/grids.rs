@@ -17,10 +17,13 @@ use alloc::{boxed::Box, format, string::String, vec::Vec};
 use job::GridJob;
 pub use job::{GridJobView, GridState, TileView};
 use partitioner::DeviceId;
-use partitioner::tiles::{Block, GridError, GridPlan, GridWork, TileStandby};
+use partitioner::tiles::{Block, GridError, GridPlan, GridWork, Paces, TileStandby};
 
 /// Top byte of this machine's `PlanGrid` tokens and `Persist` sequence numbers.
 pub const GRID_TAG: u64 = 3 << 56;
+
+/// Why a simulation ended that somebody cancelled.
+pub const CANCELLED: &str = "it was cancelled";
 
 /// What the coordinator wants done.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -35,6 +38,10 @@ pub enum GridOutput {
         depth: Option<u32>,
         resident: Vec<(NodeId, u64)>,
         without: BTreeSet<NodeId>,
+        /// What its nodes were measured at.
+        paces: Paces,
+        /// The cut as it is, where a better one is looked for.
+        present: Option<(Vec<(DeviceId, Block)>, u32)>,
     },
     /// Tell the caller what was found, and who would stand by.
     PlanFound { call: CallId, result: Result<Box<GridPlan>, GridError>, work: Box<GridWork>, guarded: bool },
@@ -119,7 +126,8 @@ impl Grids {
         let token = self.ids.next();
         self.plan_calls.insert(token, (call, Box::new(work.clone()), guarded));
         let (resident, without) = (Vec::new(), BTreeSet::new());
-        self.out.push_back(GridOutput::Plan { token, job: None, work: Box::new(work), depth, resident, without });
+        let (work, paces, present) = (Box::new(work), Paces::default(), None);
+        self.out.push_back(GridOutput::Plan { token, job: None, work, depth, resident, without, paces, present });
     }
 
     /// A caller submits a simulation.
@@ -144,7 +152,7 @@ impl Grids {
     /// A caller ends a job.
     pub fn handle_cancel(&mut self, job: JobId) {
         if let Some(mut grid) = self.jobs.remove(&job) {
-            grid.end(Err(String::from("it was cancelled")), &mut self.out);
+            grid.end(Err(String::from(CANCELLED)), &mut self.out);
         }
     }
 
@@ -166,7 +174,11 @@ impl Grids {
             return self.out.push_back(GridOutput::PlanFound { call, result, work, guarded });
         }
         if let Some(grid) = self.jobs.values_mut().find(|grid| grid.waits_for_plan(token)) {
-            grid.handle_planned(now, result, &mut self.ids, &mut self.out);
+            if grid.waits_for_better(token) {
+                grid.handle_better(now, result, &mut self.ids, &mut self.out);
+            } else {
+                grid.handle_planned(now, result, &mut self.ids, &mut self.out);
+            }
         }
         self.sweep();
     }
@@ -206,7 +218,9 @@ impl Grids {
             TileMessage::Progress { tile, step, figures } => {
                 grid.handle_progress(now, from, *tile, *step, *figures, &mut self.out);
             }
-            TileMessage::Report { tile, step, report } => grid.handle_report(from, *tile, *step, report, &mut self.out),
+            TileMessage::Report { tile, step, report } => {
+                grid.handle_report(now, from, *tile, *step, report, &mut self.ids, &mut self.out);
+            }
             TileMessage::Saved { tile, step, kind, bytes } if *kind != SaveKind::Snapshot => {
                 grid.handle_saved(from, *tile, *step, *kind, *bytes, &mut self.out);
             }
@@ -245,9 +259,9 @@ impl Grids {
     }
 
     /// The checkpoint is the one to go back to now, or could not be made that.
-    pub fn handle_kept(&mut self, job: JobId, step: u32, result: Result<(), String>) {
+    pub fn handle_kept(&mut self, now: Instant, job: JobId, step: u32, result: Result<(), String>) {
         if let Some(grid) = self.jobs.get_mut(&job) {
-            grid.handle_kept(step, result, &mut self.out);
+            grid.handle_kept(now, step, result, &mut self.ids, &mut self.out);
         }
         self.sweep();
     }

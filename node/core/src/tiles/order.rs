@@ -48,6 +48,8 @@ pub struct Schedule {
     pub checkpoint_every: Option<u32>,
     /// Steps from one frame of each output to the next; 0: it is not wanted.
     pub outputs: Vec<u32>,
+    /// After the first and up to the second all are reported: which of them was the first that is not finite is searched for.
+    pub looks: Option<(u32, u32)>,
 }
 
 /// A state that was put aside.
@@ -92,10 +94,13 @@ impl Schedule {
         while step <= to {
             let last = step == self.steps;
             let begins = first && step == from;
-            if last || due(step, self.report_every) || begins {
+            let looks = self.looks.is_some_and(|(after, until)| after < step && step <= until);
+            // A checkpoint that is not finite is no use to anybody.
+            let saves = self.checkpoint_every.is_some_and(|every| due(step, every));
+            if last || due(step, self.report_every) || saves || begins || looks {
                 stops.push(Stop { step, what: StopKind::Report { hash: last } });
             }
-            if self.checkpoint_every.is_some_and(|every| last || due(step, every)) && !begins {
+            if (saves || last && self.checkpoint_every.is_some()) && !begins {
                 stops.push(Stop { step, what: StopKind::Save(SaveKind::Checkpoint) });
             }
             for (output, &every) in self.outputs.iter().enumerate() {
@@ -106,6 +111,17 @@ impl Schedule {
             step += 1;
         }
         stops
+    }
+
+    /// The last step before this one after which it is looked whether all is finite.
+    pub fn look_before(&self, step: u32) -> u32 {
+        let before = |every: u32| step.saturating_sub(1).checked_div(every).map_or(0, |times| times * every);
+        before(self.report_every).max(self.checkpoint_every.map_or(0, before))
+    }
+
+    /// Whether a report after this step was asked for: others are only to see whether all is finite.
+    pub fn is_reported(&self, step: u32) -> bool {
+        step == self.steps || self.report_every > 0 && step.is_multiple_of(self.report_every)
     }
 
     fn unsound(&self) -> Option<String> {

@@ -1,5 +1,7 @@
 //! One simulation from its submission to its last step.
 mod guard;
+mod recut;
+mod search;
 mod succession;
 mod view;
 
@@ -14,6 +16,8 @@ use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use partitioner::tiles::{Block, GridError, GridPlan};
+use recut::Recut;
+use search::Search;
 
 pub use view::{GridJobView, GridState, TileView};
 
@@ -50,6 +54,10 @@ pub(super) struct GridJob {
     formers: Vec<NodeId>,
     /// It was taken over, and not placed since.
     inherited: bool,
+    recut: Recut,
+    /// When the present placement began to run, and after which step.
+    begun_at: (Instant, u32),
+    search: Option<Search>,
 }
 
 #[derive(Debug)]
@@ -86,6 +94,8 @@ struct Tile {
     owner: NodeId,
     bytes: u64,
     step_ns: u64,
+    /// Thousandths of the speed of its node by which `step_ns` was predicted; 0: it was planned for another node.
+    pace: u32,
     ready: Option<TileReady>,
     /// Its owner has the memory for it already.
     held: bool,
@@ -130,6 +140,9 @@ impl GridJob {
             lingers: None,
             formers: Vec::new(),
             inherited: false,
+            recut: Recut::default(),
+            begun_at: (Instant::default(), 0),
+            search: None,
             spec,
         }
     }
@@ -139,7 +152,11 @@ impl GridJob {
     }
 
     pub(super) fn waits_for_plan(&self, token: u64) -> bool {
-        self.phase == Phase::Planning { token }
+        self.phase == Phase::Planning { token } || self.recut.waits_for(token)
+    }
+
+    pub(super) fn waits_for_better(&self, token: u64) -> bool {
+        self.recut.waits_for(token)
     }
 
     pub(super) fn waits_for_disk(&self, seq: u64) -> bool {
@@ -180,6 +197,8 @@ impl GridJob {
             depth: self.spec.depth,
             resident: self.resident(),
             without: without.clone(),
+            paces: self.recut.paces(),
+            present: None,
         });
     }
 
@@ -223,12 +242,13 @@ impl GridJob {
         };
         self.depth = plan.depth();
         self.step_ns = plan.step_ns();
-        let step = self.start_step();
+        let (step, paces) = (self.start_step(), self.recut.paces());
         let tile = |tile: &partitioner::tiles::GridTile| Tile {
             block: tile.block,
             owner: tile.device.into(),
             bytes: tile.bytes,
             step_ns: tile.compute_ns,
+            pace: paces.of(tile.device),
             ready: None,
             held: false,
             step,
@@ -262,6 +282,7 @@ impl GridJob {
         let step = if self.start == TileStart::Continue { self.step() } else { self.start_step() };
         self.tell(GridEvent::Placed { epoch: self.epoch, depth: self.depth, step_ns: self.step_ns, tiles, step }, out);
         self.inherited = false;
+        self.recut.placed(now);
         self.watch(out);
         self.prepare(out);
         self.bequeath(out);
@@ -285,7 +306,7 @@ impl GridJob {
             simulation: self.spec.simulation.clone(),
             work: self.spec.work.clone(),
             depth: self.depth,
-            schedule: self.spec.schedule.clone(),
+            schedule: self.schedule(),
             tiles: self.tiles.iter().map(|tile| (tile.owner, tile.block)).collect(),
             tile: tile as u16,
             standby,
@@ -333,6 +354,8 @@ impl GridJob {
         }
         self.phase = Phase::Running;
         self.start = TileStart::Continue;
+        self.recut.running(now);
+        self.begun_at = (now, self.step());
         let at: Vec<u32> = self.tiles.iter().map(|tile| tile.step).collect();
         let owners: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
         for owner in owners {
@@ -369,6 +392,7 @@ impl GridJob {
 
     /// Something is lost: standbys step in, or all go back.
     pub(super) fn replan(&mut self, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        self.recut.lost(lost);
         if matches!(self.phase, Phase::Planning { .. }) {
             return self.plan(lost, ids, out);
         }
@@ -385,8 +409,7 @@ impl GridJob {
                 tile.standby = None;
             }
             if let Some(standby) = tile.standby.filter(|_| lost.contains(&tile.owner)) {
-                tile.owner = standby.node;
-                tile.standby = None;
+                (tile.owner, tile.standby, tile.pace) = (standby.node, None, 0);
                 let (job, stage, node) = (self.spec.job, number as u16, standby.node);
                 out.push_back(GridOutput::Notify(Event::Promoted { job, epoch, stage, node }));
             }
@@ -401,11 +424,15 @@ impl GridJob {
 
     /// All tiles start anew, from the last checkpoint or from the beginning.
     fn go_back(&mut self, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+        self.return_to_checkpoint();
+        self.plan(lost, ids, out);
+    }
+
+    fn return_to_checkpoint(&mut self) {
         self.start = self.checkpoint.map_or(TileStart::Initial, |step| TileStart::Checkpoint { step });
         self.computed = false;
         self.lingers = None;
         self.keeping = None;
-        self.plan(lost, ids, out);
     }
 
     pub(super) fn degrade(&mut self, now: Instant, reason: &str, out: &mut VecDeque<GridOutput>) {
@@ -418,8 +445,11 @@ impl GridJob {
     pub(super) fn handle_fleet_changed(&mut self, now: Instant, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         if matches!(self.phase, Phase::Degraded { .. }) {
             self.go_back(&BTreeSet::new(), ids, out);
-        } else if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
-            self.standbys_at = Some(now + STANDBY_RETRY);
+        } else if self.phase == Phase::Running {
+            self.recut.fleet_changed(now);
+            if self.standbys_at.is_none() && self.lacks_standbys() {
+                self.standbys_at = Some(now + STANDBY_RETRY);
+            }
         }
     }
 
@@ -455,37 +485,29 @@ impl GridJob {
         self.look_whether_over();
     }
 
+    #[expect(clippy::too_many_arguments, reason = "one caller")]
     pub(super) fn handle_report(
         &mut self,
+        now: Instant,
         from: NodeId,
         tile: u16,
         step: u32,
         report: &Report,
+        ids: &mut Ids,
         out: &mut VecDeque<GridOutput>,
     ) {
         if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
             return;
         }
-        if let Some((cell, field)) = report.not_finite {
-            let ([x, y, z], every) = (cell, self.spec.schedule.report_every.max(1));
-            let before = step.saturating_sub(1) / every * every;
-            let when = if step - before.min(step) > 1 {
-                format!(
-                    " (this is looked for every {every} steps, so it began after step {before}: with check_every = 1 the job \
-                     says when and where)"
-                )
-            } else {
-                String::new()
-            };
-            self.outcome = Some(Err(format!(
-                "after step {step} field {field} of the cell {x}, {y}, {z} (tile {tile}, on {from}) is infinite or no \
-                 number{when}: the simulation is unstable; try a smaller step, a larger viscosity or a smaller velocity"
-            )));
-            return;
+        if let Some(at) = report.not_finite {
+            return self.handle_not_finite(now, from, (tile, step), at, ids, out);
         }
         if let Some(whole) = self.collected.report(self.tiles.len(), tile, step, report) {
             self.computed |= step == self.spec.schedule.steps;
-            self.tell(GridEvent::Report { step, report: whole }, out);
+            if self.spec.schedule.is_reported(step) || step == self.begun_at.1 {
+                self.tell(GridEvent::Report { step, report: whole }, out);
+            }
+            self.look_whether_found(step, out);
         }
         self.look_whether_over();
     }
@@ -555,7 +577,14 @@ impl GridJob {
         }
     }
 
-    pub(super) fn handle_kept(&mut self, step: u32, result: Result<(), String>, out: &mut VecDeque<GridOutput>) {
+    pub(super) fn handle_kept(
+        &mut self,
+        now: Instant,
+        step: u32,
+        result: Result<(), String>,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
         if self.keeping != Some(step) {
             return;
         }
@@ -568,6 +597,7 @@ impl GridJob {
                 self.tell(GridEvent::Checkpoint { step }, out);
                 self.bequeath(out);
                 self.keep_checkpoint(out);
+                self.look_at_paces_now(now, ids, out);
             }
             // It is looked at again with the next wakeup.
             Err(reason) => self.wait(reason, out),
@@ -607,6 +637,7 @@ impl GridJob {
             | Phase::Persisting { .. }
             | Phase::Running => {}
         }
+        self.look_at_paces(now, ids, out);
         if self.standbys_at.is_some_and(|at| now >= at) {
             self.look_for_standbys(now, out);
         }
@@ -647,7 +678,7 @@ impl GridJob {
         let fetch = fetch.map(|at| (at, "grid: what could not be fetched is"));
         let lingers = self.lingers.map(|at| (at, "grid: what is missing does not come"));
         let lingers = lingers.filter(|_| self.fetching.is_empty() && self.keeping.is_none());
-        [phase, standbys, asked, fetch, lingers].into_iter().flatten().min()
+        [phase, standbys, asked, fetch, lingers, self.recut.next_wakeup()].into_iter().flatten().min()
     }
 }
 

@@ -61,6 +61,7 @@ impl GridJob {
             owner,
             bytes: willed.bytes,
             step_ns: willed.step_ns,
+            pace: 0,
             ready: None,
             held: true,
             step: 0,
