@@ -116,10 +116,9 @@ pub fn cpu() -> Device {
         .find(|l| l.starts_with("model name"))
         .and_then(|l| l.split_once(": "))
         .map_or("processor", |(_, n)| n);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
     Device {
         id: DeviceId::Cpu,
-        name: format!("{name} ({cores} threads)"),
+        name: name.into(),
         memory_total: kib("MemTotal:").unwrap_or(0) << 10,
         memory_free: kib("MemAvailable:").unwrap_or(0) << 10,
     }

@@ -125,6 +125,7 @@ fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
         .route("/api/v1/grids/{job}", get(grids::view::<E>).delete(grids::cancel::<E>))
         .route("/api/v1/grids/{job}/picture", get(grids::picture::<E>))
         .route("/api/v1/grids/{job}/text", get(grids::text::<E>))
+        .route("/", get(grids::overview))
         .route("/watch/{job}", get(grids::page))
         .route("/api/v1/grids/{job}/events", get(grids::events::<E>))
         .route("/api/v1/invite", post(management::invite::<E>))

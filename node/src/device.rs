@@ -40,7 +40,12 @@ impl Compute {
         let offered = options.memory.unwrap_or(device.memory_free / 100 * OFFER_PERCENT);
         let capacity = Capacity {
             machine: machine_id(),
-            device: format!("{} {}", device.id, device.name),
+            device: if gpu {
+                format!("{} {}", device.id, device.name)
+            } else {
+                let all = if threads < cores { format!(" of {cores}") } else { String::new() };
+                format!("{} {} ({threads}{all} threads)", device.id, device.name)
+            },
             memory_total: offered,
             memory_free: offered,
             bytes_per_second: gpu_speed(&device).unwrap_or(speed.weight_bytes_s),

@@ -119,7 +119,8 @@ fn version() -> Finding {
 }
 
 fn processor() -> Finding {
-    let cpu = kernels::device::cpu();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let name = format!("{} ({cores} threads)", kernels::device::cpu().name);
     #[cfg(target_arch = "x86_64")]
     {
         let (vnni, avx2) = (
@@ -127,13 +128,13 @@ fn processor() -> Finding {
             std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma"),
         );
         match (vnni, avx2) {
-            (true, _) => return Finding::ok("processor", format!("{}, AVX-512 with VNNI", cpu.name)),
-            (false, true) => return Finding::ok("processor", format!("{}, AVX2", cpu.name)),
+            (true, _) => return Finding::ok("processor", format!("{name}, AVX-512 with VNNI")),
+            (false, true) => return Finding::ok("processor", format!("{name}, AVX2")),
             (false, false) => {}
         }
     }
     let advice = "the portable kernels will run, slowly; use a GPU here, or give this node a small share with --memory";
-    Finding::warn("processor", format!("{}, no AVX2", cpu.name), advice)
+    Finding::warn("processor", format!("{name}, no AVX2"), advice)
 }
 
 fn memory(limit: Option<u64>) -> Finding {

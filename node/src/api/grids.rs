@@ -15,7 +15,7 @@ use kernels::grid::Region;
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Tile;
 use node_core::id::{JobId, NodeId};
-use node_core::tiles::GridJobView;
+use node_core::tiles::{CANCELLED, GridJobView};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -132,7 +132,7 @@ pub(crate) async fn events<E: Engine>(
             let _ = changes.borrow_and_update();
             let line = report(&submission, &Around::of(&app).await);
             // Of this very report: the last line is the one that says how it ended.
-            let over = line["state"] == "done" || line["state"] == "failed";
+            let over = ["done", "failed", "cancelled"].iter().any(|state| line["state"] == *state);
             let next = if over { None } else { Some((submission, changes, false)) };
             Some((Ok::<_, Infallible>(format!("{line}\n")), next))
         }
@@ -191,8 +191,17 @@ pub(crate) async fn text<E: Engine>(
     Ok((headers, text).into_response())
 }
 
+/// The page that shows what runs here.
+pub(crate) async fn overview() -> Response {
+    html(include_str!("overview.html"))
+}
+
 /// The page that shows a simulation while it runs.
 pub(crate) async fn page() -> Response {
+    html(include_str!("watch.html"))
+}
+
+fn html(page: &'static str) -> Response {
     let headers = [
         (header::CONTENT_TYPE, "text/html; charset=utf-8"),
         // The page needs nothing from anywhere else.
@@ -201,7 +210,7 @@ pub(crate) async fn page() -> Response {
             "default-src 'self'; img-src 'self' blob: data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
         ),
     ];
-    (headers, include_str!("watch.html")).into_response()
+    (headers, page).into_response()
 }
 
 /// What is told of a simulation beside what came of it here.
@@ -245,6 +254,7 @@ pub(crate) fn report(submission: &Submission, around: &Around) -> Value {
     let hidden = (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64);
     let state = match (&told.ended, told.running_since) {
         (Some(Ok(())), _) => "done",
+        (Some(Err(reason)), _) if reason == CANCELLED => "cancelled",
         (Some(Err(_)), _) => "failed",
         (None, Some(_)) if told.waiting.is_some() => "waiting",
         (None, Some(_)) => "running",

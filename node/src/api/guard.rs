@@ -49,7 +49,7 @@ impl Guard {
             return Err(ApiError::forbidden(format!("web pages may not use this API (sec-fetch-site: {site})")));
         }
         match &self.key {
-            Some(key) if path != "/healthz" && !path.starts_with("/watch/") => {
+            Some(key) if path != "/healthz" && path != "/" && !path.starts_with("/watch/") => {
                 check_key(key, text(header::AUTHORIZATION))
             }
             Some(_) | None => Ok(()),

@@ -85,6 +85,18 @@ pub(super) struct ComputeArgs {
     pub(super) threads: Option<usize>,
 }
 
+impl ComputeArgs {
+    /// What was asked for of a node that is to be started.
+    fn given(&self) -> impl Iterator<Item = &'static str> {
+        let given = [("--device", self.device.is_some()), ("--memory", self.memory.is_some())];
+        given
+            .into_iter()
+            .chain([("--threads", self.threads.is_some())])
+            .filter(|(_, given)| *given)
+            .map(|(name, _)| name)
+    }
+}
+
 /// Checks the form; whether the device is there is seen at start.
 pub(super) fn device(text: &str) -> Result<String, String> {
     let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
@@ -186,6 +198,9 @@ impl Service {
     ) -> Result<Self, Failure> {
         let client = global.client();
         if client.listens() {
+            for option in compute.given() {
+                remark(format!("{option} is left out: the node on {} runs already, with its own", client.base()));
+            }
             return Ok(Self { address: client.base().to_owned(), client, own: None });
         }
         let elsewhere = global.api.as_deref().is_some_and(|api| !is_local(api));

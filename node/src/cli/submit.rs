@@ -97,7 +97,9 @@ fn placed(service: &Service, job: &str) -> Result<(), Failure> {
     while Instant::now() < end {
         let report = service.client.get(&format!("/api/v1/grids/{job}"))?;
         match report["state"].as_str() {
-            Some("failed") => return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed"))),
+            Some("failed" | "cancelled") => {
+                return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
+            }
             Some("starting") if report["tiles"].as_array().is_none_or(Vec::is_empty) => std::thread::sleep(GLANCE),
             _ => return Ok(()),
         }
@@ -164,7 +166,7 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
                 }
                 return Ok(());
             }
-            Some("failed") => {
+            Some("failed" | "cancelled") => {
                 bar.finish_and_clear();
                 return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
             }
@@ -259,7 +261,9 @@ fn summary(report: &Value) -> String {
         let _ = writeln!(text, "  {force}");
     }
     if report["losses"].as_u64().unwrap_or(0) > 0 {
-        let _ = writeln!(text, "  {} nodes lost, longest pause {:.0} ms", report["losses"], number("longest_stall_ms"));
+        let nodes = if report["losses"] == 1 { "node" } else { "nodes" };
+        let pause = number("longest_stall_ms");
+        let _ = writeln!(text, "  {} {nodes} lost, longest pause {pause:.0} ms", report["losses"]);
     }
     if let Some(out) = report["out"].as_str() {
         let _ = writeln!(text, "  outputs in {out}");

@@ -59,7 +59,7 @@ pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
         }
         match report["state"].as_str() {
             Some("done") => return Ok(()),
-            Some("failed") => {
+            Some("failed" | "cancelled") => {
                 return Err(Failure::failed(report["error"].as_str().unwrap_or("the simulation failed")));
             }
             _ => {}
