@@ -228,6 +228,22 @@ fn a_node_that_turns_out_to_be_slow_gets_less_to_do() {
 }
 
 #[test]
+fn a_node_that_only_holds_the_others_up_is_let_go() {
+    let mut room = Room::of(3, Options::lan(8), 7);
+    room.world.strike(Fault::Slow { host: HostId(2), percent: 5_000, lasts: ms(10_000_000) });
+    let mut spec = spec(Tier::None, Some(1), None, 7);
+    spec.schedule.steps = 2000;
+    room.submit(spec);
+    assert!(room.run(ms(120_000), |room| room.owners.len() == 3 && room.step() >= 4));
+    assert!(room.run(ms(120_000), |room| room.owners.len() == 2), "{:?}", room.notes);
+    room.world.run_for(ms(2000));
+    let held = room.world.host(HostId(2)).node.as_ref().map(|node| node.tiles().count());
+    assert_eq!(held, Some(0), "it keeps no memory for it");
+    assert!(room.run(ms(600_000), |room| room.ended.is_some()));
+    assert_eq!((room.ended, room.report), (Some(Ok(())), Some(solo(7, SIZE, PERIODIC, 2000))));
+}
+
+#[test]
 fn nodes_that_join_get_their_share() {
     let mut room = Room::of(1, Options::lan(6), 7);
     let steps = 6000;

@@ -255,7 +255,13 @@ impl GridJob {
             figures: TileFigures::default(),
             standby: None,
         };
+        let before = self.participants();
         self.tiles = plan.tiles().iter().map(tile).collect();
+        // Who takes no part any more has nothing to keep.
+        let after = self.participants();
+        for node in before.into_iter().filter(|node| !after.contains(node)) {
+            self.say(node, TileMessage::End, out);
+        }
         self.collected.restart();
         self.fetching.clear();
         self.mint(ids, out);
