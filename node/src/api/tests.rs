@@ -430,6 +430,12 @@ fn other_addresses_need_a_key() {
     let server = start_with_key(Pretended::says("x"), Some("k"));
     assert_eq!(server.call("GET /v1/models", "").0, 401);
     assert_eq!(server.call("GET /v1/models\r\nAuthorization: Bearer k\r\n", "").0, 200);
+    // Pages have nothing in them before they have asked for it, with the key.
+    for page in ["/", "/watch/12"] {
+        let (status, _, text) = server.call(&format!("GET {page}"), "");
+        assert!(status == 200 && text.contains("<!doctype html>"), "{page}: {status}");
+    }
+    assert_eq!(server.call("GET /api/v1/state", "").0, 401);
     let taken = runtime.block_on(Api::bind(server.address, None)).err().unwrap();
     assert!(taken.to_string().contains("is a node running already"), "{taken}");
 }
