@@ -34,7 +34,7 @@ mod spec;
 pub mod view;
 
 /// Whole frames of an output that wait for an earlier one after a loss, in number and in bytes: then it does not come any
-/// more, because who made it is gone. As long as nobody is, it comes.
+/// more, because who made it is gone. As long as nobody is, and the cut stays, it comes.
 const FRAMES_HELD: [usize; 2] = [64, 256 << 20];
 /// Jobs that are over and can still be looked at.
 const OVER_KEPT: usize = 16;
@@ -125,8 +125,10 @@ pub struct Told {
     pub longest_stall: Duration,
     /// Since when, and the step beyond which it has gone on.
     stalled: Option<(Instant, u32)>,
-    /// Times that a tile was taken over, or all went back.
+    /// Nodes lost.
     pub losses: u32,
+    /// All went back, under another cut.
+    cut_anew: bool,
     /// The last totals, by field, in units of 2^-40, with the step.
     pub totals: Option<(u32, Vec<i128>)>,
     /// And the first.
@@ -411,6 +413,7 @@ impl Submission {
             GridEvent::Placed { depth, step_ns, tiles, .. } => {
                 told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
                 (told.depth, told.step_ns) = (*depth, *step_ns);
+                told.cut_anew |= told.running_since.is_some();
             }
             GridEvent::Inherited { .. } => {}
             GridEvent::Running { step, .. } => {
@@ -588,7 +591,7 @@ impl Submission {
         let every = u32::try_from(output.every).unwrap_or(u32::MAX);
         let (begun_at, undisturbed) = {
             let told = self.telling();
-            (told.begun_at, told.losses == 0 && told.inherited_from.is_none())
+            (told.begun_at, told.losses == 0 && !told.cut_anew && told.inherited_from.is_none())
         };
         let first = begun_at.checked_next_multiple_of(every).unwrap_or(u32::MAX);
         loop {

@@ -41,7 +41,8 @@ pub fn simulation(seed: u64) -> Vec<u8> {
     seed.to_le_bytes().to_vec()
 }
 
-/// One of which the cell `UNSTABLE` is not finite any more after so many steps.
+/// One of which the cell `UNSTABLE` is not finite any more after so many steps, and with each further step its column one cell
+/// to either side.
 pub fn unstable(seed: u64, after: u32) -> Vec<u8> {
     [&simulation(seed)[..], &after.to_le_bytes()].concat()
 }
@@ -57,8 +58,10 @@ fn seed(simulation: &[u8]) -> u64 {
 fn not_finite(order: &TileOrder, step: u32) -> Option<([u64; 3], u16)> {
     let after = order.simulation.get(8..)?.try_into().ok().map(u32::from_le_bytes)?;
     let (from, to) = (order.block().from, order.block().to);
-    let has = (0..3).all(|axis| (from[axis]..to[axis]).contains(&UNSTABLE[axis]));
-    (has && step >= after).then_some((UNSTABLE, 0))
+    let [x, y, z] = UNSTABLE;
+    let has = (from[0]..to[0]).contains(&x) && (from[2]..to[2]).contains(&z);
+    let near = y.clamp(from[1], to[1] - 1);
+    (has && y.abs_diff(near) <= u64::from(step.checked_sub(after)?)).then_some(([x, near, z], 0))
 }
 
 /// What all tiles' hashes add up to after so many steps.

@@ -268,9 +268,10 @@ fn nodes_that_join_get_their_share() {
 #[test]
 fn the_step_at_which_a_field_breaks_is_found() {
     // Looked at every 50 steps, and at checkpoints.
-    for (after, checkpoint) in [(123, None), (123, Some(40)), (101, Some(70)), (50, None), (1, None), (160, Some(80))] {
+    let cases = [(123, None), (123, Some(40)), (101, Some(70)), (50, None), (1, None), (160, Some(80)), (110, None)];
+    for (depth, (after, checkpoint)) in [1, 3, 8].into_iter().flat_map(|depth| cases.map(|case| (depth, case))) {
         let mut room = Room::of(3, Options::lan(4), 7);
-        let mut spec = spec(Tier::Hot, Some(3), checkpoint, 7);
+        let mut spec = spec(Tier::Hot, Some(depth), checkpoint, 7);
         spec.simulation = unstable(7, after);
         room.submit(spec);
         assert!(room.run(ms(120_000), |room| room.ended.is_some()), "{after}: {:?}", room.notes);
@@ -280,6 +281,17 @@ fn the_step_at_which_a_field_breaks_is_found() {
         assert!(reason.starts_with(&expected), "{after}: {reason}");
         assert!(room.checkpoints.iter().all(|step| *step < after), "{:?}", room.checkpoints);
     }
+    // Somebody is lost after it began and before it was seen.
+    let mut room = Room::of(4, Options::lan(4), 7);
+    let mut spec = spec(Tier::Hot, Some(2), None, 7);
+    (spec.simulation, spec.schedule.report_every) = (unstable(7, 120), 200);
+    room.submit(spec);
+    assert!(room.run(ms(60_000), |room| room.standbys >= 4 && room.step() >= 150));
+    let victim = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+    room.world.strike(Fault::Crash(victim));
+    assert!(room.run(ms(120_000), |room| room.ended.is_some()), "{:?}", room.notes);
+    let Some(Err(reason)) = &room.ended else { panic!("it ended well") };
+    assert!(reason.starts_with("after step 120, not before, field 0 of the cell 5, 20, 0 "), "{reason}");
 }
 
 #[test]

@@ -321,6 +321,7 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
             let ready = standby == "none" || !report["tiles"].as_array().into_iter().flatten().any(owns);
             report["step"].as_u64() >= Some(200) && ready || report["state"] == "failed"
         });
+        assert_eq!(report["state"], "running", "it was over before its tile had a standby: {report}");
         let tiles = report["tiles"].as_array().map_or(0, Vec::len);
         assert!(tiles >= if standby == "hot" { 2 } else { 3 }, "{report}");
         let end = Instant::now() + JOIN_MAX;

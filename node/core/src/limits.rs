@@ -149,7 +149,8 @@ pub const RECUT_WARM: Duration = Duration::from_millis(500);
 pub const RECUT_WINDOW: Duration = Duration::from_millis(1500);
 /// After nodes joined or left: until a better cut is looked for.
 pub const RECUT_SETTLES: Duration = Duration::from_secs(5);
-/// A cut that was changed for a faster one stays for so long: what nodes can do changes from moment to moment.
+/// A cut that was changed for a faster one stays for so long, then for twice as long: what nodes can do changes from moment
+/// to moment.
 pub const RECUT_EVERY: Duration = Duration::from_secs(30);
 /// Steps are made again for so long to find the one after which a field was not finite any more.
 pub const SEARCH_MOST: Duration = Duration::from_secs(120);

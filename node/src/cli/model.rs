@@ -88,12 +88,14 @@ pub(super) struct ComputeArgs {
 impl ComputeArgs {
     /// What was asked for of a node that is to be started.
     fn given(&self) -> impl Iterator<Item = &'static str> {
-        let given = [("--device", self.device.is_some()), ("--memory", self.memory.is_some())];
-        given
-            .into_iter()
-            .chain([("--threads", self.threads.is_some())])
-            .filter(|(_, given)| *given)
-            .map(|(name, _)| name)
+        let given = [
+            ("--device", "MESHNODE_DEVICE", self.device.is_some()),
+            ("--memory", "MESHNODE_MEMORY", self.memory.is_some()),
+            ("--threads", "MESHNODE_THREADS", self.threads.is_some()),
+        ];
+        // What stands in the environment is meant for nodes, not for this command.
+        let asked = |(_, variable, given): &(&str, &str, bool)| *given && std::env::var_os(variable).is_none();
+        given.into_iter().filter(asked).map(|(name, _, _)| name)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The force on a simulation's solid cells as a table in the output folder: a line for each look at the run.
+//! The force on a simulation's solid cells as a table in the output folder: a line every `check_every` steps.
 //!
 //! A thread of its own writes it, so that whoever tells of the force waits for no disk. A line that cannot be written is tried
 //! again until it can, or the run is over. What comes again after a loss is the same, and is left out.

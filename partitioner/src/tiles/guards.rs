@@ -1,7 +1,7 @@
 //! Who stands by for tiles, and what the loss of one costs.
 use super::{Block, GridPlan, GridWork, bytes_of, halo_bits, tile_bytes};
 use crate::cost;
-use crate::fleet::{Device, DeviceId, Fleet, Link};
+use crate::fleet::{DeviceId, Fleet, Link};
 use alloc::vec::Vec;
 
 /// Predicted nanoseconds from the loss of a tile's node being noticed to the next step: to agree on the next placement, and for
@@ -57,8 +57,9 @@ const SNAPSHOT_COPIED_NS: u64 = 1_000_000_000;
 const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
 
 /// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
-/// another machine where there is one, with the fewest tiles to look after, the fastest of these. `fleet` is the mesh as it
-/// would be if nobody held anything of the job.
+/// another machine where there is one, with the fewest tiles to look after, the fastest of these. Where only its owner is left
+/// for a tile, somebody who was chosen for another one changes over. `fleet` is the mesh as it would be if nobody held anything
+/// of the job.
 pub fn standbys(
     work: &GridWork,
     owners: &[(DeviceId, Block)],
@@ -67,41 +68,72 @@ pub fn standbys(
     headroom_percent: u8,
     kept: &[(u16, DeviceId)],
 ) -> Vec<TileStandby> {
+    let guards = Guards { work, owners, depth, fleet, headroom_percent, kept };
     let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
-    let mut found = Vec::new();
-    let machine = |id: DeviceId| fleet.device(id).map(|device| device.machine);
-    let numerics = |id: DeviceId| fleet.device(id).map(|device| device.numerics);
-    for (tile, (owner, block)) in owners.iter().enumerate() {
-        let tile = tile as u16;
-        if kept.iter().any(|(of, _)| *of == tile) {
-            continue;
-        }
-        let bytes = tile_bytes(work, block, depth);
-        // The fleet is as it would be without the job.
-        let taken = |id: DeviceId| {
-            let owned = owners.iter().filter(|(owner, _)| *owner == id).map(|(_, block)| block);
-            let guarded = kept.iter().chain(&chosen).filter(|(_, by)| *by == id);
-            let guarded = guarded.filter_map(|(of, _)| owners.get(usize::from(*of))).map(|(_, block)| block);
-            owned.chain(guarded).map(|block| tile_bytes(work, block, depth)).fold(0, u64::saturating_add)
-        };
-        let tiles_of = |id: DeviceId| {
-            let owned = owners.iter().filter(|(owner, _)| *owner == id).count();
-            owned + kept.iter().chain(&chosen).filter(|(_, by)| *by == id).count()
-        };
-        let may = |device: &&Device| {
-            let room = cost::usable_bytes(device, headroom_percent).saturating_sub(taken(device.id));
-            let same = numerics(*owner) == Some(device.numerics);
-            !device.excluded && device.id != *owner && same && device.bytes_per_second > 0 && room >= bytes
-        };
-        let best = fleet.devices.iter().filter(may).min_by_key(|device| {
-            let same = machine(*owner) == Some(device.machine);
-            (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
-        });
-        if let Some(device) = best.map(|device| device.id) {
-            chosen.push((tile, device));
-            let snapshot_every_ns = snapshot_every_ns(work, block, fleet.link(*owner, device));
-            found.push(TileStandby { tile, device, snapshot_every_ns });
+    let mut left = Vec::new();
+    for tile in (0..owners.len() as u16).filter(|tile| kept.iter().all(|(of, _)| of != tile)) {
+        match guards.best(tile, &chosen) {
+            Some(device) => chosen.push((tile, device)),
+            None => left.push(tile),
         }
     }
-    found
+    for tile in left {
+        let changed = (0..chosen.len()).find_map(|at| {
+            let mut others = chosen.clone();
+            let (other, device) = others.remove(at);
+            others.push((tile, guards.allows(tile, device, &others).then_some(device)?));
+            others.push((other, guards.best(other, &others)?));
+            Some(others)
+        });
+        chosen = changed.unwrap_or(chosen);
+    }
+    chosen.sort_unstable();
+    let found = chosen.into_iter().map(|(tile, device)| {
+        let (owner, block) = &owners[usize::from(tile)];
+        let snapshot_every_ns = snapshot_every_ns(work, block, fleet.link(*owner, device));
+        TileStandby { tile, device, snapshot_every_ns }
+    });
+    found.collect()
+}
+
+struct Guards<'a> {
+    work: &'a GridWork,
+    owners: &'a [(DeviceId, Block)],
+    depth: u32,
+    fleet: &'a Fleet,
+    headroom_percent: u8,
+    kept: &'a [(u16, DeviceId)],
+}
+
+impl Guards<'_> {
+    /// The best of those who may, where these are chosen already.
+    fn best(&self, tile: u16, chosen: &[(u16, DeviceId)]) -> Option<DeviceId> {
+        let owner = self.owners[usize::from(tile)].0;
+        let machine = |id: DeviceId| self.fleet.device(id).map(|device| device.machine);
+        let tiles_of = |id: DeviceId| {
+            let owned = self.owners.iter().filter(|(owner, _)| *owner == id).count();
+            owned + self.kept.iter().chain(chosen).filter(|(_, by)| *by == id).count()
+        };
+        let may = self.fleet.devices.iter().filter(|device| self.allows(tile, device.id, chosen));
+        let best = may.min_by_key(|device| {
+            let same = machine(owner) == Some(device.machine);
+            (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
+        });
+        best.map(|device| device.id)
+    }
+
+    /// Whether a device may stand by for a tile, and has the room beside what it has of the job.
+    fn allows(&self, tile: u16, device: DeviceId, chosen: &[(u16, DeviceId)]) -> bool {
+        let (owner, block) = &self.owners[usize::from(tile)];
+        let Some(device) = self.fleet.device(device) else { return false };
+        let bytes = |block: &Block| tile_bytes(self.work, block, self.depth);
+        let owned = self.owners.iter().filter(|(owner, _)| *owner == device.id).map(|(_, block)| block);
+        let guarded = self.kept.iter().chain(chosen).filter(|(_, by)| *by == device.id);
+        let guarded = guarded.filter_map(|(of, _)| self.owners.get(usize::from(*of))).map(|(_, block)| block);
+        // The fleet is as it would be without the job.
+        let taken = owned.chain(guarded).map(bytes).fold(0, u64::saturating_add);
+        let room = cost::usable_bytes(device, self.headroom_percent).saturating_sub(taken);
+        let same = self.fleet.device(*owner).map(|owner| owner.numerics) == Some(device.numerics);
+        !device.excluded && device.id != *owner && same && device.bytes_per_second > 0 && room >= bytes(block)
+    }
 }

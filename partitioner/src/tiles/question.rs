@@ -45,10 +45,6 @@ impl Paces {
     pub fn of(&self, device: DeviceId) -> u32 {
         self.measured.iter().find(|(id, _)| *id == device).map_or(self.others, |&(_, pace)| pace)
     }
-
-    fn knows(&self, device: DeviceId) -> bool {
-        self.measured.iter().any(|(id, _)| *id == device)
-    }
 }
 
 impl GridQuestion {
@@ -87,11 +83,10 @@ impl GridQuestion {
 /// Cells a second of each device, in their order.
 ///
 /// What differs between devices of one machine and one arithmetic is mostly when they were measured: those that are close to
-/// each other are taken for equal, until the rule itself has shown what they are.
+/// each other are taken for equal, as far as the rule itself has not shown what they are.
 pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &Paces) -> Vec<u64> {
     let mut alike: BTreeMap<(u64, u64), Vec<u64>> = BTreeMap::new();
-    let counts = |device: &&Device| device.bytes_per_second > 0 && !device.excluded && !paces.knows(device.id);
-    for device in devices.iter().filter(counts) {
+    for device in devices.iter().filter(|device| device.bytes_per_second > 0) {
         alike.entry((device.machine, device.numerics)).or_default().push(device.bytes_per_second);
     }
     alike.retain(|_, speeds| {
@@ -99,7 +94,7 @@ pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &Paces) -> Vec<
         speeds.len() > 1 && least.zip(most).is_some_and(|(least, most)| most - least <= least / 2)
     });
     let speed = |device: &Device| {
-        let of_them = alike.get(&(device.machine, device.numerics)).filter(|_| counts(&device));
+        let of_them = alike.get(&(device.machine, device.numerics)).filter(|_| device.bytes_per_second > 0);
         let bytes = of_them.map_or(u128::from(device.bytes_per_second), |speeds| {
             speeds.iter().map(|&speed| u128::from(speed)).sum::<u128>() / speeds.len() as u128
         });

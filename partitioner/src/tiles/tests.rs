@@ -311,7 +311,7 @@ fn what_one_machine_is_measured_at_at_two_moments_is_one_speed() {
     // Once the rule has been measured on them, that counts.
     let measured = vec![(DeviceId([1; 16]), 1000), (DeviceId([2; 16]), 1600)];
     let paces = Paces { measured, others: 1300 };
-    assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [683, 1365]);
+    assert_eq!(rows(vec![of_machine(1, 12, 5), of_machine(2, 15, 5)], &paces), [788, 1260]);
 }
 
 #[test]
@@ -343,4 +343,28 @@ fn a_cut_is_compared_with_a_better_one() {
     let mut gone = owners;
     gone[1].0 = DeviceId([9; 16]);
     assert_eq!(question(Vec::new(), Some((gone, 1))).answer().unwrap().before_ns(), None);
+}
+
+/// Each of four has room for one tile beside its own: in whatever order they are taken, nobody may be left with the one that is
+/// its own.
+#[test]
+fn each_tile_has_a_standby_where_there_is_room_for_all() {
+    let work = d2q9(832, 832);
+    let whole = Block { from: [0; 3], to: work.size };
+    let tile = tile_bytes(&work, &Block { to: [832, 208, 1], ..whole }, 8);
+    for order in 0..256u64 {
+        // Speeds decide who is asked first.
+        let speed = |id: u64| 10 + (order >> (2 * id) & 3);
+        let devices = (0..4).map(|id| device(id as u8 + 1, speed(id), tile * 26 / 9)).collect();
+        let fleet = fleet(devices, 0, 10_000_000_000);
+        let rows = |id: u64| Block { from: [0, 208 * id, 0], to: [832, 208 * (id + 1), 1] };
+        let owners: Vec<_> = (0..4).map(|id| (DeviceId([id as u8 + 1; 16]), rows(id))).collect();
+        let room = cost::usable_bytes(&fleet.devices[0], 10);
+        assert!((2 * tile..3 * tile).contains(&room), "{room} for tiles of {tile}");
+        let found = standbys(&work, &owners, 8, &fleet, 10, &[]);
+        assert_eq!(found.len(), 4, "{order}: {found:?}");
+        let devices: BTreeSet<DeviceId> = found.iter().map(|standby| standby.device).collect();
+        assert_eq!(devices.len(), 4, "{order}: each has room for one");
+        assert!(found.iter().all(|standby| standby.device != owners[usize::from(standby.tile)].0));
+    }
 }

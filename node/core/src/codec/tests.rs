@@ -94,8 +94,14 @@ fn tile_messages() -> Vec<TileMessage> {
         formers: vec![NodeId([3; 16])],
     };
     let tiles = vec![
-        WilledTile { bytes: 1 << 30, step_ns: 1_000_000, standby: Some((NodeId([2; 16]), true)), snapshot_ms: 2000 },
-        WilledTile { bytes: 1 << 29, step_ns: 500_000, standby: None, snapshot_ms: 0 },
+        WilledTile {
+            bytes: 1 << 30,
+            step_ns: 1_000_000,
+            pace: 1000,
+            standby: Some((NodeId([2; 16]), true)),
+            snapshot_ms: 2000,
+        },
+        WilledTile { bytes: 1 << 29, step_ns: 500_000, pace: 1000, standby: None, snapshot_ms: 0 },
     ];
     let (tier, start) = (Tier::Hot, TileStart::Continue);
     let will = Will { tier, depth: Some(4), step_ns: 1_000_000, start, checkpoint: Some(250), tiles };

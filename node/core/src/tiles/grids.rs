@@ -91,7 +91,7 @@ pub enum GridEvent {
     Report { step: u32, report: Report },
     /// A checkpoint of this step is on disk.
     Checkpoint { step: u32 },
-    /// What comes of it cannot be written; it waits, and tries again.
+    /// What comes of it cannot be written, or something else holds it up; it tries again.
     Waiting { reason: String },
     /// It is over: all steps are made, or why not.
     Ended { result: Result<(), String>, figures: Vec<TileFigures> },

@@ -31,7 +31,7 @@ pub enum TileMessage {
     Report { tile: u16, step: u32, report: Report },
     /// To the coordinator: the executor failed.
     Failed { tile: u16, reason: String },
-    /// Coordinator to all: the job is over.
+    /// Coordinator to all: the job is over; to one: it takes no part any more.
     End,
     /// Coordinator to those who may succeed it: what they need for that.
     Will(Box<Will>),

@@ -56,7 +56,7 @@ pub(super) enum State {
     /// A standby: the snapshot of this step is on its way.
     Fetching { step: u32 },
     /// A warm standby with the snapshot of this step.
-    Holding { step: u32, at: Instant },
+    Holding { step: u32, at: Instant, asked: bool },
     /// It has its cells; the others are waited for.
     Ready,
     /// It computes; until all is computed.

@@ -62,7 +62,7 @@ impl Tiles {
         match (&run.state, result) {
             (State::Fetching { step: wanted }, Ok(())) if *wanted == step => {
                 if warm {
-                    run.state = State::Holding { step, at: now };
+                    run.state = State::Holding { step, at: now, asked: false };
                     run.step = step;
                 } else {
                     self.loads += 1;
@@ -71,14 +71,17 @@ impl Tiles {
                     self.out.push_back(TilesOutput::Restore { job, load, tile, step });
                 }
             }
-            (State::Holding { step: before, .. }, Ok(())) if *before < step => {
-                let before = *before;
-                run.state = State::Holding { step, at: now };
+            (State::Holding { step: before, at, .. }, Ok(())) if *before < step => {
+                let (before, at) = (*before, *at);
+                run.state = State::Holding { step, at, asked: false };
                 run.step = step;
                 self.out.push_back(TilesOutput::Forget { job, tile, step: before, kind });
             }
             (State::Fetching { .. }, Err(_)) => run.state = State::Wanting { since: now },
             (_, Ok(())) => self.out.push_back(TilesOutput::Forget { job, tile, step, kind }),
+            (State::Holding { step: before, at, .. }, Err(_)) => {
+                run.state = State::Holding { step: *before, at: *at, asked: false };
+            }
             (_, Err(_)) => {}
         }
         if let Some(owner) = owner {
@@ -118,8 +121,11 @@ impl Tiles {
                     *since = now;
                     say.extend(owner.map(|owner| (owner, epoch, TileMessage::WantSnapshot { tile })));
                 }
-                State::Holding { at, .. } if now.since(*at) >= every => {
-                    *at = now;
+                // The owner keeps the last one only: another is asked for when that is here, or does not come.
+                State::Holding { at, asked, .. }
+                    if now.since(*at) >= if *asked { every.max(SNAPSHOT_RETRY) } else { every } =>
+                {
+                    (*at, *asked) = (now, true);
                     say.extend(owner.map(|owner| (owner, epoch, TileMessage::WantSnapshot { tile })));
                 }
                 State::Wanting { .. }

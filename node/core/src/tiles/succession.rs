@@ -39,6 +39,8 @@ pub struct WilledTile {
     pub bytes: u64,
     /// Predicted nanoseconds of computing a step.
     pub step_ns: u64,
+    /// Thousandths of its node's speed by which that was predicted; 0: for another node.
+    pub pace: u32,
     /// Who stands by, and whether it has cells.
     pub standby: Option<(NodeId, bool)>,
     /// Milliseconds from one of its snapshots to the next.

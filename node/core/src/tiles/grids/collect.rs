@@ -58,6 +58,16 @@ impl Collected {
         self.parts.is_empty()
     }
 
+    /// The last step that all tiles have reported, under the present cut or the one before it.
+    pub(super) fn reported(&self) -> Option<u32> {
+        self.reported
+    }
+
+    /// Whether an output of an earlier step is announced and not whole.
+    pub(super) fn waits_for_outputs(&self, before: u32) -> bool {
+        self.open.iter().any(|(kind, step)| matches!(kind, SaveKind::Output(_)) && *step < before)
+    }
+
     /// All begins anew from a step: what comes again is the same, but under another cut.
     pub(super) fn restart(&mut self) {
         self.parts.clear();

@@ -58,6 +58,8 @@ pub(super) struct GridJob {
     /// When the present placement began to run, and after which step.
     begun_at: (Instant, u32),
     search: Option<Search>,
+    /// Who took part in placements before the one that is being made.
+    left_out: BTreeSet<NodeId>,
 }
 
 #[derive(Debug)]
@@ -143,6 +145,7 @@ impl GridJob {
             recut: Recut::default(),
             begun_at: (Instant::default(), 0),
             search: None,
+            left_out: BTreeSet::new(),
             spec,
         }
     }
@@ -190,6 +193,7 @@ impl GridJob {
     pub(super) fn plan(&mut self, without: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         let token = ids.next();
         self.phase = Phase::Planning { token };
+        self.recut.planned();
         out.push_back(GridOutput::Plan {
             token,
             job: Some(self.spec.job),
@@ -255,13 +259,8 @@ impl GridJob {
             figures: TileFigures::default(),
             standby: None,
         };
-        let before = self.participants();
+        self.left_out.extend(self.participants());
         self.tiles = plan.tiles().iter().map(tile).collect();
-        // Who takes no part any more has nothing to keep.
-        let after = self.participants();
-        for node in before.into_iter().filter(|node| !after.contains(node)) {
-            self.say(node, TileMessage::End, out);
-        }
         self.collected.restart();
         self.fetching.clear();
         self.mint(ids, out);
@@ -290,6 +289,11 @@ impl GridJob {
         self.inherited = false;
         self.recut.placed(now);
         self.watch(out);
+        // Who takes no part any more has nothing to keep.
+        let participants = self.participants();
+        for node in core::mem::take(&mut self.left_out).into_iter().filter(|node| !participants.contains(node)) {
+            self.say(node, TileMessage::End, out);
+        }
         self.prepare(out);
         self.bequeath(out);
     }
@@ -359,8 +363,8 @@ impl GridJob {
             return self.go_back(&BTreeSet::new(), ids, out);
         }
         self.phase = Phase::Running;
+        self.recut.running(now, self.start != TileStart::Continue);
         self.start = TileStart::Continue;
-        self.recut.running(now);
         self.begun_at = (now, self.step());
         let at: Vec<u32> = self.tiles.iter().map(|tile| tile.step).collect();
         let owners: BTreeSet<NodeId> = self.tiles.iter().map(|tile| tile.owner).collect();
@@ -451,8 +455,10 @@ impl GridJob {
     pub(super) fn handle_fleet_changed(&mut self, now: Instant, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
         if matches!(self.phase, Phase::Degraded { .. }) {
             self.go_back(&BTreeSet::new(), ids, out);
-        } else if self.phase == Phase::Running {
-            self.recut.fleet_changed(now);
+            return;
+        }
+        self.recut.fleet_changed(now);
+        if self.phase == Phase::Running {
             if self.standbys_at.is_none() && self.lacks_standbys() {
                 self.standbys_at = Some(now + STANDBY_RETRY);
             }
@@ -505,10 +511,11 @@ impl GridJob {
         if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
             return;
         }
-        if let Some(at) = report.not_finite {
-            return self.handle_not_finite(now, from, (tile, step), at, ids, out);
-        }
+        let before = self.collected.reported();
         if let Some(whole) = self.collected.report(self.tiles.len(), tile, step, report) {
+            if let Some(at) = whole.not_finite {
+                return self.handle_not_finite(now, (step, before), at, ids, out);
+            }
             self.computed |= step == self.spec.schedule.steps;
             if self.spec.schedule.is_reported(step) || step == self.begun_at.1 {
                 self.tell(GridEvent::Report { step, report: whole }, out);
@@ -577,7 +584,8 @@ impl GridJob {
 
     fn keep_checkpoint(&mut self, out: &mut VecDeque<GridOutput>) {
         let newest = self.collected.complete(self.tiles.len(), SaveKind::Checkpoint).pop();
-        if let Some(step) = newest.filter(|_| self.keeping.is_none()) {
+        let sound = |step: &u32| self.search.is_none_or(|search| search.has(*step));
+        if let Some(step) = newest.filter(|_| self.keeping.is_none()).filter(sound) {
             self.keeping = Some(step);
             out.push_back(GridOutput::KeepCheckpoint { job: self.spec.job, step });
         }

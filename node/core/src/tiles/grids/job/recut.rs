@@ -25,6 +25,8 @@ pub(super) struct Recut {
     loading: Duration,
     /// The present cut stays until then.
     not_before: Instant,
+    /// So often it was changed.
+    times: u32,
     /// The mesh has changed since the present cut was made.
     changed: bool,
     /// Nodes that were lost under this job: it does not move back to them of its own accord.
@@ -36,6 +38,10 @@ impl Recut {
     pub(super) fn placed(&mut self, now: Instant) {
         self.marks.clear();
         (self.at, self.token, self.placed_at) = (None, None, now);
+    }
+
+    /// The mesh is looked at as it is now.
+    pub(super) fn planned(&mut self) {
         self.changed = false;
     }
 
@@ -50,9 +56,11 @@ impl Recut {
         self.lost.extend(nodes);
     }
 
-    /// It runs: first steps are slower than others.
-    pub(super) fn running(&mut self, now: Instant) {
-        self.loading = now.since(self.placed_at);
+    /// It runs, with tiles that were `loaded` for it or were there: first steps are slower than others.
+    pub(super) fn running(&mut self, now: Instant, loaded: bool) {
+        if loaded {
+            self.loading = now.since(self.placed_at);
+        }
         self.at = Some(now + RECUT_WARM);
     }
 
@@ -92,7 +100,10 @@ impl GridJob {
             self.recut.at = Some(now + wait);
             return;
         }
-        if self.measure() {
+        if !self.measure() {
+            // Large tiles make few steps.
+            self.recut.at = Some(now + RECUT_WINDOW);
+        } else if self.tiles.iter().all(|tile| self.recut.paces.contains_key(&tile.owner)) {
             self.ask_for_better(ids, out);
         }
     }
@@ -167,7 +178,7 @@ impl GridJob {
         let takes_part = |node: NodeId| self.tiles.iter().any(|tile| tile.owner == node);
         let joins = plan.tiles().iter().any(|tile| !takes_part(tile.device.into()));
         let percent = if joins { GAIN_JOINS_PERCENT } else { GAIN_PERCENT };
-        if after.saturating_mul(100) > before.saturating_mul(100 - percent) || now < self.recut.not_before {
+        if after.saturating_mul(100) > before.saturating_mul(100 - percent) {
             return;
         }
         let steps = |count: u32, ns: u64| u128::from(count) * u128::from(ns);
@@ -176,7 +187,15 @@ impl GridJob {
         if gained < GAIN_TIMES * (again + self.recut.loading.as_nanos()) {
             return;
         }
-        self.recut.not_before = now + RECUT_EVERY;
+        let back = self.checkpoint.unwrap_or(0);
+        if now < self.recut.not_before || self.collected.waits_for_outputs(back) {
+            // Frames that are on their way would not come again.
+            self.recut.at = Some(self.recut.not_before.max(now + RECUT_WINDOW));
+            return;
+        }
+        self.recut.not_before = now + RECUT_EVERY * (1 << self.recut.times.min(6));
+        self.recut.times += 1;
+        self.recut.planned();
         self.return_to_checkpoint();
         self.handle_planned(now, Ok(plan), ids, out);
     }

@@ -5,7 +5,6 @@
 use super::super::super::order::Schedule;
 use super::super::{GridEvent, GridOutput};
 use super::{GridJob, Ids, Phase};
-use crate::id::NodeId;
 use crate::limits::SEARCH_MOST;
 use crate::time::Instant;
 use alloc::collections::{BTreeSet, VecDeque};
@@ -20,53 +19,68 @@ pub(super) struct Search {
     until: u32,
 }
 
+impl Search {
+    /// Whether all is known to have been finite after a step.
+    pub(super) fn has(&self, step: u32) -> bool {
+        step <= self.after
+    }
+}
+
 impl GridJob {
     /// What tiles are to make when: while a step is searched for, each of those in question is looked at.
     pub(super) fn schedule(&self) -> Schedule {
         Schedule { looks: self.search.map(|search| (search.after, search.until)), ..self.spec.schedule.clone() }
     }
 
-    /// A cell is infinite or no number: the job ends, once it is known since when.
+    /// A cell is infinite or no number, as all tiles together say after `step`, and of none after the one looked at `before`
+    /// it. The job ends, once it is known since when.
     pub(super) fn handle_not_finite(
         &mut self,
         now: Instant,
-        from: NodeId,
-        (tile, step): (u16, u32),
+        (step, before): (u32, Option<u32>),
         (cell, field): ([u64; 3], u16),
         ids: &mut Ids,
         out: &mut VecDeque<GridOutput>,
     ) {
+        if self.phase != Phase::Running {
+            // Another cut is looked for already: it comes again.
+            return;
+        }
         let [x, y, z] = cell;
-        let what = format!("field {field} of the cell {x}, {y}, {z} (tile {tile}, on {from}) is infinite or no number");
-        let exact = |search: Search| search.after < step && step <= search.until;
-        let after = self.spec.schedule.look_before(step).max(self.begun_at.1);
-        if self.search.is_some_and(exact) || step <= after.saturating_add(1) {
-            let began = if step == self.begun_at.1 { "where this run begins" } else { "not before" };
-            self.outcome = Some(Err(format!("after step {step}, {began}, {what}: {UNSTABLE}")));
-            return;
-        }
-        if self.search.is_some() && self.phase != Phase::Running {
-            // Another tile's word, or the same again: it is being searched for.
-            return;
-        }
+        let has = |at: &[u64; 3], to: &[u64; 3]| (0..3).all(|axis| at[axis] <= cell[axis] && cell[axis] < to[axis]);
+        let tile = self.tiles.iter().position(|tile| has(&tile.block.from, &tile.block.to)).unwrap_or(0);
+        let owner = self.tiles.get(tile).map_or(self.me, |tile| tile.owner);
+        let what =
+            format!("field {field} of the cell {x}, {y}, {z} (tile {tile}, on {owner}) is infinite or no number");
         let back = self.checkpoint.unwrap_or(0);
+        let end = |how: String| Some(Err(format!("after step {step}{how}: {UNSTABLE}")));
+        if before.is_some_and(|before| before + 1 == step) {
+            self.outcome = end(format!(", not before, {what}"));
+            return;
+        }
+        if before.is_none() && step == back {
+            self.outcome = end(format!(", where this run begins, {what}"));
+            return;
+        }
+        let after = before.unwrap_or(back);
         let again = u128::from(step.saturating_sub(back));
         let made = u128::from(step.saturating_sub(self.begun_at.1).max(1));
         let takes = now.since(self.begun_at.0).as_nanos() * again / made;
-        if back > after || self.search.is_some() || takes > SEARCH_MOST.as_nanos() {
-            self.outcome = Some(Err(format!(
-                "after step {step} {what} (it began after step {after}, and making {again} steps again to see when would take too \
-                 long: with check_every = 1 the job says it at once): {UNSTABLE}"
-            )));
+        if self.search.is_some() || back > after || takes > SEARCH_MOST.as_nanos() {
+            let why = if takes > SEARCH_MOST.as_nanos() {
+                format!("making {again} steps again to see when would take too long")
+            } else {
+                "when, could not be seen by making steps again".into()
+            };
+            self.outcome = end(format!(
+                " {what} (it began after step {after}; {why}: with check_every = 1 the job says it at once)"
+            ));
             return;
         }
         self.search = Some(Search { after, until: step });
-        self.tell(GridEvent::Waiting { reason: format!("after step {step} {what}: {}", self.searching(back)) }, out);
+        let reason = format!("{what}: steps are made once more from step {back}, to see after which one it began");
+        self.tell(GridEvent::Waiting { reason: format!("after step {step} {reason}") }, out);
         self.go_back(&BTreeSet::new(), ids, out);
-    }
-
-    fn searching(&self, back: u32) -> String {
-        format!("steps are made once more from step {back}, to see after which one it began")
     }
 
     /// The search went by without finding anything: steps were not deterministic.
@@ -78,6 +92,8 @@ impl GridJob {
             search.until
         );
         self.tell(GridEvent::Waiting { reason }, out);
+        // Said, and nothing to wait for.
+        self.tell(GridEvent::Running { epoch: self.epoch, step }, out);
     }
 }
 

@@ -61,7 +61,7 @@ impl GridJob {
             owner,
             bytes: willed.bytes,
             step_ns: willed.step_ns,
-            pace: 0,
+            pace: willed.pace,
             ready: None,
             held: true,
             step: 0,
@@ -112,5 +112,5 @@ impl GridJob {
 fn willed(tile: &Tile) -> WilledTile {
     let standby = tile.standby.map(|standby| (standby.node, standby.step.is_some()));
     let snapshot_ms = tile.standby.map_or(0, |standby| standby.snapshot_ms);
-    WilledTile { bytes: tile.bytes, step_ns: tile.step_ns, standby, snapshot_ms }
+    WilledTile { bytes: tile.bytes, step_ns: tile.step_ns, pace: tile.pace, standby, snapshot_ms }
 }
