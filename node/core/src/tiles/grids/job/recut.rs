@@ -118,7 +118,9 @@ impl GridJob {
         {
             self.recut.at = Some(now);
             self.look_at_paces(now, ids, out);
-            self.mark(now);
+            if self.recut.token.is_some() {
+                self.mark(now);
+            }
         }
     }
 
