@@ -192,6 +192,7 @@ impl Tiles {
             | TileMessage::WantSnapshot { .. }
             | TileMessage::Saved { .. }
             | TileMessage::Taken { .. }
+            | TileMessage::Release { .. }
             | TileMessage::Will(_)
             | TileMessage::Orphaned => {}
             // For the coordinator, which the router asks first.
@@ -221,6 +222,8 @@ impl Tiles {
                 }
                 self.go_on(now, job);
             }
+            TileMessage::Release { tile } if from == epoch.minter => self.release(job, tile),
+            TileMessage::Release { .. } => {}
             TileMessage::Will(will) => self.willed(now, from, job, will),
             TileMessage::Orphaned => self.voiced(now, from, job),
             TileMessage::Prepare(_)
@@ -399,6 +402,21 @@ impl Tiles {
 
     fn ended(&mut self, from: NodeId, job: JobId, epoch: Epoch) {
         if self.jobs.get(&job).is_some_and(|held| held.epoch.minter == from && epoch >= held.epoch) {
+            self.drop_job(job);
+        }
+    }
+
+    /// A tile is stood by for by another node.
+    fn release(&mut self, job: JobId, tile: u16) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        let Some(mut run) = held.runs.remove(&tile) else { return };
+        if !run.is_shadow() {
+            held.runs.insert(tile, run);
+            return;
+        }
+        run.end(job, &mut self.out);
+        self.out.push_back(TilesOutput::Drop { job, tile });
+        if held.runs.is_empty() {
             self.drop_job(job);
         }
     }

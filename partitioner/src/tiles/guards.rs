@@ -58,7 +58,7 @@ const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
 
 /// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
 /// another machine where there is one, with the fewest tiles to look after, the fastest of these. Where only its owner is left
-/// for a tile, somebody who was chosen for another one changes over. `fleet` is the mesh as it would be if nobody held anything
+/// for a tile, somebody who was chosen for another one changes over, at worst one of `kept`. `fleet` is the mesh as it would be if nobody held anything
 /// of the job.
 pub fn standbys(
     work: &GridWork,
@@ -68,8 +68,8 @@ pub fn standbys(
     headroom_percent: u8,
     kept: &[(u16, DeviceId)],
 ) -> Vec<TileStandby> {
-    let guards = Guards { work, owners, depth, fleet, headroom_percent, kept };
-    let mut chosen: Vec<(u16, DeviceId)> = Vec::new();
+    let guards = Guards { work, owners, depth, fleet, headroom_percent };
+    let mut chosen: Vec<(u16, DeviceId)> = kept.to_vec();
     let mut left = Vec::new();
     for tile in (0..owners.len() as u16).filter(|tile| kept.iter().all(|(of, _)| of != tile)) {
         match guards.best(tile, &chosen) {
@@ -78,7 +78,8 @@ pub fn standbys(
         }
     }
     for tile in left {
-        let changed = (0..chosen.len()).find_map(|at| {
+        // Those that have nothing yet rather than those that have.
+        let changed = (0..chosen.len()).rev().find_map(|at| {
             let mut others = chosen.clone();
             let (other, device) = others.remove(at);
             others.push((tile, guards.allows(tile, device, &others).then_some(device)?));
@@ -87,6 +88,7 @@ pub fn standbys(
         });
         chosen = changed.unwrap_or(chosen);
     }
+    chosen.retain(|guard| !kept.contains(guard));
     chosen.sort_unstable();
     let found = chosen.into_iter().map(|(tile, device)| {
         let (owner, block) = &owners[usize::from(tile)];
@@ -102,7 +104,6 @@ struct Guards<'a> {
     depth: u32,
     fleet: &'a Fleet,
     headroom_percent: u8,
-    kept: &'a [(u16, DeviceId)],
 }
 
 impl Guards<'_> {
@@ -112,7 +113,7 @@ impl Guards<'_> {
         let machine = |id: DeviceId| self.fleet.device(id).map(|device| device.machine);
         let tiles_of = |id: DeviceId| {
             let owned = self.owners.iter().filter(|(owner, _)| *owner == id).count();
-            owned + self.kept.iter().chain(chosen).filter(|(_, by)| *by == id).count()
+            owned + chosen.iter().filter(|(_, by)| *by == id).count()
         };
         let may = self.fleet.devices.iter().filter(|device| self.allows(tile, device.id, chosen));
         let best = may.min_by_key(|device| {
@@ -128,7 +129,7 @@ impl Guards<'_> {
         let Some(device) = self.fleet.device(device) else { return false };
         let bytes = |block: &Block| tile_bytes(self.work, block, self.depth);
         let owned = self.owners.iter().filter(|(owner, _)| *owner == device.id).map(|(_, block)| block);
-        let guarded = self.kept.iter().chain(chosen).filter(|(_, by)| *by == device.id);
+        let guarded = chosen.iter().filter(|(_, by)| *by == device.id);
         let guarded = guarded.filter_map(|(of, _)| self.owners.get(usize::from(*of))).map(|(_, block)| block);
         // The fleet is as it would be without the job.
         let taken = owned.chain(guarded).map(bytes).fold(0, u64::saturating_add);

@@ -366,5 +366,11 @@ fn each_tile_has_a_standby_where_there_is_room_for_all() {
         let devices: BTreeSet<DeviceId> = found.iter().map(|standby| standby.device).collect();
         assert_eq!(devices.len(), 4, "{order}: each has room for one");
         assert!(found.iter().all(|standby| standby.device != owners[usize::from(standby.tile)].0));
+        // Three that guard each other's leave the fourth with its own: one of them changes over.
+        let kept = [0, 1, 2].map(|tile: u8| (u16::from(tile), DeviceId([(tile + 1) % 3 + 1; 16])));
+        let found = standbys(&work, &owners, 8, &fleet, 10, &kept);
+        let [changed, last] = found[..] else { panic!("{found:?}") };
+        assert_eq!((last.tile, changed.device), (3, owners[3].0), "{found:?}");
+        assert!(kept.contains(&(changed.tile, last.device)), "{found:?}");
     }
 }

@@ -115,6 +115,7 @@ fn tile_messages() -> Vec<TileMessage> {
         TileMessage::Go { at: vec![8, 12] },
         TileMessage::Held { tile: 1, to: 0, step: 12, live: true, again: false },
         TileMessage::Gap { tile: 1, from: 0 },
+        TileMessage::Release { tile: 2 },
         TileMessage::WantSnapshot { tile: 1 },
         TileMessage::Saved { tile: 1, step: 12, kind, bytes: 4096 },
         TileMessage::Taken { tile: 1, step: 12, kind: SaveKind::Snapshot },

@@ -234,6 +234,7 @@ impl Grids {
             | TileMessage::WantSnapshot { .. }
             | TileMessage::Saved { .. }
             | TileMessage::Taken { .. }
+            | TileMessage::Release { .. }
             | TileMessage::End
             | TileMessage::Will(_)
             | TileMessage::Orphaned => {}

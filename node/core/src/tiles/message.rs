@@ -31,6 +31,8 @@ pub enum TileMessage {
     Report { tile: u16, step: u32, report: Report },
     /// To the coordinator: the executor failed.
     Failed { tile: u16, reason: String },
+    /// Coordinator to a standby: it does not stand by for this tile any more.
+    Release { tile: u16 },
     /// Coordinator to all: the job is over; to one: it takes no part any more.
     End,
     /// Coordinator to those who may succeed it: what they need for that.

@@ -1,5 +1,6 @@
 //! One simulation from its submission to its last step.
 mod guard;
+mod keep;
 mod recut;
 mod search;
 mod succession;
@@ -10,7 +11,7 @@ use super::super::order::{GridSpec, Report, SaveKind, Tier, TileFigures, TileOrd
 use super::collect::Collected;
 use super::{GridEvent, GridOutput, Ids, Unprepared};
 use crate::id::{Epoch, NodeId};
-use crate::limits::{COLLECT_RETRY, DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
+use crate::limits::{DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
 use crate::output::{Event, Record};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -362,8 +363,9 @@ impl GridJob {
             // What a tile needs is kept by nobody.
             return self.go_back(&BTreeSet::new(), ids, out);
         }
+        let loaded = self.start != TileStart::Continue;
         self.phase = Phase::Running;
-        self.recut.running(now, self.start != TileStart::Continue);
+        self.recut.running(now, loaded);
         self.start = TileStart::Continue;
         self.begun_at = (now, self.step());
         let at: Vec<u32> = self.tiles.iter().map(|tile| tile.step).collect();
@@ -376,7 +378,12 @@ impl GridJob {
         for number in 0..self.tiles.len() {
             self.ask_standby(now, number, out);
         }
-        self.look_for_standbys(now, out);
+        if loaded && self.epoch.counter > 1 && self.lacks_standbys() {
+            // What nodes say of their memory still counts what they had before.
+            self.standbys_at = Some(now + STANDBY_RETRY);
+        } else {
+            self.look_for_standbys(now, out);
+        }
     }
 
     /// Whether each tile's neighbours still have the strips that it needs.
@@ -458,10 +465,8 @@ impl GridJob {
             return;
         }
         self.recut.fleet_changed(now);
-        if self.phase == Phase::Running {
-            if self.standbys_at.is_none() && self.lacks_standbys() {
-                self.standbys_at = Some(now + STANDBY_RETRY);
-            }
+        if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
+            self.standbys_at = Some(now + STANDBY_RETRY);
         }
     }
 
@@ -523,107 +528,6 @@ impl GridJob {
             self.look_whether_found(step, out);
         }
         self.look_whether_over();
-    }
-
-    pub(super) fn handle_saved(
-        &mut self,
-        from: NodeId,
-        tile: u16,
-        step: u32,
-        kind: SaveKind,
-        bytes: u64,
-        out: &mut VecDeque<GridOutput>,
-    ) {
-        if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
-            return;
-        }
-        if !self.collected.wants(tile, step, kind) {
-            return self.say(from, TileMessage::Taken { tile, step, kind }, out);
-        }
-        if self.fetching.get(&(tile, step, kind)).is_some_and(|fetch| fetch.from == from) {
-            return;
-        }
-        self.fetching.insert((tile, step, kind), Fetch { from, bytes, retry: None });
-        out.push_back(GridOutput::Collect { job: self.spec.job, from, tile, step, kind, bytes });
-    }
-
-    pub(super) fn handle_collected(
-        &mut self,
-        now: Instant,
-        tile: u16,
-        step: u32,
-        kind: SaveKind,
-        result: Result<(), String>,
-        out: &mut VecDeque<GridOutput>,
-    ) {
-        let Some(fetch) = self.fetching.get_mut(&(tile, step, kind)) else { return };
-        if let Err(reason) = result {
-            fetch.retry = Some(now + COLLECT_RETRY);
-            return self.wait(reason, out);
-        }
-        self.fetching.remove(&(tile, step, kind));
-        self.waiting = false;
-        let Some(known) = self.tiles.get(usize::from(tile)) else { return };
-        for node in core::iter::once(known.owner).chain(known.standby.map(|standby| standby.node)) {
-            self.say(node, TileMessage::Taken { tile, step, kind }, out);
-        }
-        if self.collected.part(self.tiles.len(), tile, step, kind) {
-            match kind {
-                SaveKind::Checkpoint => self.keep_checkpoint(out),
-                SaveKind::Output(_) | SaveKind::Snapshot => self.collected.whole(step, kind),
-            }
-        }
-        self.look_whether_over();
-    }
-
-    fn wait(&mut self, reason: String, out: &mut VecDeque<GridOutput>) {
-        if !core::mem::replace(&mut self.waiting, true) {
-            self.tell(GridEvent::Waiting { reason }, out);
-        }
-    }
-
-    fn keep_checkpoint(&mut self, out: &mut VecDeque<GridOutput>) {
-        let newest = self.collected.complete(self.tiles.len(), SaveKind::Checkpoint).pop();
-        let sound = |step: &u32| self.search.is_none_or(|search| search.has(*step));
-        if let Some(step) = newest.filter(|_| self.keeping.is_none()).filter(sound) {
-            self.keeping = Some(step);
-            out.push_back(GridOutput::KeepCheckpoint { job: self.spec.job, step });
-        }
-    }
-
-    pub(super) fn handle_kept(
-        &mut self,
-        now: Instant,
-        step: u32,
-        result: Result<(), String>,
-        ids: &mut Ids,
-        out: &mut VecDeque<GridOutput>,
-    ) {
-        if self.keeping != Some(step) {
-            return;
-        }
-        self.keeping = None;
-        match result {
-            Ok(()) => {
-                self.checkpoint = Some(step);
-                self.waiting = false;
-                self.collected.whole(step, SaveKind::Checkpoint);
-                self.tell(GridEvent::Checkpoint { step }, out);
-                self.bequeath(out);
-                self.keep_checkpoint(out);
-                self.look_at_paces_now(now, ids, out);
-            }
-            // It is looked at again with the next wakeup.
-            Err(reason) => self.wait(reason, out),
-        }
-        self.look_whether_over();
-    }
-
-    /// Over when all steps are made and everything that was made is on the submitter's disk.
-    fn look_whether_over(&mut self) {
-        if self.computed && self.fetching.is_empty() && self.keeping.is_none() && self.collected.is_idle() {
-            self.outcome = Some(Ok(()));
-        }
     }
 
     /// Ends it everywhere.

@@ -44,11 +44,14 @@ impl GridJob {
         out: &mut VecDeque<GridOutput>,
     ) {
         for &TileStandby { tile, device, snapshot_every_ns } in chosen {
-            let Some(known) = self.tiles.get_mut(usize::from(tile)).filter(|tile| tile.standby.is_none()) else {
-                continue;
-            };
+            let Some(known) = self.tiles.get_mut(usize::from(tile)) else { continue };
+            if let Some(before) = known.standby.take() {
+                // It is needed elsewhere.
+                self.say(before.node, TileMessage::Release { tile }, out);
+            }
             let snapshot_ms = u32::try_from(snapshot_every_ns / 1_000_000).unwrap_or(u32::MAX);
             let node = device.into();
+            let Some(known) = self.tiles.get_mut(usize::from(tile)) else { continue };
             known.standby = Some(Standby { node, prepared: false, step: None, asked: now, told: false, snapshot_ms });
             self.ask_standby(now, usize::from(tile), out);
         }
