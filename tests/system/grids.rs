@@ -11,8 +11,9 @@ use system_tests::relay::Link;
 
 const JOIN_MAX: Duration = Duration::from_secs(20);
 const RUN_MAX: Duration = Duration::from_secs(240);
-/// Nodes so small that a grid of `SIZE` takes two of them, and two are left to stand by.
-const MEMORY: u64 = 80 << 20;
+/// Nodes so small that a grid of `SIZE` takes two of them, and so large that the largest tile of an uneven cut fits beside the
+/// smallest.
+const MEMORY: u64 = 88 << 20;
 /// And so that it takes three.
 const THIRD: u64 = 50 << 20;
 const SIZE: u32 = 832;
