@@ -244,6 +244,36 @@ fn a_node_that_only_holds_the_others_up_is_let_go() {
 }
 
 #[test]
+fn the_submitter_may_die_while_a_simulation_is_cut_anew() {
+    let steps = 2000;
+    let submitted = |checkpoint: Option<u32>| {
+        let mut room = Room::of(4, Options::lan(5), 7);
+        room.world.strike(Fault::Slow { host: HostId(2), percent: 400, lasts: ms(10_000_000) });
+        let mut spec = spec(Tier::None, Some(2), checkpoint, 7);
+        spec.schedule.steps = steps;
+        room.submit(spec);
+        room
+    };
+    for checkpoint in [None, Some(100)] {
+        let mut room = submitted(checkpoint);
+        assert!(room.run(ms(60_000), |room| room.notes.iter().any(|note| note.contains("runs epoch 2"))));
+        let again = room.world.now();
+        for before in (0..120).step_by(20) {
+            let mut room = submitted(checkpoint);
+            let until = again + ms(20) - ms(before);
+            while room.world.now() < until {
+                room.world.run_for(ms(1));
+                room.hear();
+            }
+            room.world.strike(Fault::Crash(SUBMITTER));
+            let ended = room.run(ms(600_000), |room| room.ended.is_some());
+            assert!(ended, "{before} ms before: {:?}", &room.notes[room.notes.len().saturating_sub(12)..]);
+            assert_eq!((room.ended, room.report), (Some(Ok(())), Some(solo(7, SIZE, PERIODIC, steps))), "{before}");
+        }
+    }
+}
+
+#[test]
 fn nodes_that_join_get_their_share() {
     let mut room = Room::of(1, Options::lan(6), 7);
     let steps = 6000;

@@ -313,7 +313,7 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
     let folder = Folder::new();
     let alone = solo(&folder, 1500);
     // More than half of those who take part have to agree: of three tiles' owners two are left.
-    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 100", THIRD)] {
+    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 200", THIRD)] {
         let mut mesh = mesh(4, memory);
         let file = folder.job(&job(1500, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);

@@ -139,6 +139,8 @@ pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 pub const VOICE_MAX: Duration = Duration::from_secs(1);
 /// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
+/// And how soon, where a newer one has replaced it meanwhile.
+pub const MIRROR_NEWER: Duration = Duration::from_secs(1);
 /// How long one piece of a tile without neighbours may take: it is looked at in between.
 pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// Longer pieces, of as many steps as one pass over the memory makes, take so much at most: what a user who ends a run waits.

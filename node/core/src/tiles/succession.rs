@@ -8,7 +8,7 @@ use super::message::TileMessage;
 use super::order::{GridSpec, Tier, TileStart};
 use super::{Tiles, TilesOutput};
 use crate::id::{Epoch, JobId, NodeId};
-use crate::limits::{FORMERS_MAX, MIRROR_RETRY, SUCCESSION_TURN, VOICE_MAX};
+use crate::limits::{FORMERS_MAX, MIRROR_NEWER, MIRROR_RETRY, SUCCESSION_TURN, VOICE_MAX};
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::{boxed::Box, string::String, vec::Vec};
@@ -193,7 +193,11 @@ impl Tiles {
         mirror.under_way = None;
         match result {
             Ok(()) => mirror.have = Some(step),
-            Err(_) => mirror.again = now + MIRROR_RETRY,
+            Err(_) => {
+                // A newer one has taken its place while it was copied: that one is there for as long again.
+                let newer = held.succession.will.as_ref().is_some_and(|will| will.checkpoint > Some(step));
+                mirror.again = now + if newer { MIRROR_NEWER } else { MIRROR_RETRY };
+            }
         }
         self.mirror(now, job);
     }
