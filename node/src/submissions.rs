@@ -127,7 +127,7 @@ pub struct Told {
     stalled: Option<(Instant, u32)>,
     /// Nodes lost.
     pub losses: u32,
-    /// All went back, under another cut.
+    /// Placed again, after a loss or under another cut.
     cut_anew: bool,
     /// The last totals, by field, in units of 2^-40, with the step.
     pub totals: Option<(u32, Vec<i128>)>,

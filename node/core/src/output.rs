@@ -71,7 +71,7 @@ pub enum Output {
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridCommand {
-    /// Cut with `partitioner::tiles::cut` (answer: `Planned`).
+    /// Answer the question with `GridQuestion::answer` (answer: `Planned`).
     Plan { token: u64, question: Box<GridQuestion> },
     /// Make a tile, with the cells that its order says: the simulation's own, or from the coordinator's checkpoint; for a
     /// standby none yet. Strips for it are expected from now on (answer: `Loaded`).

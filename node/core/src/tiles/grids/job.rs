@@ -16,6 +16,7 @@ use crate::output::{Event, Record};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
+use partitioner::DeviceId;
 use partitioner::tiles::{Block, GridError, GridPlan};
 use recut::Recut;
 use search::Search;
@@ -195,15 +196,26 @@ impl GridJob {
         let token = ids.next();
         self.phase = Phase::Planning { token };
         self.recut.planned();
+        self.ask_for_plan(token, without.clone(), None, out);
+    }
+
+    /// Asks for the best cut by what is known of the nodes, to be compared with the present one where that is given.
+    fn ask_for_plan(
+        &self,
+        token: u64,
+        without: BTreeSet<NodeId>,
+        present: Option<(Vec<(DeviceId, Block)>, u32)>,
+        out: &mut VecDeque<GridOutput>,
+    ) {
         out.push_back(GridOutput::Plan {
             token,
             job: Some(self.spec.job),
             work: Box::new(self.spec.work.clone()),
             depth: self.spec.depth,
             resident: self.resident(),
-            without: without.clone(),
+            without,
             paces: self.recut.paces(),
-            present: None,
+            present,
         });
     }
 

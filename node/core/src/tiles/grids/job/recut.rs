@@ -153,16 +153,7 @@ impl GridJob {
         let token = ids.next();
         self.recut.token = Some(token);
         let present = self.tiles.iter().map(|tile| (tile.owner.into(), tile.block)).collect();
-        out.push_back(GridOutput::Plan {
-            token,
-            job: Some(self.spec.job),
-            work: Box::new(self.spec.work.clone()),
-            depth: self.spec.depth,
-            resident: self.resident(),
-            without: self.recut.lost.clone(),
-            paces: self.recut.paces(),
-            present: Some((present, self.depth)),
-        });
+        self.ask_for_plan(token, self.recut.lost.clone(), Some((present, self.depth)), out);
     }
 
     /// The best cut there is now: it is taken where it pays.
