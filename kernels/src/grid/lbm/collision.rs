@@ -4,6 +4,7 @@ use crate::cpu::simd::Simd;
 use crate::grid::number::Number;
 
 /// Where a block of rows is, what it pulls from, and how it collides.
+#[derive(Clone, Copy)]
 pub(crate) struct Part<N> {
     /// Where the first cell pulls each population from; as many as the lattice has.
     pub(super) from: [*const N; POPULATIONS_MAX],

@@ -68,7 +68,7 @@ where
     }
 
     /// `stream`: past the caches.
-    unsafe fn run(&self, isa: Isa, part: Part<N>, stream: bool) {
+    unsafe fn run(&self, isa: Isa, part: &Part<N>, stream: bool) {
         // SAFETY: the caller's contract.
         unsafe {
             match (self.halves.is_some(), self.force != [0.0; 3]) {
@@ -80,7 +80,7 @@ where
         }
     }
 
-    unsafe fn run_as<const FIELD: bool, const FORCE: bool>(isa: Isa, part: Part<N>, stream: bool) {
+    unsafe fn run_as<const FIELD: bool, const FORCE: bool>(isa: Isa, part: &Part<N>, stream: bool) {
         // SAFETY: the caller's contract.
         unsafe {
             if stream {
@@ -155,7 +155,7 @@ where
         };
         // SAFETY: blocks and a cell around them are in the planes by the caller's contract and the padding of rows; the
         // instruction set was detected.
-        unsafe { self.run(isa, part, self.stream) }
+        unsafe { self.run(isa, &part, self.stream) }
     }
 
     fn row_wise(&self) -> Option<&dyn RowWise> {
@@ -206,14 +206,15 @@ where
         };
         // SAFETY: blocks and a cell around them are in the rows by the caller's contract and their padding; the instruction set
         // was detected.
-        unsafe { self.run(isa, part, self.stream && manner.writes_memory) }
+        unsafe { self.run(isa, &part, self.stream && manner.writes_memory) }
     }
 }
 
-struct Collide<const D: usize, N, const FIELD: bool, const FORCE: bool, const STREAM: bool>(Part<N>);
+/// A row takes as long as a few copies of its `Part`: it is made once and read once.
+struct Collide<'a, const D: usize, N, const FIELD: bool, const FORCE: bool, const STREAM: bool>(&'a Part<N>);
 
 impl<const D: usize, N: Number, const FIELD: bool, const FORCE: bool, const STREAM: bool> Kernel
-    for Collide<D, N, FIELD, FORCE, STREAM>
+    for Collide<'_, D, N, FIELD, FORCE, STREAM>
 where
     LatticeFluid<D>: Lattice,
 {
@@ -221,7 +222,7 @@ where
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let part = self.0;
+        let part = *self.0; // a copy of its own, which nothing that is written can change
         aligned_frame();
         // SAFETY: the contract of `Stepper::rows`, passed on.
         unsafe {
