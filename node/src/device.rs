@@ -165,7 +165,9 @@ mod tests {
                         *other == me && there.region == regions[me] && there.shift == link.shift.map(|shift| -shift)
                     };
                     let there = all[*peer].iter().position(back).unwrap();
-                    strips.push((*peer, there, tiles[me].pack(number).unwrap()));
+                    let mut strip = Vec::new();
+                    tiles[me].pack_into(number, &mut strip).unwrap();
+                    strips.push((*peer, there, strip));
                 }
             }
             strips.iter().for_each(|(peer, link, strip)| tiles[*peer].unpack(*link, strip).unwrap());

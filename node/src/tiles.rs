@@ -20,6 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak, mpsc};
 use std::time::Instant;
 use transport::frame::Dtype;
+use transport::spare::Buffer;
 
 pub mod states;
 #[cfg(test)]
@@ -450,7 +451,9 @@ impl Making<'_> {
         let dtype = dtype(self.simulation.rule().costs().cell_bits);
         let mut sizes = Vec::with_capacity(self.work.strips_out.len());
         for &(link, id) in &self.work.strips_out {
-            let mut strip = tile.pack(link.into()).map_err(|e| e.to_string())?;
+            let room = tile.bytes_out(link.into()).map_err(|e| e.to_string())?;
+            let mut strip = Buffer::with_room(room);
+            tile.pack_into(link.into(), &mut strip).map_err(|e| e.to_string())?;
             if strip.is_empty() {
                 // Nothing crosses there, but the neighbour waits for the step: a frame has at least one element.
                 strip.resize(dtype.bytes() as usize, 0);

@@ -19,6 +19,7 @@ mod probe;
 pub mod quic;
 pub mod revocation;
 mod socket;
+pub mod spare;
 mod throttle;
 pub mod ticket;
 mod wire;

@@ -263,19 +263,19 @@ impl<R: Runtime> GpuTile<R> {
         Ok(self.strips_at(link)?.bytes_in)
     }
 
-    /// What a neighbour needs for its next cycle, fetched from the device for all neighbours at once. While a step is half
-    /// made: of the new state.
+    /// Adds what a neighbour needs for its next cycle to `strip`, fetched from the device for all neighbours at once. While a
+    /// step is half made: of the new state.
     ///
     /// # Errors
     /// There is no such link, or the device failed.
-    pub fn pack(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
+    pub fn pack_into(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
         self.strips_at(link)?;
         if !self.exchange.is_fetched() {
             let state = if self.half { &self.next } else { &self.state };
             self.exchange.fetch(&self.client, state, &self.memory);
             check(&self.client)?;
         }
-        self.exchange.packed(link)
+        self.exchange.packed(link, strip)
     }
 
     /// Takes the strip that a neighbour packed after the same step. When the last one is here, the halo is fresh.

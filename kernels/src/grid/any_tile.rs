@@ -141,11 +141,11 @@ pub trait GridTile: Fields + Send {
     /// There is no such link.
     fn bytes_in(&self, link: usize) -> Result<usize, GridError>;
 
-    /// What a neighbour needs for its next cycle.
+    /// Adds what a neighbour needs for its next cycle to `strip`.
     ///
     /// # Errors
     /// There is no such link, or the device failed.
-    fn pack(&mut self, link: usize) -> Result<Vec<u8>, GridError>;
+    fn pack_into(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError>;
 
     /// Takes the strip that a neighbour packed after the same step.
     ///
@@ -363,8 +363,8 @@ impl GridTile for Tile {
         self.bytes_in(link)
     }
 
-    fn pack(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
-        Tile::pack(self, link)
+    fn pack_into(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
+        Tile::pack_into(self, link, strip)
     }
 
     fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {

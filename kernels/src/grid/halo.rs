@@ -112,13 +112,23 @@ impl Tile {
     /// # Errors
     /// There is no such link.
     pub fn pack(&self, link: usize) -> Result<Vec<u8>, GridError> {
+        let mut strip = Vec::new();
+        self.pack_into(link, &mut strip)?;
+        Ok(strip)
+    }
+
+    /// As [`Self::pack`], added to what there is.
+    ///
+    /// # Errors
+    /// As [`Self::pack`].
+    pub fn pack_into(&self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
         let strips = self.strips_at(link)?;
-        let mut strip = Vec::with_capacity(strips.bytes_out);
+        strip.reserve_exact(strips.bytes_out);
         let planes = if self.half > 0 { &self.next } else { &self.state };
         for (field, span) in strips.out.iter().enumerate() {
-            read(&self.frame, planes, field, span, &mut strip);
+            read(&self.frame, planes, field, span, strip);
         }
-        Ok(strip)
+        Ok(())
     }
 
     /// Takes the strip that a neighbour packed after the same step. When the last one is here, the halo is fresh.

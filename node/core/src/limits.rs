@@ -123,6 +123,8 @@ pub const SAVES_WAITING_MAX: usize = 2;
 pub const REPORTS_KEPT: usize = 16;
 /// How often whoever computes a tile says how far it is.
 pub const TILE_PROGRESS: Duration = Duration::from_millis(200);
+/// And for so long it says so each [`TILE_HELD`], once it begins or goes on: how long a loss held all up is worth knowing.
+pub const TILE_BEGINS: Duration = Duration::from_secs(2);
 /// How often a standby tells those it is fed by what it holds.
 pub const TILE_HELD: Duration = Duration::from_millis(20);
 /// How soon a standby asks for a snapshot again that did not come, or came too late.

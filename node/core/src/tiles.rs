@@ -19,7 +19,7 @@ pub use run::{TileMade, TileWork};
 pub use succession::{Inheritance, Will, WilledTile};
 
 use crate::id::{Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
-use crate::limits::{JOBS_MAX, ORPHAN_MAX, TILE_HELD, TILE_PROGRESS};
+use crate::limits::{JOBS_MAX, ORPHAN_MAX, TILE_BEGINS, TILE_HELD, TILE_PROGRESS};
 use crate::message::{FrameHeader, Message};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -92,6 +92,8 @@ pub struct Tiles {
 #[derive(Debug)]
 struct Held {
     epoch: Epoch,
+    /// Until when progress is told often: it has just begun, or goes on after a loss.
+    begins_until: Instant,
     coordinator_heard: Instant,
     succession: Succession,
     runs: BTreeMap<u16, TileRun>,
@@ -99,7 +101,8 @@ struct Held {
 
 impl Held {
     fn new(now: Instant, epoch: Epoch) -> Self {
-        Held { epoch, coordinator_heard: now, succession: Succession::default(), runs: BTreeMap::new() }
+        let (succession, runs) = (Succession::default(), BTreeMap::new());
+        Held { epoch, begins_until: now, coordinator_heard: now, succession, runs }
     }
 
     /// The coordinator gave a sign of life.
@@ -375,6 +378,7 @@ impl Tiles {
     fn go(&mut self, now: Instant, from: NodeId, job: JobId, at: &[u32]) {
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.minter == from) else { return };
         let epoch = held.epoch;
+        held.begins_until = now + TILE_BEGINS;
         // What was not asked for again is not wanted.
         let over: Vec<u16> = held.runs.iter().filter(|(_, run)| run.epoch != epoch).map(|(&tile, _)| tile).collect();
         for tile in over {
@@ -560,6 +564,9 @@ impl Tiles {
         if now >= self.held_at && !jobs.is_empty() {
             self.held_at = now + TILE_HELD;
             jobs.iter().for_each(|&job| self.tell_held(now, job));
+            let begins = |job: &&JobId| self.jobs.get(job).is_some_and(|held| now < held.begins_until);
+            let begin: Vec<JobId> = jobs.iter().filter(begins).copied().collect();
+            begin.into_iter().for_each(|job| self.tell_progress(job));
         }
         if now >= self.progress_at && !jobs.is_empty() {
             self.progress_at = now + TILE_PROGRESS;
@@ -572,7 +579,8 @@ impl Tiles {
     /// When to come back, and who asked.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let shadows = self.jobs.values().flat_map(|held| held.runs.values()).any(TileRun::is_shadow);
-        let held = shadows.then_some((self.held_at, "tiles: standbys say what they hold"));
+        let begin = self.jobs.values().any(|held| self.held_at < held.begins_until);
+        let held = (shadows || begin).then_some((self.held_at, "tiles: standbys say what they hold"));
         let progress = (!self.jobs.is_empty()).then_some((self.progress_at, "tiles: progress is told"));
         held.into_iter().chain(progress).min()
     }

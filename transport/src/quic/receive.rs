@@ -8,6 +8,7 @@ use crate::compress;
 use crate::event::{Event, Received};
 use crate::frame::{self, Codec, Expectation, FrameError, HEADER_BYTES, Incoming, RawHeader};
 use crate::probe;
+use crate::spare::Buffer;
 use quinn::{ReadExactError, RecvStream, SendStream, VarInt};
 use std::{io, sync::Arc};
 use tokio::io::AsyncReadExt;
@@ -115,7 +116,7 @@ async fn one_frame(
     let incoming = raw.check(expected).map_err(Failure::Frame)?;
     peer.frame_passed();
     let credit = credit(&peer.frames_arrived, incoming.raw_length).await.ok_or(Failure::Gone)?;
-    let mut payload = vec![0; incoming.wire_length];
+    let mut payload = Buffer::of(incoming.wire_length);
     recv.read_exact(&mut payload).await.map_err(|_| Failure::Gone)?;
     incoming.check(&payload).map_err(Failure::Frame)?;
     let payload = unpack(incoming, payload).await.map_err(Failure::Frame)?;
@@ -124,9 +125,9 @@ async fn one_frame(
     Ok(())
 }
 
-async fn unpack(incoming: Incoming, payload: Vec<u8>) -> Result<Vec<u8>, FrameError> {
+async fn unpack(incoming: Incoming, payload: Buffer) -> Result<Buffer, FrameError> {
     let Incoming { head, codec, raw_length, .. } = incoming;
-    let work = move || compress::unpack(codec, head.dtype, payload, raw_length);
+    let work = move || compress::unpack(codec, head.dtype, payload.into(), raw_length).map(Buffer::from);
     if codec == Codec::Raw || raw_length <= UNPACK_HERE_MAX {
         return work();
     }

@@ -73,8 +73,8 @@ impl<R: Runtime> GridTile for GpuTile<R> {
         self.bytes_in(link)
     }
 
-    fn pack(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
-        self.pack(link)
+    fn pack_into(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
+        self.pack_into(link, strip)
     }
 
     fn unpack(&mut self, link: usize, strip: &[u8]) -> Result<(), GridError> {

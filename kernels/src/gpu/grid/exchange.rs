@@ -120,8 +120,8 @@ impl Exchange {
         self.packed = Packed::Coming(submitted(client.clone(), strips.handle));
     }
 
-    /// The strip for a neighbour, of the state that was fetched.
-    pub(super) fn packed(&mut self, link: usize) -> Result<Vec<u8>, GridError> {
+    /// Adds the strip for a neighbour, of the state that was fetched.
+    pub(super) fn packed(&mut self, link: usize, strip: &mut Vec<u8>) -> Result<(), GridError> {
         if let Packed::Coming(coming) = &mut self.packed {
             let bytes = cubecl::future::block_on(coming.as_mut());
             let bytes = bytes.map_err(failed).map(|mut all| all.pop());
@@ -130,7 +130,10 @@ impl Exchange {
             self.packed = Packed::Here(self.part(&bytes));
         }
         match &self.packed {
-            Packed::Here(strips) if link < strips.len() => Ok(strips[link].clone()),
+            Packed::Here(strips) if link < strips.len() => {
+                strip.extend_from_slice(&strips[link]);
+                Ok(())
+            }
             Packed::Here(_) | Packed::Nothing | Packed::Coming(_) => {
                 Err(GridError::NoLink { link, links: self.strips.len() })
             }
