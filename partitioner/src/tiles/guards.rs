@@ -32,13 +32,16 @@ pub struct TileStandby {
     pub snapshot_every_ns: u64,
 }
 
-/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries.
+/// Nanoseconds from one snapshot of a tile to the next: fetching them takes a tenth of what the link carries, or up to a quarter
+/// where that keeps what is made again short beside what it takes to agree.
 pub(super) fn snapshot_every_ns(work: &GridWork, block: &Block, link: &Link) -> u64 {
     let cells = u128::from(block.cells()) * u128::from(work.cell_bits) / 8;
     let fetched = cells * 1_000_000_000 / u128::from(link.bytes_per_second.max(1));
     let copied = u64::try_from(cells * 1_000_000_000 / COPY_BYTES_PER_SECOND * 50).unwrap_or(u64::MAX);
     let least = copied.clamp(SNAPSHOT_LEAST_NS, SNAPSHOT_COPIED_NS);
-    u64::try_from(fetched * 10).unwrap_or(u64::MAX).clamp(least, SNAPSHOT_MOST_NS)
+    let quick = u128::from(SNAPSHOT_QUICK_NS);
+    let every = if fetched * 4 <= quick { quick.min(fetched * 10) } else { fetched * 10 };
+    u64::try_from(every).unwrap_or(u64::MAX).clamp(least, SNAPSHOT_MOST_NS)
 }
 
 /// Nanoseconds in which a tile's neighbours send it so many bytes of halos: what they keep must reach back to a snapshot.
@@ -51,6 +54,8 @@ pub fn halos_last_ns(work: &GridWork, block: &Block, depth: u32, step_ns: u64, b
 
 /// More often is not noticed: agreeing on who goes on takes longer than what is made again.
 const SNAPSHOT_LEAST_NS: u64 = 200_000_000;
+/// A quarter of a link is not taken for more than this.
+const SNAPSHOT_QUICK_NS: u64 = 250_000_000;
 /// A snapshot is copied within the owner's memory too, which costs steps: a fiftieth of the time, but once a second it may.
 const SNAPSHOT_COPIED_NS: u64 = 1_000_000_000;
 /// What is made again takes as long as it did.

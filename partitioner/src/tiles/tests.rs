@@ -250,6 +250,10 @@ fn snapshots_take_a_tenth_of_the_link() {
     assert!(gigabit.abs_diff(24_159_191_040) < 10, "{gigabit}");
     assert_eq!(every(100_000_000_000), 1_000_000_000);
     assert_eq!(every(0), 30_000_000_000);
+    // A small tile's takes a fifth: 6 MB every quarter of a second.
+    let small = Block { from: [0; 3], to: [416, 416, 1] };
+    let link = Link { rtt_ns: 1_000_000, bytes_per_second: 125_000_000 };
+    assert_eq!(snapshot_every_ns(&work, &small, &link), 250_000_000);
 }
 
 #[test]
