@@ -183,12 +183,9 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
         let mut mesh = mesh(4, MEMORY);
         let text = job(steps, &format!("standby = {tier:?}"));
         let file = folder.job(&text);
-        if tier == "warm" {
-            let api = mesh.nodes[0].api.to_string();
-            let plan = Command::new(meshnode()).arg("plan").arg(&file).args(["--json", "--api", &api]).output();
-            let plan: Value = serde_json::from_slice(&plan.expect("the program runs").stdout).expect("a plan");
-            eprintln!("predicted: {}", plan["standbys"]);
-        }
+        let api = mesh.nodes[0].api.to_string();
+        let plan = Command::new(meshnode()).arg("plan").arg(&file).args(["--json", "--api", &api]).output();
+        let plan: Value = serde_json::from_slice(&plan.expect("the program runs").stdout).expect("a plan");
         let out = folder.out(&format!("hot{kill}"));
         let run = submit(Some(&mesh.nodes[0]), &file, &out, &[]);
         // Somewhere in the run, once standbys are there.
@@ -209,10 +206,16 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
         let any = mesh.nodes.iter().skip(1).position(|node| owns(&all, node));
         let victim = &mut mesh.nodes[1 + best.or(any).expect("an owner beside the submitter")];
         victim.kill();
+        let lost = all.iter().position(|name| *name == victim.name).expect("its tile");
+        let predicted = plan["standbys"].as_array().and_then(|all| all.iter().find(|standby| standby["tile"] == lost));
+        let predicted = predicted.map_or(Value::Null, |standby| standby["stall_ms"].clone());
+        if predicted.is_null() {
+            eprintln!("nobody was to stand by for it: {plan}");
+        }
         let report = run.finish();
         assert_eq!(hash(&report), hash(&alone), "{report}");
         assert_eq!(report["losses"], 1, "{report}");
-        eprintln!("killed at step {at}: {} ms without a step", report["longest_stall_ms"]);
+        eprintln!("killed at step {at}: {} ms without a step, {predicted} predicted", report["longest_stall_ms"]);
         assert_eq!(pictures(&out), pictures(&folder.out("solo")), "every picture is there, and the same");
     }
 }
@@ -261,7 +264,7 @@ fn over_a_slow_link_halos_are_as_deep_as_it_takes() {
     let steps = if size == SIZE { 300 } else { 2000 };
     let text = job(steps, "").replace(&format!("[{SIZE}, {SIZE}]"), &format!("[{size}, {size}]"));
     let file = folder.job(&text.replace("every = 100", &format!("every = {steps}")));
-    let alone = submit(None, &file, &folder.out("alone"), &["--threads", "2"]).finish();
+    let alone = submit(None, &file, &folder.out("alone"), &["--threads", "2", "--device", "cpu"]).finish();
     let mut mesh = Mesh::relayed(1);
     let narrow = Link { latency: Duration::from_millis(10), bytes_per_second: Some(125_000_000), ..Link::PLAIN };
     mesh.relay.as_ref().expect("a relay").links(narrow);

@@ -79,6 +79,11 @@ fn simulation_text(report: &Value) -> String {
     if !standbys.is_empty() {
         let mut rows = vec![row(["TILE", "STANDBY", "TIER", "STALL IF LOST"])];
         for standby in standbys {
+            if let Some(back_to) = standby["back_to"].as_str() {
+                let cells = [standby["tile"].to_string(), "nobody has the room".into(), "none".into()];
+                rows.push(cells.into_iter().chain([format!("all go back to {back_to}")]).collect());
+                continue;
+            }
             let (usual, most) = (standby["stall_ms"].as_f64(), standby["stall_max_ms"].as_f64());
             let usual = format!("about {:.0} ms", usual.unwrap_or(0.0));
             let stall = match standby["snapshot_every_s"].as_f64().zip(most) {

@@ -52,9 +52,15 @@ impl NodeHandle {
         let names = self.names().await;
         let (plan, standbys) = answer?;
         let mut report = report(&simulation, &work, &plan, &names);
-        let standbys: Vec<Value> = standbys
-            .iter()
-            .map(|standby| {
+        let guarded = |tile: usize| standbys.iter().find(|standby| usize::from(standby.tile) == tile);
+        let tiles = if tier == Tier::None { 0 } else { plan.tiles().len() };
+        let standbys: Vec<Value> = (0..tiles)
+            .map(|tile| {
+                let Some(standby) = guarded(tile) else {
+                    let back_to =
+                        if simulation.checkpoint_every().is_some() { "the last checkpoint" } else { "the beginning" };
+                    return json!({"tile": tile, "node": null, "tier": tier_name(Tier::None), "back_to": back_to});
+                };
                 let node = hex(&NodeId(standby.device.0));
                 let [usual, most] = stalls_ms(tier, &work, &plan, standby);
                 let snapshots = (tier == Tier::Warm).then_some(standby.snapshot_every_ns as f64 / 1e9);

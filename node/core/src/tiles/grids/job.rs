@@ -477,8 +477,10 @@ impl GridJob {
             return;
         }
         self.recut.fleet_changed(now);
-        if self.phase == Phase::Running && self.standbys_at.is_none() && self.lacks_standbys() {
-            self.standbys_at = Some(now + STANDBY_RETRY);
+        if self.phase == Phase::Running && self.lacks_standbys() {
+            // Somebody may have the room now, or was not known when it was looked for.
+            let soon = now + STANDBY_RETRY;
+            self.standbys_at = Some(self.standbys_at.map_or(soon, |at| at.min(soon)));
         }
     }
 
