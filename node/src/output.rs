@@ -91,7 +91,7 @@ impl Writer {
             }
             OutputKind::Gif => {
                 let path = folder.join(format!("{quantity}.gif"));
-                Format::Gif(animation::Animation::open(path, painter(), spec.range.is_some(), from)?)
+                Format::Gif(animation::Animation::open(path, painter(), spec, from)?)
             }
             OutputKind::Zarr => Format::Zarr(zarr::Array::open(simulation, spec, folder, from)?),
             OutputKind::Vtk => Format::Vtk(vtk::Series::open(folder, &quantity, from)?),

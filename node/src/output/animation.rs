@@ -8,14 +8,12 @@ use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
 use gif::{AnyExtension, Encoder, EncodingError, Frame, Repeat};
-use kernels::grid::simulation::Field;
+use kernels::grid::simulation::{Field, OutputSpec};
 
 use super::colours::{palette, wider};
 use super::files::{failed, replace};
 use super::{OutputError, Painter};
 
-/// Hundredths of a second that a frame is shown: what browsers do not slow down.
-const DELAY: u16 = 4;
 /// The byte that ends a file.
 const END: &[u8] = &[0x3b];
 /// The comment extension.
@@ -30,6 +28,8 @@ pub(super) struct Animation {
     painter: Painter,
     /// Whether the job says the range of colours. Else it is the widest one so far.
     fixed: bool,
+    /// Hundredths of a second that a frame is shown.
+    delay: u16,
     header: Vec<u8>,
     /// Invariant: these frames, one after the other from the header on, and the end mark are the file.
     frames: Vec<Part>,
@@ -45,8 +45,9 @@ struct Part {
 }
 
 impl Animation {
-    pub(super) fn open(path: PathBuf, painter: Painter, fixed: bool, from: u64) -> Result<Self, OutputError> {
-        let mut animation = Self { path, painter, fixed, header: Vec::new(), frames: Vec::new() };
+    pub(super) fn open(path: PathBuf, painter: Painter, spec: &OutputSpec, from: u64) -> Result<Self, OutputError> {
+        let (fixed, delay) = (spec.range.is_some(), 100 / spec.fps.max(1));
+        let mut animation = Self { path, painter, fixed, delay, header: Vec::new(), frames: Vec::new() };
         animation.header = animation.encoded(&|_| Ok(())).map_err(|error| failed(&animation.path, &error))?;
         // What is not ours, or not readable, is begun anew.
         animation.frames = animation.scan().unwrap_or_default();
@@ -69,7 +70,7 @@ impl Animation {
             encoder.write_frame(&Frame {
                 width: picture.width as u16,
                 height: picture.height as u16,
-                delay: DELAY,
+                delay: self.delay,
                 buffer: picture.pixels.as_slice().into(),
                 ..Frame::default()
             })

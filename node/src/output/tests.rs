@@ -87,7 +87,7 @@ fn ranges_are_never_empty() {
 
 #[test]
 fn a_film_is_complete_after_every_frame_and_goes_on_after_a_restart() {
-    for range in ["", "range = [-100, 100]"] {
+    for range in ["", "range = [-100, 100]\nfps = 10"] {
         let simulation = job("[32, 16]", HEAT, &format!("kind = \"gif\"\nevery = 10\nfolder = \"f\"\n{range}"));
         let [whole, again] = [(); 2].map(|()| tempfile::tempdir().unwrap());
         let film = |out: &TempDir| fs::read(out.path().join("f/temperature.gif")).unwrap();
@@ -101,6 +101,9 @@ fn a_film_is_complete_after_every_frame_and_goes_on_after_a_restart() {
         let counts: Vec<usize> = frames.iter().map(Vec::len).collect();
         assert_eq!(counts, (1..=11).collect::<Vec<_>>());
         one.finish().unwrap();
+        let film_now = film(&whole);
+        let mut decoder = gif::DecodeOptions::new().read_info(&film_now[..]).unwrap();
+        assert_eq!(decoder.read_next_frame().unwrap().unwrap().delay, if range.is_empty() { 4 } else { 10 });
 
         // Stopped in the midst of a frame, gone on from a checkpoint before it, frames given twice.
         let mut two = writer(&simulation, &again, 0);

@@ -18,6 +18,9 @@ pub const FRAME_SIZE_MAX: usize = 8192;
 const FRAME_SIZE: usize = 1024;
 /// The same for animations, whose size is that of all their frames.
 const ANIMATION_SIZE: usize = 512;
+/// Frames a second of a film, where nothing is said, and at most: a GIF counts in hundredths of a second, and what is shown for
+/// one alone many programs show ten times as long.
+const FPS: [u16; 2] = [25, 50];
 
 /// What is written every so many steps.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +41,8 @@ pub struct OutputSpec {
     pub size_max: usize,
     /// The layer of a grid in three dimensions that frames show.
     pub layer: usize,
+    /// Frames of a film that are shown each second.
+    pub fps: u16,
 }
 
 /// As what it is written.
@@ -171,7 +176,12 @@ fn output(
     let range = range.or(matches!(what, Kind::Life).then_some([0.0, 1.0]));
     let colours = keys.get("colours").map(|item| item.word(&COLOURS)).transpose()?;
     let usual = if kind == OutputKind::Gif { ANIMATION_SIZE } else { FRAME_SIZE };
-    let (mut size_max, mut layer) = (usual, grid.size()[2] / 2);
+    let (mut size_max, mut layer, mut fps) = (usual, grid.size()[2] / 2, FPS[0]);
+    if kind == OutputKind::Gif
+        && let Some(item) = keys.get("fps")
+    {
+        fps = item.whole(1..=FPS[1].into())? as u16;
+    }
     if kind.is_picture() {
         if let Some(item) = keys.get("size_max") {
             size_max = item.whole(16..=FRAME_SIZE_MAX as u64)? as usize;
@@ -183,7 +193,7 @@ fn output(
         }
     }
     let colours = colours.unwrap_or_else(|| Colours::of(quantity));
-    Ok(OutputSpec { kind, quantity: quantity.into(), every, folder, range, colours, size_max, layer })
+    Ok(OutputSpec { kind, quantity: quantity.into(), every, folder, range, colours, size_max, layer, fps })
 }
 
 fn folder(item: &Item<'_>) -> Result<String, SimulationError> {

@@ -125,6 +125,8 @@ fn each_error_names_its_place() {
         (also("[[output]]\nkind = \"gif\""), "(output[0])", "expected `every`"),
         (also("[[output]]\nkind = \"mp4\"\nevery = 1"), "line 9, column 8 (output[0].kind)", "\"png\" or \"gif\""),
         (also("[[output]]\nkind = \"png\"\nevery = 0"), "(output[0].every)", "from 1"),
+        (also("[[output]]\nkind = \"gif\"\nevery = 1\nfps = 100"), "(output[0].fps)", "to 50"),
+        (also("[[output]]\nkind = \"png\"\nevery = 1\nfps = 20"), "(output[0].fps)", "there is no such key"),
         (
             also("[[output]]\nkind = \"png\"\nevery = 1\nquantity = \"u\""),
             "(output[0].quantity)",
