@@ -213,14 +213,16 @@ impl LocalNode {
         }
     }
 
-    /// Waits until it sees `count` living members, itself included.
+    /// Waits until it sees `count` living members, itself included, and knows what each offers: without, nothing can be planned
+    /// with them.
     ///
     /// # Errors
     /// As [`Self::wait_state`].
     pub fn wait_members(&self, count: usize, limit: Duration) -> std::io::Result<Value> {
         self.wait_state(limit, |state| {
-            let alive = |p: &&Value| p["state"] == "alive";
-            state["peers"].as_array().is_some_and(|peers| peers.iter().filter(alive).count() == count)
+            let peers = state["peers"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let mut alive = peers.iter().filter(|peer| peer["state"] == "alive");
+            alive.clone().count() == count && alive.all(|peer| peer["memory_total"].as_u64() > Some(0))
         })
     }
 

@@ -17,8 +17,8 @@ use partitioner::tiles::Block;
 use states::{StateName, States};
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Weak, mpsc};
-use std::time::Instant;
+use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::time::{Duration, Instant};
 use transport::frame::Dtype;
 use transport::spare::Buffer;
 
@@ -115,7 +115,7 @@ pub fn spawn(hands: Hands) -> std::io::Result<Commands> {
     let (sender, commands) = mpsc::channel();
     let sender = Arc::new(sender);
     let own = Arc::downgrade(&sender);
-    let tiles = Tiles { tiles: HashMap::new(), threads: None, pending: VecDeque::new(), own, hands };
+    let tiles = Tiles { tiles: HashMap::new(), threads: None, pending: VecDeque::new(), watch: None, own, hands };
     std::thread::Builder::new().name("tiles".into()).spawn(move || tiles.run(&commands))?;
     Ok(sender)
 }
@@ -126,6 +126,8 @@ struct Tiles {
     threads: Option<Threads>,
     /// Runs that a GPU is at, in its order: at most one of each tile, since the core waits for the answer.
     pending: VecDeque<Pending>,
+    /// Who waits for devices, started with the first run that one is told.
+    watch: Option<mpsc::Sender<(Mark, Arc<End>)>>,
     /// For those who make initial states.
     own: Weak<mpsc::Sender<Command>>,
     hands: Hands,
@@ -138,8 +140,8 @@ struct Held {
     tile: Option<Box<dyn GridTile>>,
     /// Its initial state is being made.
     loading: Option<Loading>,
-    /// The end of the last run of a tile without neighbours, which is answered while the device is at it.
-    ahead: Option<Mark>,
+    /// The last run that a device was told.
+    last: Option<Launched>,
 }
 
 struct Loading {
@@ -148,14 +150,38 @@ struct Loading {
     waiting: mpsc::Receiver<()>,
 }
 
-/// A run that is launched.
+/// When a run was done, or why not.
+type End = OnceLock<Result<Instant, String>>;
+
+/// A run that a device was told.
+#[derive(Clone)]
+struct Launched {
+    began: Instant,
+    end: Arc<End>,
+    /// That of the run before, which it waits for.
+    after: Option<Arc<End>>,
+    answered: Arc<OnceLock<Instant>>,
+}
+
+impl Launched {
+    /// Waits for it, and says when it was done and for how many nanoseconds the device was at it.
+    fn wait(&self) -> Result<(Instant, u64), String> {
+        let end = self.end.wait().clone()?;
+        let free = self.after.as_ref().and_then(|before| before.get()?.clone().ok());
+        let begin = free.map_or(self.began, |free| free.max(self.began));
+        Ok((end, nanos(end.saturating_duration_since(begin))))
+    }
+}
+
+/// A run that is to be answered: while the device is at it, when the one before is done, so that the device has its next one
+/// before it ends this; the last one of all when it is done itself.
 struct Pending {
     job: JobId,
     tile: u16,
     work: WorkId,
-    began: Instant,
-    /// Answered when this is reached.
-    mark: Mark,
+    before: Option<Launched>,
+    this: Launched,
+    last: bool,
     made: TileMade,
 }
 
@@ -197,10 +223,14 @@ impl Tiles {
             Command::Run(work) => {
                 let (job, tile, id, began) = (work.job, work.tile, work.work, Instant::now());
                 match guarded(|| self.compute(&work)) {
-                    Ok((made, mark)) => {
-                        let run = Pending { job, tile, work: id, began, mark, made };
-                        if run.mark.is_reached() { self.finish(run) } else { self.pending.push_back(run) }
+                    Ok((mut made, mark)) if mark.is_reached() => {
+                        made.compute_ns = nanos(began.elapsed());
+                        self.answer(GridInput::Made { job, tile, work: id, result: Ok(made) });
                     }
+                    Ok((made, mark)) => match self.launched(&work, began, mark, made) {
+                        Ok(run) => self.pending.push_back(run),
+                        Err(reason) => self.answer(GridInput::Made { job, tile, work: id, result: Err(reason) }),
+                    },
                     Err(reason) => self.answer(GridInput::Made { job, tile, work: id, result: Err(reason) }),
                 }
             }
@@ -222,12 +252,40 @@ impl Tiles {
 
     /// Answers a run when it is made.
     fn finish(&self, run: Pending) {
-        let Pending { job, tile, work, began, mark, mut made } = run;
-        let result = guarded(|| mark.wait().map_err(|e| e.to_string())).map(|()| {
-            made.compute_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            made
-        });
+        let Pending { job, tile, work, before, this, last, mut made } = run;
+        let wait = || {
+            if let Some(before) = before {
+                let (end, took) = before.wait()?;
+                made.compute_ns = took;
+                if let Some(answered) = before.answered.get() {
+                    made.overlap_ns = nanos(end.min(this.began).saturating_duration_since(*answered));
+                }
+            }
+            if last {
+                made.compute_ns += this.wait()?.1;
+            }
+            Ok(())
+        };
+        let result = wait().map(|()| made);
+        let _ = this.answered.set(Instant::now());
         self.answer(GridInput::Made { job, tile, work, result });
+    }
+
+    /// A device was told a run, and is at it until the mark.
+    fn launched(&mut self, work: &TileWork, began: Instant, mark: Mark, made: TileMade) -> Result<Pending, String> {
+        let (job, tile) = (work.job, work.tile);
+        let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is not here")?;
+        let before = held.last.take();
+        let after = before.as_ref().map(|before| before.end.clone());
+        let this = Launched { began, end: Arc::default(), after, answered: Arc::default() };
+        held.last = Some(this.clone());
+        let last = work.to == held.order.schedule.steps;
+        let watch = match &self.watch {
+            Some(watch) => watch,
+            None => self.watch.insert(watcher()?),
+        };
+        watch.send((mark, this.end.clone())).map_err(|_| "nobody waits for the device any more")?;
+        Ok(Pending { job, tile, work: work.work, before, this, last, made })
     }
 
     fn answer(&self, input: GridInput) {
@@ -257,7 +315,7 @@ impl Tiles {
             Some((_, held)) => held.simulation.clone(),
             None => Arc::new(Simulation::from_bytes(&order.simulation).map_err(|e| e.to_string())?),
         };
-        let mut held = Held { simulation, order, tile: None, loading: None, ahead: None };
+        let mut held = Held { simulation, order, tile: None, loading: None, last: None };
         let mut step = None;
         let warm = held.order.standby == Some(node_core::tiles::order::Tier::Warm);
         if !warm {
@@ -375,14 +433,25 @@ impl Tiles {
         }
         let mut making = Making { work, hands: &self.hands, simulation: &held.simulation, made: TileMade::default() };
         making.steps(&mut **tile, threads)?;
-        let (alone, last) = (held.order.tiles.len() == 1, work.to == held.order.schedule.steps);
-        let (made, mark, before) = (making.made, tile.mark(), held.ahead.take());
-        if !alone || last {
-            return Ok((made, mark));
-        }
-        held.ahead = Some(mark);
-        Ok((made, before.unwrap_or_else(Mark::reached)))
+        Ok((making.made, tile.mark()))
     }
+}
+
+/// Starts whoever waits for devices; ends with the sender. What waits here is bounded: two runs of each tile.
+fn watcher() -> Result<mpsc::Sender<(Mark, Arc<End>)>, String> {
+    let (sender, marks) = mpsc::channel::<(Mark, Arc<End>)>();
+    let watch = move || {
+        for (mark, end) in marks {
+            let result = guarded(|| mark.wait().map_err(|e| e.to_string()));
+            let _ = end.set(result.map(|()| Instant::now()));
+        }
+    };
+    std::thread::Builder::new().name("device".into()).spawn(watch).map_err(|e| format!("no thread: {e}"))?;
+    Ok(sender)
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Held {

@@ -87,8 +87,10 @@ struct Busy {
 /// What an executor made of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct TileMade {
-    /// Nanoseconds it worked.
+    /// Nanoseconds it worked; a device that is told ahead, on the run before.
     pub compute_ns: u64,
+    /// Nanoseconds for which a device was still at the run before when that was answered, and this one not begun.
+    pub overlap_ns: u64,
     /// Reports, by step.
     pub reports: Vec<(u32, Report)>,
     /// States put aside, and their bytes.
@@ -385,6 +387,7 @@ impl TileRun {
             self.step_ns = took.max(self.step_ns - self.step_ns / 8);
         }
         self.figures.compute_ns += made.compute_ns;
+        self.figures.wait_ns = self.figures.wait_ns.saturating_sub(made.overlap_ns);
         for (step, kind, bytes) in made.saves {
             if kind == SaveKind::Snapshot {
                 // Older ones are no use to anybody.
