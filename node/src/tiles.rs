@@ -278,13 +278,14 @@ impl Tiles {
         let before = held.last.take();
         let after = before.as_ref().map(|before| before.end.clone());
         let this = Launched { began, end: Arc::default(), after, answered: Arc::default() };
-        held.last = Some(this.clone());
         let last = work.to == held.order.schedule.steps;
         let watch = match &self.watch {
             Some(watch) => watch,
             None => self.watch.insert(watcher()?),
         };
         watch.send((mark, this.end.clone())).map_err(|_| "nobody waits for the device any more")?;
+        // Now somebody will say when it ends.
+        held.last = Some(this.clone());
         Ok(Pending { job, tile, work: work.work, before, this, last, made })
     }
 
