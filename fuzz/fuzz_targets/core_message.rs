@@ -67,6 +67,7 @@ fn config() -> Config {
             memory_free: 1 << 30,
             bytes_per_second: 1 << 30,
             flops_per_second: 1 << 30,
+            copy_bytes_per_second: 1 << 30,
             step_ns: 1000,
             numerics: 1,
             pass_steps: 1,

@@ -2,7 +2,7 @@
 //!
 //! Decoding one sequence reads every weight once per token, so tokens times bytes against the measured read bandwidth
 //! says how much of the machine is used. All figures are medians of rounds in which every measurement takes its turn.
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -17,6 +17,10 @@ use crate::pool::Pool;
 use crate::quant::{QuantType, random_blocks};
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
 use crate::weights::ModelFile;
+
+mod sampler;
+
+pub use sampler::{SamplerFigures, sampler};
 
 /// What to measure.
 #[derive(Clone, Copy, Debug)]
@@ -111,28 +115,34 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     })
 }
 
-/// What a plan needs to know of a processor: how fast the engine's own products are.
+/// What a plan needs to know of a device: how fast the engine's own products are on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Speed {
     /// Bytes of quantised weights per second when each serves one row: decode.
     pub weight_bytes_s: u64,
     /// Multiplications and additions per second when each weight serves many rows: prefill.
     pub flops_s: u64,
+    /// Nanoseconds of a step that computes nothing: hand-overs, launch, round trip to the device.
+    pub step_ns: u64,
 }
 
-/// Measures [`Speed`] with this many threads, in about a third of a second.
+/// Measures the processor's [`Speed`] with this many threads, in about a third of a second. It reads at most `memory` bytes
+/// of weights (at least four small matrices): a node whose stages fit into the caches computes them from there.
 ///
 /// # Errors
 /// No threads to be had.
-pub fn speed(threads: usize) -> Result<Speed, StageError> {
+pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     /// Rows and columns of the matrices: a small model's, so that the hand-over between threads counts as it does there.
     const SIDE: usize = 1024;
     const KIND: QuantType = QuantType::Q4_1;
     const PROMPT: usize = 64;
+    /// Matrices that the prompt goes through; as few as there ever are.
+    const PREFILLED: usize = 4;
     let isa = Isa::detect();
     let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
     let one = random_blocks(KIND, SIDE * SIDE / KIND.block_len(), 1);
-    let bytes = one.repeat(beyond_caches() / one.len() + 1);
+    let most = usize::try_from(memory).unwrap_or(usize::MAX);
+    let bytes = one.repeat((beyond_caches().min(most) / one.len()).max(PREFILLED));
     let matrices = bytes.chunks_exact(one.len()).filter_map(|bytes| Matrix::new(KIND, SIDE, SIDE, bytes));
     let matrices: Vec<Matrix<'_>> = matrices.collect();
     let (row, prompt) = (some_rows(isa, 1, SIDE), some_rows(isa, PROMPT, SIDE));
@@ -150,13 +160,46 @@ pub fn speed(threads: usize) -> Result<Speed, StageError> {
         passes.split_off(1).into_iter().fold(f64::INFINITY, f64::min)
     };
     let decode = seconds(&row, &matrices);
-    let few = &matrices[..4];
+    let few = &matrices[..PREFILLED];
     let prefill = seconds(&prompt, few);
     Ok(Speed {
         weight_bytes_s: ((matrices.len() * one.len()) as f64 / decode) as u64,
         flops_s: ((few.len() * SIDE * SIDE * 2 * PROMPT) as f64 / prefill) as u64,
+        step_ns: hand_over_ns(),
     })
 }
+
+/// Nanoseconds until work has got to a sleeping thread and its answer back, as each step of a stage does.
+fn hand_over_ns() -> u64 {
+    let (ask, asked) = mpsc::channel::<()>();
+    let (answer, answered) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let answers = move || asked.iter().all(|()| answer.send(()).is_ok());
+        if std::thread::Builder::new().spawn_scoped(scope, answers).is_err() {
+            return 0; // nothing was measured
+        }
+        let once = || {
+            std::thread::sleep(ASLEEP);
+            let start = Instant::now();
+            let whole = ask.send(()).is_ok() && answered.recv().is_ok();
+            if whole { start.elapsed() } else { Duration::ZERO }
+        };
+        let times = (0..HAND_OVERS).map(|_| once()).collect();
+        drop(ask);
+        usual_ns(times)
+    })
+}
+
+/// The time of which a quarter of the measurements are faster: others use the machine too, but not always.
+pub(crate) fn usual_ns(mut times: Vec<Duration>) -> u64 {
+    times.sort_unstable();
+    times.get(times.len() / 4).map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// Measurements of a hand-over.
+const HAND_OVERS: usize = 16;
+/// After this long without work threads and drivers sleep, as they do between two tokens.
+pub(crate) const ASLEEP: Duration = Duration::from_millis(2);
 
 /// No further pass begins after this.
 const MEASURE: Duration = Duration::from_millis(150);
@@ -256,8 +299,11 @@ mod tests {
     #[test]
     fn a_speed_is_measured_quickly() {
         let start = Instant::now();
-        let speed = speed(2).unwrap();
-        assert!(speed.weight_bytes_s > 1 << 20 && speed.flops_s > 1 << 20, "{speed:?}");
+        for memory in [u64::MAX, 0] {
+            let speed = speed(2, memory).unwrap();
+            assert!(speed.weight_bytes_s > 1 << 20 && speed.flops_s > 1 << 20, "{memory}: {speed:?}");
+            assert!((1_000..1_000_000_000).contains(&speed.step_ns), "{memory}: {speed:?}");
+        }
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed()); // far less without other load
     }
 }

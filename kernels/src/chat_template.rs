@@ -1,17 +1,19 @@
 //! A conversation as the one string that a model was trained on: its own Jinja template, run by minijinja.
 use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, Error, ErrorKind, context};
+use minijinja::{Error, ErrorKind, context};
 use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
 
+use crate::tokenizer::{Tokenizer, TokenizerError};
 use crate::weights::{Metadata, WeightsError};
+
+mod guard;
 
 /// Used for models without a template: ChatML, the most common format. What such a model makes of it is not known, so
 /// callers tell their user ([`ChatTemplate::is_fallback`]).
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + \
                       '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' \
                       }}{% endif %}";
-/// Steps of a template: a conversation of a hundred thousand messages, but no endless loop.
-const FUEL: u64 = 50_000_000;
 /// Bytes of a rendered prompt; what the tokenizer takes at once.
 const RENDERED_BYTES_MAX: usize = crate::tokenizer::TEXT_BYTES_MAX;
 
@@ -24,10 +26,11 @@ pub struct ChatMessage {
     pub content: String,
 }
 
-/// A parsed template.
+/// A template that was parsed once. Each rendering parses it again: the engine's instructions borrow from the text, and a
+/// prompt's first token takes a thousand times longer.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    source: String,
     bos: String,
     eos: String,
     fallback: bool,
@@ -55,20 +58,10 @@ impl ChatTemplate {
     /// # Errors
     /// [`ChatTemplateError::Syntax`].
     pub fn parse(source: Option<&str>, bos: String, eos: String) -> Result<Self, ChatTemplateError> {
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_filter("tojson", to_json);
-        environment.add_function("strftime_now", |format: String| strftime(&format, std::time::SystemTime::now()));
-        environment
-            .add_template_owned("chat", source.unwrap_or(CHATML).to_owned())
-            .map_err(|e| ChatTemplateError::Syntax(describe(&e)))?;
-        Ok(Self { environment, bos, eos, fallback: source.is_none() })
+        let fallback = source.is_none();
+        let source = source.unwrap_or(CHATML).to_owned();
+        guard::run(&source, None).map_err(|e| ChatTemplateError::Syntax(describe(&e)))?;
+        Ok(Self { source, bos, eos, fallback })
     }
 
     /// The model has no template of its own: this is ChatML.
@@ -77,54 +70,65 @@ impl ChatTemplate {
         self.fallback
     }
 
-    /// The prompt of a conversation; `add_generation_prompt` opens the assistant's turn. To be encoded with control
-    /// tokens parsed.
+    /// Token ids of a conversation; `add_generation_prompt` opens the assistant's turn. Control tokens come from the
+    /// template alone: a message that spells one (`<|im_end|>`) is text, so that a user who only writes messages cannot end a turn
+    /// or speaks as another role. For that the template sees such a text with a character in it that occurs nowhere else.
+    ///
+    /// # Errors
+    /// As [`Self::render`], or a text that cannot be encoded.
+    pub fn encode(
+        &self,
+        tokenizer: &Tokenizer,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>, ChatTemplateError> {
+        let used = |mark: &char| self.source.contains(*mark) || messages.iter().any(|m| m.content.contains(*mark));
+        // Private use: no trimming, folding or JSON changes these.
+        let mut marks = ('\u{e000}'..='\u{f8ff}').chain('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}');
+        let Some(mark) = marks.find(|mark| !used(mark)) else { return Err(ChatTemplateError::NoMark) };
+        let mut spelt = false;
+        let marked = messages.iter().map(|message| match tokenizer.mark_control(&message.content, mark) {
+            Some(content) => {
+                spelt = true;
+                ChatMessage { role: message.role.clone(), content }
+            }
+            None => message.clone(),
+        });
+        let prompt = self.render(&marked.collect::<Vec<_>>(), add_generation_prompt)?;
+        Ok(if spelt { tokenizer.encode_marked_prompt(&prompt, mark)? } else { tokenizer.encode_prompt(&prompt)? })
+    }
+
+    /// The prompt of a conversation as text; `add_generation_prompt` opens the assistant's turn. [`Self::encode`] makes its
+    /// tokens.
     ///
     /// # Errors
     /// [`ChatTemplateError::Render`]: the template refused the conversation (such as two user turns in a row) or failed;
     /// [`ChatTemplateError::TooLong`].
     pub fn render(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String, ChatTemplateError> {
-        let failed = |e: Error| ChatTemplateError::Render(describe(&e));
-        let template = self.environment.get_template("chat").map_err(failed)?;
         let messages = Value::from_serialize(messages);
         let (bos_token, eos_token) = (&self.bos, &self.eos);
-        let mut out = Bounded(Vec::new());
-        let result = template.render_captured_to(
-            context! { messages, add_generation_prompt, bos_token, eos_token, tools => Value::from(()) },
-            &mut out,
-        );
-        match result {
-            Ok(_) => String::from_utf8(out.0).map_err(|e| ChatTemplateError::Render(e.to_string())),
-            Err(_) if out.0.len() >= RENDERED_BYTES_MAX => Err(ChatTemplateError::TooLong),
-            Err(e) => Err(failed(e)),
+        let context = context! { messages, add_generation_prompt, bos_token, eos_token, tools => Value::from(()) };
+        match guard::run(&self.source, Some(context)) {
+            Ok(text) if text.len() > RENDERED_BYTES_MAX => Err(ChatTemplateError::TooLong),
+            Ok(text) => Ok(text),
+            Err(e) => Err(ChatTemplateError::Render(describe(&e))),
         }
     }
 }
 
-/// Takes bytes up to the bound, then fails the rendering.
-struct Bounded(Vec<u8>);
-
-impl std::io::Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let room = RENDERED_BYTES_MAX - self.0.len();
-        self.0.extend_from_slice(&bytes[..bytes.len().min(room)]);
-        if bytes.len() > room { Err(std::io::ErrorKind::WriteZero.into()) } else { Ok(bytes.len()) }
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// The error with its causes on one line.
+/// The error with its causes on one line; a template may put any amount of text into one.
 fn describe(error: &Error) -> String {
+    const CHARS_MAX: usize = 1000;
     let mut text = error.to_string();
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
         text = format!("{text}: {cause}");
         source = cause.source();
     }
-    text
+    match text.char_indices().nth(CHARS_MAX) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
 }
 
 /// JSON as Python's `json.dumps` spaces it, which is what models saw in training; nothing is escaped for HTML.
@@ -160,26 +164,12 @@ fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
 
 /// The current date (UTC) in the directives that templates use.
 fn strftime(format: &str, now: std::time::SystemTime) -> Result<String, Error> {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     // A clock before 1970 reads as 1970.
     let seconds = now.duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    let (year, month, day) = civil(days);
-    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
+    let now = i64::try_from(seconds).ok().and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok());
+    let now =
+        now.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "strftime_now: the clock is past the year 9999"))?;
+    let (month, weekday) = (now.month().to_string(), now.weekday().to_string());
     let mut out = String::new();
     let mut chars = format.chars();
     while let Some(c) = chars.next() {
@@ -188,17 +178,17 @@ fn strftime(format: &str, now: std::time::SystemTime) -> Result<String, Error> {
             continue;
         }
         out += &match chars.next() {
-            Some('Y') => format!("{year:04}"),
-            Some('y') => format!("{:02}", year % 100),
-            Some('m') => format!("{month:02}"),
-            Some('d') => format!("{day:02}"),
-            Some('B') => month_name.to_owned(),
-            Some('b') => month_name[..3].to_owned(),
-            Some('A') => day_name.to_owned(),
-            Some('a') => day_name[..3].to_owned(),
-            Some('H') => format!("{:02}", second / 3600),
-            Some('M') => format!("{:02}", second / 60 % 60),
-            Some('S') => format!("{:02}", second % 60),
+            Some('Y') => format!("{:04}", now.year()),
+            Some('y') => format!("{:02}", now.year() % 100),
+            Some('m') => format!("{:02}", u8::from(now.month())),
+            Some('d') => format!("{:02}", now.day()),
+            Some('B') => month.clone(),
+            Some('b') => month[..3].to_owned(),
+            Some('A') => weekday.clone(),
+            Some('a') => weekday[..3].to_owned(),
+            Some('H') => format!("{:02}", now.hour()),
+            Some('M') => format!("{:02}", now.minute()),
+            Some('S') => format!("{:02}", now.second()),
             Some('%') => "%".to_owned(),
             other => {
                 let what = format!("strftime_now: directive %{} is not supported", other.unwrap_or(' '));
@@ -207,18 +197,6 @@ fn strftime(format: &str, now: std::time::SystemTime) -> Result<String, Error> {
         };
     }
     Ok(out)
-}
-
-/// Year, month and day of a day counted from 1970-01-01 (the Gregorian calendar in eras of 400 years that begin in March).
-fn civil(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468;
-    let (era, of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let from_march = (5 * of_year + 2) / 153;
-    let day = of_year - (153 * from_march + 2) / 5 + 1;
-    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
 }
 
 /// Why there is no prompt.
@@ -233,6 +211,12 @@ pub enum ChatTemplateError {
     /// The template refused the conversation or failed.
     #[error("the model's chat template does not take these messages: {0}")]
     Render(String),
+    /// The prompt cannot be encoded.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// Control tokens of the messages cannot be told from the template's.
+    #[error("the messages contain every character of Unicode's private-use areas; leave some out")]
+    NoMark,
     /// A longer prompt than is encoded at once.
     #[error("the rendered prompt exceeds {RENDERED_BYTES_MAX} bytes")]
     TooLong,

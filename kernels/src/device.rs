@@ -13,6 +13,33 @@ pub struct Device {
     pub memory_total: u64,
     /// Bytes not in use now.
     pub memory_free: u64,
+    /// The memory is the device's own, not a part of the machine's.
+    pub own_memory: bool,
+}
+
+impl Device {
+    /// Whether a software driver (llvmpipe, lavapipe) pretends to be a GPU: slower than the processor's own kernels.
+    fn is_software(&self) -> bool {
+        let name = self.name.to_lowercase();
+        ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|software| name.contains(software))
+    }
+}
+
+/// The GPUs among `devices` that stay idle when `used` computes. A card that both CUDA and Vulkan list counts once, as CUDA.
+#[must_use]
+pub fn idle_gpus<'a>(devices: &'a [Device], used: &Device) -> Vec<&'a Device> {
+    let listed_by_cuda = |name: &str| devices.iter().any(|d| matches!(d.id, DeviceId::Cuda(_)) && d.name == name);
+    let in_use = match used.id {
+        DeviceId::Cpu | DeviceId::Cuda(_) => Some(used),
+        // Which of several equal cards a Vulkan number means is unknown: the first counts as the one in use.
+        DeviceId::Vulkan(_) => devices.iter().find(|d| d.name == used.name && d.id != DeviceId::Cpu),
+    };
+    let idle = |d: &&Device| match d.id {
+        DeviceId::Cpu => false,
+        DeviceId::Cuda(_) => in_use.is_none_or(|used| used.id != d.id),
+        DeviceId::Vulkan(_) => !d.is_software() && !listed_by_cuda(&d.name) && d.id != used.id,
+    };
+    devices.iter().filter(idle).collect()
 }
 
 /// A kind of device and its number.
@@ -87,12 +114,8 @@ impl DeviceChoice {
         let wanted = match self {
             DeviceChoice::This(id) => id,
             DeviceChoice::Auto => {
-                // A software driver (llvmpipe, lavapipe) is slower than the processor's own kernels.
-                let software = |d: &Device| {
-                    ["llvmpipe", "lavapipe", "swiftshader"].iter().any(|s| d.name.to_lowercase().contains(s))
-                };
                 let cuda = devices.iter().find(|d| matches!(d.id, DeviceId::Cuda(_)));
-                let vulkan = devices.iter().find(|d| matches!(d.id, DeviceId::Vulkan(_)) && !software(d));
+                let vulkan = devices.iter().find(|d| matches!(d.id, DeviceId::Vulkan(_)) && !d.is_software());
                 cuda.or(vulkan).map_or(DeviceId::Cpu, |d| d.id)
             }
         };
@@ -121,6 +144,7 @@ pub fn cpu() -> Device {
         name: name.into(),
         memory_total: kib("MemTotal:").unwrap_or(0) << 10,
         memory_free: kib("MemAvailable:").unwrap_or(0) << 10,
+        own_memory: false,
     }
 }
 
@@ -129,7 +153,7 @@ mod tests {
     use super::*;
 
     fn device(id: DeviceId, name: &str) -> Device {
-        Device { id, name: name.into(), memory_total: 1, memory_free: 1 }
+        Device { id, name: name.into(), memory_total: 1, memory_free: 1, own_memory: false }
     }
 
     #[test]
@@ -144,6 +168,20 @@ mod tests {
         }
         let real = [device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(0), "Radeon")];
         assert_eq!(DeviceChoice::Auto.pick(&real).map(|d| d.id), Ok(DeviceId::Vulkan(0)));
+    }
+
+    #[test]
+    fn gpus_that_stay_idle_are_named_once_each() {
+        let (cpu, software) = (device(DeviceId::Cpu, "x"), device(DeviceId::Vulkan(2), "llvmpipe (LLVM 15)"));
+        let cuda = |number| device(DeviceId::Cuda(number), "RTX 3090");
+        let (same, radeon) = (device(DeviceId::Vulkan(0), "RTX 3090"), device(DeviceId::Vulkan(1), "Radeon"));
+        let here = [cpu.clone(), cuda(0), cuda(1), same.clone(), radeon.clone(), software];
+        let idle = |used: &Device| idle_gpus(&here, used).iter().map(|d| d.id.to_string()).collect::<Vec<_>>();
+        assert_eq!(idle(&cuda(0)), ["cuda:1", "vulkan:1"]);
+        assert_eq!(idle(&cuda(1)), ["cuda:0", "vulkan:1"]);
+        assert_eq!(idle(&same), ["cuda:1", "vulkan:1"], "one of the two cards is in use");
+        assert_eq!(idle(&radeon), ["cuda:0", "cuda:1"]);
+        assert_eq!(idle(&cpu), ["cuda:0", "cuda:1", "vulkan:1"]);
     }
 
     #[test]

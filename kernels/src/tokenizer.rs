@@ -129,17 +129,25 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError::TooLong`], or a text that the vocabulary's own rules cannot encode.
     pub fn encode(&self, text: &str, parse_special: bool) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_pieces(text, parse_special, None)
+    }
+
+    fn encode_pieces(&self, text: &str, parse_special: bool, mark: Option<char>) -> Result<Vec<u32>, TokenizerError> {
         if text.len() > TEXT_BYTES_MAX {
             return Err(TokenizerError::TooLong { bytes: text.len() });
         }
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut rest = text;
+        let plain = |piece: &str, ids: &mut Vec<u32>| match mark {
+            Some(mark) if piece.contains(mark) => self.encode_plain(&piece.replace(mark, ""), ids),
+            _ => self.encode_plain(piece, ids),
+        };
         while let Some((at, id, len)) = self.specials.find(rest, parse_special) {
-            self.encode_plain(&rest[..at], &mut ids)?;
+            plain(&rest[..at], &mut ids)?;
             ids.push(id);
             rest = &rest[at + len..];
         }
-        self.encode_plain(rest, &mut ids)?;
+        plain(rest, &mut ids)?;
         Ok(ids)
     }
 
@@ -149,14 +157,50 @@ impl Tokenizer {
     /// # Errors
     /// As [`Self::encode`].
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
-        let mut ids = self.encode(text, true)?;
+        let ids = self.encode(text, true)?;
+        Ok(self.with_bos(ids))
+    }
+
+    /// [`Self::encode_prompt`] of a text with marks that [`Self::mark_control`] made: they keep what they are in from
+    /// becoming a control token, and are left out.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(crate) fn encode_marked_prompt(&self, text: &str, mark: char) -> Result<Vec<u32>, TokenizerError> {
+        let ids = self.encode_pieces(text, true, Some(mark))?;
+        Ok(self.with_bos(ids))
+    }
+
+    /// The text with a mark behind the first character of all that would become a control token, or whose beginning it
+    /// has at its end, where what follows might complete it. `None`: there is no such thing.
+    pub(crate) fn mark_control(&self, text: &str, mark: char) -> Option<String> {
+        let mut marked = String::new();
+        let mut copied = 0;
+        for (at, first) in text.char_indices() {
+            let Some(specials) = self.specials.by_first_byte.get(&text.as_bytes()[at]) else { continue };
+            let rest = &text[at..];
+            if specials.iter().any(|s| s.control && (rest.starts_with(&s.text) || s.text.starts_with(rest))) {
+                let end = at + first.len_utf8();
+                marked.push_str(&text[copied..end]);
+                marked.push(mark);
+                copied = end;
+            }
+        }
+        if copied == 0 {
+            return None;
+        }
+        marked.push_str(&text[copied..]);
+        Some(marked)
+    }
+
+    fn with_bos(&self, mut ids: Vec<u32>) -> Vec<u32> {
         if self.add_bos
             && let Some(bos) = self.bos
             && ids.first() != Some(&bos)
         {
             ids.insert(0, bos);
         }
-        Ok(ids)
+        ids
     }
 
     fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
@@ -361,6 +405,12 @@ pub enum TokenizerError {
     /// The metadata contradicts itself.
     #[error("malformed tokenizer: {0}")]
     Malformed(String),
+    /// A folder of weights without the file that has the vocabulary.
+    #[error("{folder} has no tokenizer.json: weights alone cannot read or write text; fetch the model's whole folder", folder = .folder.display())]
+    NoFile {
+        /// The folder.
+        folder: std::path::PathBuf,
+    },
     /// A sound description of something that is not supported.
     #[error("unsupported tokenizer: {0}")]
     Unsupported(String),

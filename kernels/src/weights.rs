@@ -154,7 +154,8 @@ impl ModelFile {
             if inner.is_file() {
                 return Self::map(&inner, partial);
             }
-            let what = "is a directory without model.safetensors; expected that, or a .gguf file";
+            let what = "is a folder without model.safetensors: expected that file, in one part, beside config.json and \
+                        tokenizer.json, or the path of a .gguf file";
             return Err(WeightsError::Unsupported(format!("{} {what}", path.display())));
         }
         // SAFETY: the mapping is read-only and private to this process's view; the documented condition on `ModelFile`
@@ -297,6 +298,13 @@ impl ModelFile {
     /// # Errors
     /// [`TokenizerError`]: no vocabulary, an inconsistent one, or a kind that is not supported.
     pub fn tokenizer(&self) -> Result<Tokenizer, TokenizerError> {
+        // Only a folder on this disk has a header of its own for peers.
+        let folder = self.path.as_deref().filter(|_| self.served_header.is_some()).and_then(Path::parent);
+        if let Some(folder) = folder
+            && self.metadata.text("tokenizer.ggml.model")?.is_none()
+        {
+            return Err(TokenizerError::NoFile { folder: folder.to_owned() });
+        }
         Tokenizer::from_metadata(&self.metadata)
     }
 

@@ -2,18 +2,25 @@
 //! of axum.
 //!
 //! Next: `api/guard.rs` (who may call), `api/openai.rs`, `api/generation.rs` (one request from order to end).
+use crate::api_key::ApiKey;
+use crate::folders::Folders;
 use crate::telemetry::Metrics;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::header;
-use axum::routing::{delete, get, post};
+use axum::routing::{MethodRouter, delete, get, post};
 use error::ApiError;
+use guard::{Access, Guard, Keys};
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 pub mod engine;
 mod error;
+mod fields;
 mod generation;
 mod grids;
 mod guard;
@@ -23,31 +30,50 @@ mod management;
 mod openai;
 mod pieces;
 mod request;
+mod sessions;
 
 pub use engine::Engine;
+pub(crate) use management::INVITE_TTL_MAX;
 
 /// Largest request body: a prompt of a million tokens of four bytes, with room for JSON's escapes.
 const BODY_BYTES_MAX: usize = 8 << 20;
+/// Longest time that a body may take to arrive: the largest over a link of half a megabit.
+const BODY_TIME_MAX: Duration = Duration::from_secs(150);
 
 /// A bound API, ready to serve.
 pub struct Api {
     listener: tokio::net::TcpListener,
-    key: Option<String>,
+    keys: Keys,
+    folders: Folders,
 }
 
 impl Api {
-    /// Takes the address. Anything but loopback is refused without a key.
+    /// Takes the address. With `key`, every caller must present it; anything but loopback is refused without.
     ///
     /// # Errors
     /// [`BindError`].
     pub async fn bind(address: SocketAddr, key: Option<String>) -> Result<Self, BindError> {
-        let key = key.filter(|k| !k.is_empty());
+        let key = key.filter(|k| !k.is_empty()).map(ApiKey::given);
         if !address.ip().is_loopback() && key.is_none() {
             return Err(BindError::Unprotected(address));
         }
         let listener =
             tokio::net::TcpListener::bind(address).await.map_err(|source| BindError::Taken { address, source })?;
-        Ok(Self { listener, key })
+        Ok(Self { listener, keys: Keys { node: None, everyone: key }, folders: Folders::default() })
+    }
+
+    /// Requests that administer the node must carry this key, or the key of [`Self::bind`].
+    #[must_use]
+    pub fn administered_with(mut self, key: ApiKey) -> Self {
+        self.keys.node = Some(key);
+        self
+    }
+
+    /// Where simulations that are submitted here may write.
+    #[must_use]
+    pub fn writing_below(mut self, folders: Folders) -> Self {
+        self.folders = folders;
+        self
     }
 
     /// Where it listens.
@@ -68,10 +94,17 @@ impl Api {
         metrics: Metrics,
         stop: impl Future<Output = ()> + Send,
     ) -> io::Result<()> {
-        let router = router(App { engine, metrics, answers: idempotency::Answers::default() }, self.key);
-        let serving = axum::serve(listener::Bounded::new(self.listener), router).into_future();
+        let guard = Guard::new(self.keys);
+        let app = App {
+            engine,
+            metrics,
+            answers: idempotency::Answers::default(),
+            guard: guard.clone(),
+            folders: Arc::new(self.folders),
+        };
+        let router = router(app, &guard);
         tokio::select! {
-            ended = serving => ended,
+            () = listener::serve(self.listener, router, listener::Limits::default()) => Ok(()),
             () = stop => Ok(()),
         }
     }
@@ -101,65 +134,95 @@ struct App<E> {
     engine: E,
     metrics: Metrics,
     answers: idempotency::Answers,
+    guard: Guard,
+    folders: Arc<Folders>,
 }
 
-fn router<E: Engine>(app: App<E>, key: Option<String>) -> Router {
-    let guard = guard::Guard { key: key.map(Into::into) };
-    Router::new()
-        .route("/v1/models", get(openai::models::<E>))
-        .route("/v1/models/{*name}", get(openai::model::<E>))
-        .route("/v1/chat/completions", post(openai::chat::<E>))
-        .route("/v1/completions", post(openai::completion::<E>))
-        .route("/healthz", get(management::health))
-        .route("/readyz", get(management::ready::<E>))
-        .route("/metrics", get(management::metrics::<E>))
-        .route("/api/v1/state", get(management::state::<E>))
-        .route("/api/v1/peers", get(management::peers::<E>))
-        .route("/api/v1/jobs", get(management::jobs::<E>))
-        .route("/api/v1/plan", post(management::plan::<E>))
-        .route("/api/v1/deploy", post(management::deploy::<E>))
-        .route("/api/v1/models/{*name}", delete(management::undeploy::<E>))
-        .route("/api/v1/generate", post(management::generate::<E>))
-        .route("/api/v1/grids", post(grids::submit::<E>).get(grids::list::<E>))
-        .route("/api/v1/grids/plan", post(grids::plan::<E>))
-        .route("/api/v1/grids/{job}", get(grids::view::<E>).delete(grids::cancel::<E>))
-        .route("/api/v1/grids/{job}/picture", get(grids::picture::<E>))
-        .route("/api/v1/grids/{job}/text", get(grids::text::<E>))
-        .route("/", get(grids::overview))
-        .route("/watch/{job}", get(grids::page))
-        .route("/api/v1/grids/{job}/events", get(grids::events::<E>))
-        .route("/api/v1/invite", post(management::invite::<E>))
-        .route("/api/v1/approve", post(management::approve::<E>))
-        .route("/api/v1/ban", post(management::ban::<E>))
-        .route("/api/v1/drain", post(management::drain::<E>))
-        .route("/api/v1/leave", post(management::leave::<E>))
+/// Method and path of a request, who may send it, and who answers it.
+type Route<E> = (&'static str, &'static str, Access, MethodRouter<App<E>>);
+
+/// All routes: none is reached but through here, so that each has an [`Access`].
+fn routes<E: Engine>() -> Vec<Route<E>> {
+    use Access::{Administer, Open, Public};
+    vec![
+        ("GET", "/v1/models", Open, get(openai::models::<E>)),
+        ("GET", "/v1/models/{*name}", Open, get(openai::model::<E>)),
+        ("POST", "/v1/chat/completions", Open, post(openai::chat::<E>)),
+        ("POST", "/v1/completions", Open, post(openai::completion::<E>)),
+        ("GET", "/healthz", Public, get(management::health)),
+        ("GET", "/readyz", Open, get(management::ready::<E>)),
+        ("GET", "/metrics", Open, get(management::metrics::<E>)),
+        ("GET", "/api/v1/proof", Public, get(sessions::proof::<E>)),
+        ("POST", "/api/v1/open", Administer, post(sessions::open::<E>)),
+        ("POST", "/api/v1/session", Public, post(sessions::begin::<E>)),
+        ("GET", "/api/v1/state", Open, get(management::state::<E>)),
+        ("GET", "/api/v1/peers", Open, get(management::peers::<E>)),
+        ("GET", "/api/v1/jobs", Open, get(management::jobs::<E>)),
+        ("POST", "/api/v1/plan", Open, post(management::plan::<E>)),
+        ("POST", "/api/v1/deploy", Administer, post(management::deploy::<E>)),
+        ("DELETE", "/api/v1/models/{*name}", Administer, delete(management::undeploy::<E>)),
+        ("POST", "/api/v1/generate", Open, post(management::generate::<E>)),
+        ("POST", "/api/v1/grids", Administer, post(grids::submit::<E>)),
+        ("GET", "/api/v1/grids", Open, get(grids::list::<E>)),
+        ("POST", "/api/v1/grids/plan", Open, post(grids::plan::<E>)),
+        ("GET", "/api/v1/grids/{job}", Open, get(grids::view::<E>)),
+        ("DELETE", "/api/v1/grids/{job}", Administer, delete(grids::cancel::<E>)),
+        ("GET", "/api/v1/grids/{job}/picture", Open, get(grids::picture::<E>)),
+        ("GET", "/api/v1/grids/{job}/text", Open, get(grids::text::<E>)),
+        ("GET", "/api/v1/grids/{job}/events", Open, get(grids::events::<E>)),
+        ("GET", "/", Public, get(grids::overview)),
+        ("GET", "/watch/{job}", Public, get(grids::page)),
+        ("POST", "/api/v1/invite", Administer, post(management::invite::<E>)),
+        ("POST", "/api/v1/approve", Administer, post(management::approve::<E>)),
+        ("POST", "/api/v1/ban", Administer, post(management::ban::<E>)),
+        ("POST", "/api/v1/drain", Administer, post(management::drain::<E>)),
+        ("POST", "/api/v1/leave", Administer, post(management::leave::<E>)),
+    ]
+}
+
+fn router<E: Engine>(app: App<E>, guard: &Guard) -> Router {
+    let mut router = Router::new();
+    for (_, path, access, handler) in routes::<E>() {
+        let door = axum::middleware::from_fn_with_state((guard.clone(), access), guard::admit);
+        router = router.route(path, handler.route_layer(door));
+    }
+    router
         .fallback(|request: Request| async move {
             ApiError::not_found("unknown_url", format!("there is no {} {}", request.method(), request.uri().path()))
         })
         .method_not_allowed_fallback(|request: Request| async move {
             ApiError::method(format!("{} cannot be used with {}", request.uri().path(), request.method()))
         })
-        .layer(axum::middleware::from_fn_with_state(guard, guard::check))
+        .layer(axum::middleware::from_fn_with_state(guard.clone(), guard::check))
+        .layer(axum::middleware::from_fn(listener::follow))
         .with_state(app)
 }
 
-/// The JSON body of a request.
-async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
-    parse(&body_bytes(request).await?)
+/// The JSON body of a request, an object of these fields.
+async fn body<T: DeserializeOwned>(request: Request, fields: &[fields::Field]) -> Result<T, ApiError> {
+    fields::read(&body_bytes(request).await?, fields)
 }
 
 async fn body_bytes(request: Request) -> Result<axum::body::Bytes, ApiError> {
+    body_bytes_up_to(request, BODY_BYTES_MAX).await
+}
+
+async fn body_bytes_up_to(request: Request, most: usize) -> Result<axum::body::Bytes, ApiError> {
     let media = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
     if !media.split(';').next().is_some_and(|m| m.trim().eq_ignore_ascii_case("application/json")) {
         return Err(ApiError::media_type());
     }
-    axum::body::to_bytes(request.into_body(), BODY_BYTES_MAX).await.map_err(|error| {
+    let reading = axum::body::to_bytes(request.into_body(), most);
+    let Ok(read) = tokio::time::timeout(BODY_TIME_MAX, reading).await else {
+        return Err(ApiError::too_slow(BODY_TIME_MAX));
+    };
+    read.map_err(|error| {
         let too_large = std::error::Error::source(&error).is_some_and(|e| e.to_string().contains("length limit"));
-        if too_large { ApiError::too_large(BODY_BYTES_MAX) } else { ApiError::invalid(None, error.to_string()) }
+        if too_large { ApiError::too_large(most) } else { ApiError::invalid(None, error.to_string()) }
     })
 }
 
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, ApiError> {
     serde_json::from_slice(bytes)
         .map_err(|e| ApiError::invalid(None, format!("the body is not what was expected: {e}")))
 }

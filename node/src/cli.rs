@@ -3,12 +3,13 @@
 //! Stdout carries the answer and nothing else: text, or with `--json` one object (JSON lines for streams). Everything
 //! else goes to stderr. Next: `cli/up.rs` (a node's life), `cli/run.rs` (asking a model).
 use crate::api::BindError;
-use crate::client::{Client, ClientError};
+use crate::api_key::{self, ApiKey};
+use crate::client::{Client, ClientError, Key};
 use crate::config::{self, ConfigError, ConfigFile};
 use crate::handle::NodeError;
 use crate::pull::PullError;
 use crate::telemetry::LogFormat;
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::io::Write;
@@ -30,18 +31,19 @@ mod watch;
 
 /// Runs the command line; the value is the exit code of the process.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match Cli::try_parse_from(arguments) {
+    let parsed = command().try_get_matches_from(arguments);
+    let mut cli = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print(); // help goes to stdout, mistakes to stderr
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(Failure::USAGE));
         }
     };
-    match cli.command.execute(&cli.global) {
+    match cli.global.read_config().and_then(|()| cli.command.execute(&cli.global)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if !failure.message.is_empty() {
-                let _ = writeln!(std::io::stderr(), "meshnode: {}", failure.message);
+                let _ = writeln!(std::io::stderr(), "meshnode: {}", printable(&failure.message));
             }
             ExitCode::from(failure.code)
         }
@@ -56,8 +58,25 @@ Examples:
   meshnode join mesh1…                           join it from another machine
   meshnode serve smollm2-135m                    OpenAI's API under http://127.0.0.1:9470/v1
 
-Flags come before MESHNODE_* variables, these before meshnode.toml.
+Every command takes the global options, before or after its name. Flags come before MESHNODE_* variables, these before the
+file of --config. What administers a node (invite, approve, ban, drain, leave, serve, submit, cancel, open) wants its key: a node
+of this user is found by its address, for others see --api-key-file.
 Exit codes: 0 ok, 2 usage, 3 no node reachable, 4 not authorised, 5 degraded or failed, 130 interrupted.";
+
+/// The command line. Commands' own help names the global options in one line instead of repeating them.
+fn command() -> clap::Command {
+    let command = Cli::command();
+    let global: Vec<clap::Arg> =
+        command.get_arguments().filter(|arg| arg.is_global_set()).map(|arg| arg.clone().hide(true)).collect();
+    command.mut_subcommands(|sub| shortened(sub.args(global.clone())))
+}
+
+/// With a line about the global options below the help of it and of its own subcommands.
+fn shortened(command: clap::Command) -> clap::Command {
+    const GLOBAL: &str = "Global options (--json, --api, --config, …): meshnode help";
+    let text = command.get_after_help().map_or_else(|| GLOBAL.to_owned(), |text| format!("{text}\n\n{GLOBAL}"));
+    command.after_help(text).mut_subcommands(shortened)
+}
 
 /// Machines together run what none of them can run alone.
 #[derive(Debug, Parser)]
@@ -71,7 +90,7 @@ pub struct Cli {
 
 /// Flags that every command takes.
 #[derive(Clone, Debug, Default, clap::Args)]
-#[command(next_help_heading = "For every command")]
+#[command(next_help_heading = "Global options")]
 pub(crate) struct Global {
     /// One JSON object (JSON lines for streams) on stdout
     #[arg(long, global = true)]
@@ -79,10 +98,13 @@ pub(crate) struct Global {
     /// Local API of the node: HOST:PORT [default: 127.0.0.1:9470]
     #[arg(long, global = true, value_name = "ADDR", env = "MESHNODE_API")]
     api: Option<String>,
-    /// Key that callers of the API must present; needed where it listens beyond this machine
+    /// Key that all callers of the API must present; needed where it listens beyond this machine
     #[arg(long, global = true, value_name = "KEY", env = "MESHNODE_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
-    /// Configuration file [default: ./meshnode.toml, then ~/.config/meshnode/meshnode.toml]
+    /// File with the key of the node that is asked [default: found by the node's address, for nodes of this user]
+    #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_API_KEY_FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Configuration file [default: ~/.config/meshnode/meshnode.toml]
     #[arg(long, global = true, value_name = "FILE", env = "MESHNODE_CONFIG")]
     config: Option<PathBuf>,
     /// Where fetched models are kept [default: ~/.cache/meshnode]
@@ -98,6 +120,9 @@ pub(crate) struct Global {
     /// How log lines on stderr look
     #[arg(long, global = true, value_enum, value_name = "FORMAT", default_value = "text", env = "MESHNODE_LOG_FORMAT")]
     log: LogFormat,
+    /// What the configuration file says.
+    #[arg(skip)]
+    file: ConfigFile,
 }
 
 #[derive(Debug, Subcommand)]
@@ -106,7 +131,8 @@ enum Command {
     Up(up::UpArgs),
     /// Start a node in an existing mesh
     Join(up::JoinArgs),
-    /// Tell the node to say goodbye to the mesh and end
+    /// Leave the mesh and end the node's process; returns when it has ended
+    #[command(after_help = "Example:\n  meshnode drain && meshnode leave")]
     Leave,
     /// Take no new work, and stay in the mesh; with --off take it again
     Drain(mesh::DrainArgs),
@@ -117,10 +143,13 @@ enum Command {
     /// Take a member's membership back, in the whole mesh
     Ban(mesh::BanArgs),
     /// Show the node, its mesh and its jobs
-    Status,
+    #[command(after_help = "Examples:\n  meshnode status\n  meshnode status --json | jq .peers")]
+    Status(mesh::PeersArgs),
     /// Show the members of the mesh
-    Peers,
-    /// Show the jobs that the node heads or takes part in
+    #[command(after_help = "Example:\n  meshnode peers --api 127.0.0.1:9480      another node of this machine")]
+    Peers(mesh::PeersArgs),
+    /// Show the jobs that the node coordinates or takes part in
+    #[command(after_help = "Example:\n  meshnode jobs --json")]
     Jobs,
     /// Fetch a model into the cache
     Pull(model::PullArgs),
@@ -142,9 +171,16 @@ enum Command {
     Selftest(bench::SelftestArgs),
     /// Three nodes on this machine share a model; one is killed while they speak
     Demo(bench::DemoArgs),
+    /// Print a link that opens the node's page in a browser, with the right to administer the node
+    #[command(after_help = "Examples:\n  meshnode open\n  xdg-open \"$(meshnode open)\"\n\n\
+        The link is good once, for five minutes. The right lasts as long as the browser's tab, at most 12 hours.")]
+    Open,
     /// Look for what could keep a node from working, and say what to do
     Doctor(up::DoctorArgs),
     /// Print the completion script of a shell
+    #[command(
+        after_help = "Example:\n  meshnode completions bash > ~/.local/share/bash-completion/completions/meshnode"
+    )]
     Completions {
         /// Which shell
         shell: clap_complete::Shell,
@@ -163,8 +199,8 @@ impl Command {
             Command::Invite(args) => mesh::invite(global, &args),
             Command::Approve(args) => mesh::approve(global, &args),
             Command::Ban(args) => mesh::ban(global, &args),
-            Command::Status => mesh::status(global),
-            Command::Peers => mesh::peers(global),
+            Command::Status(args) => mesh::status(global, &args),
+            Command::Peers(args) => mesh::peers(global, &args),
             Command::Jobs => mesh::jobs(global),
             Command::Pull(args) => model::pull(global, &args),
             Command::Plan(args) => plan::plan(global, &args),
@@ -176,6 +212,7 @@ impl Command {
             Command::Bench(args) => bench::bench(global, &args),
             Command::Selftest(args) => bench::selftest(global, &args),
             Command::Demo(args) => bench::demo(global, &args),
+            Command::Open => mesh::open(global),
             Command::Doctor(args) => up::doctor(global, &args),
             Command::Completions { shell } => {
                 let mut script = Vec::new();
@@ -188,21 +225,74 @@ impl Command {
 }
 
 impl Global {
-    fn client(&self) -> Client {
-        Client::new(self.api.as_deref(), self.api_key.clone())
+    /// Reads the configuration file, for every command.
+    fn read_config(&mut self) -> Result<(), Failure> {
+        let (file, path) = ConfigFile::load(self.config.as_deref())?;
+        self.file = file;
+        match path {
+            Some(path) if self.verbose > 0 => remark(format!("configuration: {}", path.display())),
+            None if std::path::Path::new("meshnode.toml").exists() => {
+                remark("meshnode.toml of this folder is not read unless it is named: --config meshnode.toml");
+            }
+            Some(_) | None => {}
+        }
+        Ok(())
     }
 
-    fn config(&self) -> Result<ConfigFile, Failure> {
-        Ok(ConfigFile::load(self.config.as_deref())?)
+    /// Where the API of the node is, as the user said.
+    fn api(&self) -> Option<String> {
+        self.api.clone().or_else(|| self.file.api.map(|address| address.to_string()))
     }
 
-    fn models_dir(&self, file: &ConfigFile) -> PathBuf {
-        let cache = self.cache_dir.clone().or_else(|| file.cache_dir.clone()).unwrap_or_else(config::cache_dir_default);
-        cache.join("models")
+    /// What all callers of a node that is started here must present.
+    fn api_key(&self) -> Option<String> {
+        self.api_key.clone().or_else(|| self.file.api_key.clone())
     }
 
-    fn cache_bytes(&self, file: &ConfigFile) -> Option<u64> {
-        self.cache_size.or(file.cache_size).map(|size| size.0)
+    fn client(&self) -> Result<Client, Failure> {
+        let api = self.api();
+        let address = api.as_deref().map_or_else(|| config::API_DEFAULT.to_string(), bare);
+        // A flag or variable for a file comes before a key in the configuration.
+        let set = |key: &Option<String>| key.clone().filter(|key| !key.is_empty());
+        let key = match (set(&self.api_key), &self.api_key_file) {
+            (Some(key), _) => Key::Given(key),
+            (None, Some(path)) => Key::Given(key_file(path)?),
+            (None, None) => match (set(&self.file.api_key), &self.file.api_key_file) {
+                (Some(key), _) => Key::Given(key),
+                (None, Some(path)) => Key::Given(key_file(path)?),
+                (None, None) => Key::in_files(api_key::candidates(&address, &self.data_dir())),
+            },
+        };
+        Ok(Client::new(api.as_deref(), key))
+    }
+
+    /// The data directory of this user's node.
+    fn data_dir(&self) -> PathBuf {
+        let variable = std::env::var_os("MESHNODE_DATA_DIR").map(PathBuf::from);
+        variable.or_else(|| self.file.data_dir.clone()).unwrap_or_else(config::data_dir_default)
+    }
+
+    fn models_dir(&self) -> PathBuf {
+        let set = self.cache_dir.clone().or_else(|| self.file.cache_dir.clone());
+        set.unwrap_or_else(config::cache_dir_default).join("models")
+    }
+
+    fn cache_bytes(&self) -> Option<u64> {
+        self.cache_size.or(self.file.cache_size).map(|size| size.0)
+    }
+}
+
+/// `HOST:PORT` of what `--api` may be.
+fn bare(api: &str) -> String {
+    api.strip_prefix("http://").unwrap_or(api).trim_end_matches('/').to_owned()
+}
+
+/// The key in a file that the user named.
+fn key_file(path: &std::path::Path) -> Result<String, Failure> {
+    match ApiKey::read(path) {
+        Ok(Some(key)) => Ok(key.as_str().to_owned()),
+        Ok(None) => Err(Failure::usage(format!("--api-key-file {}: there is no such file", path.display()))),
+        Err(why) => Err(Failure::usage(format!("--api-key-file: {why}"))),
     }
 }
 
@@ -215,6 +305,12 @@ fn say(text: impl std::fmt::Display) {
 /// A remark beside the answer.
 fn remark(text: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// An error as a terminal may show it: some quote files and answers, whose control characters would steer it.
+fn printable(text: &str) -> String {
+    let is_plain = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
+    text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
 }
 
 /// The answer as JSON with `--json`, else as `text` puts it.
@@ -291,7 +387,7 @@ impl From<ConfigError> for Failure {
 impl From<PullError> for Failure {
     fn from(error: PullError) -> Self {
         let code = match &error {
-            PullError::Reference(_) | PullError::NoFile { .. } => Self::USAGE,
+            PullError::Reference(_) | PullError::Folder(_) | PullError::NoFile { .. } => Self::USAGE,
             PullError::NoSource { .. } => Self::UNREACHABLE,
             PullError::DiskFull { .. }
             | PullError::Storage { .. }
@@ -307,21 +403,59 @@ impl From<PullError> for Failure {
 mod tests {
     use super::*;
 
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::from_arg_matches(&command().try_get_matches_from(format!("meshnode {line}").split(' '))?)
+    }
+
+    fn help(line: &str) -> String {
+        parse(line).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_help_of_a_command_names_the_global_options_in_one_line() {
+        let top = help("--help");
+        for option in ["--json", "--api-key-file", "--config", "--cache-size", "--log"] {
+            assert!(top.contains(option), "{option}: {top}");
+        }
+        for line in ["drain --help", "help serve", "bench decode --help", "up -h", "status --help"] {
+            let text = help(line);
+            assert!(text.contains("Global options (--json, --api, --config, …): meshnode help"), "{line}: {text}");
+            assert!(!text.contains("--cache-size") && !text.contains("MESHNODE_LOG_FORMAT"), "{line}: {text}");
+        }
+        assert!(help("drain --help").contains("meshnode drain --off"), "examples stay");
+        let set = |line: &str| parse(line).unwrap().global;
+        assert!(set("bench net --json").json && set("--json bench net").json);
+        assert_eq!(set("drain --api 127.0.0.1:1").api.as_deref(), Some("127.0.0.1:1"));
+    }
+
+    #[test]
+    fn a_ticket_without_a_unit_or_without_an_end_is_a_usage_error() {
+        for (line, words) in [("invite --ttl 0s", "30d"), ("invite --ttl 5", "5m"), ("invite --ttl 31d", "30d")] {
+            let said = help(line);
+            assert!(said.contains(words), "{line}: {said}");
+        }
+    }
+
     #[test]
     fn the_command_line_is_sound() {
-        Cli::command().debug_assert();
+        command().debug_assert();
+    }
+
+    #[test]
+    fn control_characters_of_a_file_do_not_reach_the_terminal() {
+        assert_eq!(printable("found \u{1b}[2Jé\u{7}\nnext"), "found \\u{1b}[2Jé\\u{7}\nnext");
     }
 
     #[test]
     fn every_command_of_the_plan_is_there() {
-        let names: Vec<String> = Cli::command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        let names: Vec<String> = command().get_subcommands().map(|c| c.get_name().to_owned()).collect();
         for name in
-            "up join leave drain invite approve ban status peers jobs pull plan run serve submit watch cancel bench selftest demo doctor completions"
+            "up join leave drain invite approve ban status peers jobs pull plan run serve submit watch cancel bench selftest demo open doctor completions"
                 .split(' ')
         {
             assert!(names.contains(&name.to_owned()), "{name} is missing");
         }
-        assert_eq!(names.len(), 22, "a command that the plan does not have: {names:?}");
+        assert_eq!(names.len(), 23, "a command that the plan does not have: {names:?}");
     }
 
     #[test]
@@ -336,6 +470,8 @@ mod tests {
             "approve 12D3",
             "ban old-laptop",
             "status --json --api 127.0.0.1:9",
+            "peers --all",
+            "run m --keep",
             "pull smollm2-135m --json",
             "plan smollm2-135m --json",
             "run m --prompt p --max-tokens 5 --greedy --activations f32 --boundary lossless --json",
@@ -346,10 +482,15 @@ mod tests {
             "watch 01234567 --every 2s",
             "plan sim.toml",
             "bench decode --json",
+            "bench device --device cpu --threads 2 --json",
             "selftest --device cpu",
             "completions bash",
+            "open --api 127.0.0.1:9",
+            "--api 127.0.0.1:9 --api-key-file /d/api.key drain",
+            "invite --ttl 30d",
+            "up --output-dir /srv/a --output-dir /srv/b",
         ] {
-            Cli::try_parse_from(format!("meshnode {line}").split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
+            parse(line).unwrap_or_else(|e| panic!("{line}: {e}"));
         }
         for line in [
             "run m --greedy --temperature 1",
@@ -358,9 +499,18 @@ mod tests {
             "up --port 70000",
             "nothing",
             "up --device abacus",
+            "invite --ttl 0s",
+            "invite --ttl 5",
+            "invite --ttl 31d",
         ] {
-            let error = Cli::try_parse_from(format!("meshnode {line}").split(' ')).unwrap_err();
+            let error = parse(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");
         }
+    }
+
+    #[test]
+    fn control_characters_of_files_are_not_sent_to_the_terminal() {
+        let error = "key \u{1b}[2J\u{7}\u{9b}31m\r: expected a name\n\tas in é";
+        assert_eq!(printable(error), "key \\u{1b}[2J\\u{7}\\u{9b}31m\\r: expected a name\n\tas in é");
     }
 }

@@ -1,7 +1,11 @@
 //! How the commands talk to a node: its local HTTP API, with errors that say what to do next.
+use crate::api_key::ApiKey;
 use crate::config::API_DEFAULT;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Longest answer that is read in one piece: the state of the largest mesh.
@@ -13,14 +17,41 @@ const CONNECT_MAX: Duration = Duration::from_secs(3);
 #[derive(Clone)]
 pub struct Client {
     base: String,
-    key: Option<String>,
+    key: Key,
     agent: ureq::Agent,
+}
+
+/// The key that a client presents.
+#[derive(Clone, Debug)]
+pub enum Key {
+    /// The user named it, or the node is this process's own: it is sent.
+    Given(String),
+    /// It may be in one of these files, the first first. A key is sent only to a node that proves to know it: another user's
+    /// program may have taken the node's port.
+    InFiles(Vec<PathBuf>, Arc<OnceLock<Found>>),
+}
+
+/// What came of looking into the files.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    key: Option<ApiKey>,
+    /// Of each file, why its key is not sent.
+    why: Vec<String>,
+}
+
+impl Key {
+    /// A key in one of these files.
+    pub fn in_files(files: Vec<PathBuf>) -> Self {
+        Self::InFiles(files, Arc::default())
+    }
 }
 
 impl Client {
     /// `address` is `HOST:PORT` or `http://HOST:PORT`; `None` is this machine's default.
-    pub fn new(address: Option<&str>, key: Option<String>) -> Self {
+    pub fn new(address: Option<&str>, key: Key) -> Self {
         let address = address.map_or_else(|| API_DEFAULT.to_string(), str::to_owned);
+        // As a node listens: `localhost` may mean another address first, where another program is.
+        let address = address.replace("localhost:", "127.0.0.1:");
         let base = match address.strip_prefix("http://") {
             Some(_) => address.trim_end_matches('/').to_owned(),
             None => format!("http://{}", address.trim_end_matches('/')),
@@ -128,9 +159,63 @@ impl Client {
     }
 
     fn authorised<B>(&self, request: ureq::RequestBuilder<B>) -> ureq::RequestBuilder<B> {
-        match &self.key {
+        match self.key() {
             Some(key) => request.header("authorization", format!("Bearer {key}")),
             None => request,
+        }
+    }
+
+    fn key(&self) -> Option<&str> {
+        match &self.key {
+            Key::Given(key) => Some(key),
+            Key::InFiles(files, found) => found.get_or_init(|| self.look(files)).key.as_ref().map(ApiKey::as_str),
+        }
+    }
+
+    /// The first key in a file that the node proves to know.
+    fn look(&self, files: &[PathBuf]) -> Found {
+        let mut found = Found::default();
+        let host = self.base.strip_prefix("http://").unwrap_or(&self.base);
+        let Ok(address) = host.parse::<SocketAddr>() else {
+            found.why.push(format!("`{host}` is not an IP address with a port, so no file was looked for"));
+            return found;
+        };
+        for file in files {
+            match ApiKey::read(file) {
+                Ok(Some(key)) if self.proves(&key, address) => return Found { key: Some(key), why: Vec::new() },
+                Ok(Some(_)) => found
+                    .why
+                    .push(format!("{} holds the key of another node, or no proof came from this one", file.display())),
+                Ok(None) => found.why.push(format!("{} is not there", file.display())),
+                Err(why) => found.why.push(why),
+            }
+        }
+        found
+    }
+
+    fn proves(&self, key: &ApiKey, address: SocketAddr) -> bool {
+        let Ok(nonce) = ApiKey::random() else { return false };
+        let question = self.agent.get(format!("{}/api/v1/proof?nonce={}", self.base, nonce.as_str()));
+        // Another program on the port may take the question and say nothing.
+        let answer = question.config().timeout_global(Some(CONNECT_MAX)).build().call();
+        let text =
+            answer.ok().and_then(|mut answer| answer.body_mut().with_config().limit(1 << 10).read_to_string().ok());
+        let answer: Option<Value> = text.and_then(|text| serde_json::from_str(&text).ok());
+        answer.is_some_and(|answer| answer["proof"] == key.proof(address, nonce.as_str()))
+    }
+
+    /// What to do about a refusal for want of a key.
+    fn advice(&self) -> String {
+        match &self.key {
+            Key::Given(_) => "the key of --api-key or --api-key-file is not this node's".to_owned(),
+            Key::InFiles(_, found) => {
+                let why = found.get().map(|found| found.why.join("; ")).unwrap_or_default();
+                format!(
+                    "no key for it was found ({why}). Run this as the node's user, or pass --api-key-file DATA_DIR/{}, or --api-key KEY \
+                     where the node was started with one",
+                    crate::api_key::FILE
+                )
+            }
         }
     }
 
@@ -151,7 +236,8 @@ impl Client {
             .and_then(|v| v["error"]["message"].as_str())
             .map_or_else(|| format!("HTTP {status} {}", text.trim()), str::to_owned);
         Err(match status {
-            401 | 403 => ClientError::Unauthorised { base: self.base.clone(), message },
+            401 => ClientError::Unauthorised { base: self.base.clone(), message: self.advice() },
+            403 => ClientError::Unauthorised { base: self.base.clone(), message },
             _ => ClientError::Refused { status, message },
         })
     }
@@ -198,11 +284,11 @@ pub enum ClientError {
         what: String,
     },
     /// The node wants a key, or another one.
-    #[error("{base} refused: {message}")]
+    #[error("the node on {base} refused this: {message}")]
     Unauthorised {
         /// Where.
         base: String,
-        /// What it said.
+        /// Why, and what to do.
         message: String,
     },
     /// The node answered with an error.
@@ -222,7 +308,7 @@ mod tests {
     #[test]
     fn nobody_listening_says_how_to_start_a_node() {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let client = Client::new(Some(&format!("127.0.0.1:{port}")), None);
+        let client = Client::new(Some(&format!("127.0.0.1:{port}")), Key::in_files(Vec::new()));
         let error = client.get("/api/v1/state").unwrap_err();
         assert!(matches!(error, ClientError::Nobody { .. }), "{error:?}");
         assert!(error.to_string().contains("meshnode up"), "{error}");
@@ -231,8 +317,9 @@ mod tests {
 
     #[test]
     fn addresses_are_taken_with_and_without_scheme() {
-        assert_eq!(Client::new(None, None).base(), "http://127.0.0.1:9470");
-        assert_eq!(Client::new(Some("http://10.0.0.1:9/"), None).base(), "http://10.0.0.1:9");
-        assert_eq!(Client::new(Some("localhost:80"), None).base(), "http://localhost:80");
+        let base = |address| Client::new(address, Key::in_files(Vec::new())).base().to_owned();
+        assert_eq!(base(None), "http://127.0.0.1:9470");
+        assert_eq!(base(Some("http://10.0.0.1:9/")), "http://10.0.0.1:9");
+        assert_eq!(base(Some("localhost:80")), "http://127.0.0.1:80");
     }
 }

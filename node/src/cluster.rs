@@ -1,4 +1,5 @@
 //! Several node processes on this machine: what the demo shows and the system tests torture.
+use crate::api_key::ApiKey;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -35,10 +36,12 @@ pub struct LocalNode {
     pub api: SocketAddr,
     /// P: gossip UDP and discovery TCP; the data plane is P + 1.
     pub port: u16,
-    /// The ticket it printed.
+    /// The ticket it printed; empty where it cannot let others in.
     pub ticket: String,
     /// Its data directory; removed with the cluster's folder.
     pub data_dir: PathBuf,
+    /// What administering it wants.
+    key: ApiKey,
     child: Child,
 }
 
@@ -77,6 +80,8 @@ impl LocalNode {
         let api = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
         let data_dir = dir.join(&options.name);
         std::fs::create_dir_all(&data_dir)?;
+        // There may be a cache in it already; the node wants it closed to others.
+        std::fs::set_permissions(&data_dir, std::os::unix::fs::PermissionsExt::from_mode(0o700))?;
         let log_path = data_dir.join("log");
         let mut command = Command::new(exe);
         match &options.join {
@@ -104,7 +109,8 @@ impl LocalNode {
             let log = std::fs::read_to_string(&log_path).unwrap_or_default();
             std::io::Error::other(format!("node `{}` did not start:\n{log}", options.name))
         })?;
-        Ok(Self { name: options.name.clone(), api, port, ticket, data_dir, child })
+        let key = ApiKey::load_or_create(&data_dir).map_err(std::io::Error::other)?;
+        Ok(Self { name: options.name.clone(), api, port, ticket, data_dir, key, child })
     }
 
     /// Its process id.
@@ -155,7 +161,9 @@ impl LocalNode {
     /// # Errors
     /// No answer, or not JSON; with the body of an error answer.
     pub fn get(&self, path: &str) -> std::io::Result<Value> {
-        read_json(agent(Some(Duration::from_secs(30))).get(self.url(path)).call())
+        read_json(
+            agent(Some(Duration::from_secs(30))).get(self.url(path)).header("authorization", self.bearer()).call(),
+        )
     }
 
     /// `GET path` as text.
@@ -163,7 +171,9 @@ impl LocalNode {
     /// # Errors
     /// No answer, or an error answer with its body.
     pub fn text(&self, path: &str) -> std::io::Result<String> {
-        read_text(agent(Some(Duration::from_secs(30))).get(self.url(path)).call())
+        read_text(
+            agent(Some(Duration::from_secs(30))).get(self.url(path)).header("authorization", self.bearer()).call(),
+        )
     }
 
     /// `POST path` with a JSON body, the answer as JSON.
@@ -171,7 +181,17 @@ impl LocalNode {
     /// # Errors
     /// No answer, or not JSON; with the body of an error answer.
     pub fn post(&self, path: &str, body: &Value) -> std::io::Result<Value> {
-        read_json(agent(Some(Duration::from_secs(600))).post(self.url(path)).send_json(body))
+        let request = agent(Some(Duration::from_secs(600))).post(self.url(path));
+        read_json(request.header("authorization", self.bearer()).send_json(body))
+    }
+
+    /// `DELETE path`, the answer as JSON.
+    ///
+    /// # Errors
+    /// As [`Self::post`].
+    pub fn delete(&self, path: &str) -> std::io::Result<Value> {
+        let request = agent(Some(Duration::from_secs(30))).delete(self.url(path));
+        read_json(request.header("authorization", self.bearer()).call())
     }
 
     /// `POST path`, the answer line by line as it comes.
@@ -183,7 +203,8 @@ impl LocalNode {
         path: &str,
         body: &Value,
     ) -> std::io::Result<impl Iterator<Item = std::io::Result<String>> + use<>> {
-        let response = agent(None).post(self.url(path)).send_json(body).map_err(std::io::Error::other)?;
+        let request = agent(None).post(self.url(path)).header("authorization", self.bearer());
+        let response = request.send_json(body).map_err(std::io::Error::other)?;
         if !response.status().is_success() {
             let status = response.status();
             let text = response.into_body().read_to_string().unwrap_or_default();
@@ -224,6 +245,11 @@ impl LocalNode {
             let mut alive = peers.iter().filter(|peer| peer["state"] == "alive");
             alive.clone().count() == count && alive.all(|peer| peer["memory_total"].as_u64() > Some(0))
         })
+    }
+
+    /// What a caller that administers it sends as `Authorization`.
+    pub fn bearer(&self) -> String {
+        format!("Bearer {}", self.key.as_str())
     }
 
     fn url(&self, path: &str) -> String {
@@ -269,7 +295,7 @@ fn first_line(child: &mut Child) -> Option<String> {
             let _ = sender.send(text);
         }
     });
-    line.recv_timeout(START_MAX).ok().filter(|l| !l.is_empty())
+    line.recv_timeout(START_MAX).ok()
 }
 
 /// A port P with TCP P, UDP P and UDP P + 1 free on 127.0.0.1. Another process may take them before a node does; the node

@@ -99,6 +99,10 @@ pub struct ConfigFile {
     pub api: Option<SocketAddr>,
     /// What callers of the API must present.
     pub api_key: Option<String>,
+    /// The file with the key that commands present.
+    pub api_key_file: Option<PathBuf>,
+    /// Folders below which simulations that are submitted here may write.
+    pub output_dirs: Option<Vec<PathBuf>>,
     /// `true`: do not look for peers on the local network.
     pub no_mdns: Option<bool>,
     /// See [`UpOptions::open`].
@@ -106,17 +110,20 @@ pub struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// Reads `explicit`, or else `./meshnode.toml`, or else `$XDG_CONFIG_HOME/meshnode/meshnode.toml`; without any of
-    /// these all is default.
+    /// Reads `explicit`, or else `$XDG_CONFIG_HOME/meshnode/meshnode.toml`; without either all is default. Says which file was
+    /// read. The current directory is not searched: a folder that another user filled could change what a node does.
     ///
     /// # Errors
     /// A file that was named but is not there, or one that does not parse (with line and field).
-    pub fn load(explicit: Option<&Path>) -> Result<Self, ConfigError> {
-        if let Some(path) = explicit {
-            return Self::read(path);
-        }
-        let candidates = [PathBuf::from("meshnode.toml"), xdg("XDG_CONFIG_HOME", ".config").join("meshnode.toml")];
-        candidates.iter().find(|p| p.is_file()).map_or_else(|| Ok(Self::default()), |p| Self::read(p))
+    pub fn load(explicit: Option<&Path>) -> Result<(Self, Option<PathBuf>), ConfigError> {
+        let path = match explicit {
+            Some(path) => path.to_owned(),
+            None => match config_file_default() {
+                path if path.exists() => path,
+                _ => return Ok((Self::default(), None)),
+            },
+        };
+        Ok((Self::read(&path)?, Some(path)))
     }
 
     fn read(path: &Path) -> Result<Self, ConfigError> {
@@ -133,7 +140,7 @@ impl ConfigFile {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}", path = .path.display())]
+    #[error("cannot read the configuration file {path}: {source}", path = .path.display())]
     Unreadable {
         /// Which.
         path: PathBuf,
@@ -287,6 +294,17 @@ pub fn cache_dir_default() -> PathBuf {
     xdg("XDG_CACHE_HOME", ".cache")
 }
 
+/// The configuration file that is read where none is named: `$XDG_CONFIG_HOME/meshnode/meshnode.toml`.
+pub fn config_file_default() -> PathBuf {
+    xdg("XDG_CONFIG_HOME", ".config").join("meshnode.toml")
+}
+
+/// What is true of this user on this machine for now: `$XDG_STATE_HOME/meshnode`; none without a home.
+pub fn state_dir() -> Option<PathBuf> {
+    let dir = xdg("XDG_STATE_HOME", ".local/state");
+    dir.is_absolute().then_some(dir)
+}
+
 /// This machine's name, or "node".
 pub fn hostname() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().trim().to_owned();
@@ -365,7 +383,8 @@ mod tests {
              advertise = [\"203.0.113.5:7000\"]\n",
         )
         .unwrap();
-        let file = ConfigFile::load(Some(&path)).unwrap();
+        let (file, read) = ConfigFile::load(Some(&path)).unwrap();
+        assert_eq!(read.as_deref(), Some(path.as_path()));
         assert_eq!(file.name.as_deref(), Some("desk"));
         assert_eq!(file.memory, Some(Size(4 << 30)));
         assert_eq!((file.no_mdns, file.cache_size), (Some(true), Some(Size(20 << 30))));

@@ -1,19 +1,13 @@
 //! The device this node computes on, and what it offers to the mesh as measured at start.
-use crate::config::UpOptions;
+use crate::config::{Size, UpOptions};
 use kernels::device::{Device, DeviceChoice, DeviceId};
 use kernels::grid::any_tile::GridTile;
 use kernels::grid::rule::Rule;
 use kernels::grid::{Grid, GridError, Region};
 use kernels::stage::{Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
-use node_core::config::Capacity;
+use node_core::config::{Capacity, Measured, Speed};
 use std::sync::Arc;
-
-/// Share of free memory a node offers when it is not told how much: the rest is the user's.
-const OFFER_PERCENT: u64 = 80;
-/// What one step of a stage costs besides computing: two hand-overs between threads on a CPU; on a GPU its device
-/// thread wakes from idle besides.
-const STEP_NS: [u64; 2] = [40_000, 400_000];
 
 /// Where stages are loaded.
 pub struct Compute {
@@ -22,10 +16,12 @@ pub struct Compute {
     pub threads: usize,
     /// What is told to the mesh.
     pub capacity: Capacity,
+    /// GPUs of this machine that this node does not use.
+    pub idle_gpus: Vec<Device>,
 }
 
 impl Compute {
-    /// Finds the device the user asked for and measures it, in about a third of a second.
+    /// Finds the device the user asked for and measures it, in about a second (a GPU's kernels are compiled first).
     ///
     /// # Errors
     /// No such device here; the text names those there are.
@@ -36,25 +32,28 @@ impl Compute {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = options.threads.unwrap_or(cores).clamp(1, cores);
         let gpu = device.id != DeviceId::Cpu;
-        let speed = kernels::bench::speed(threads).map_err(|e| e.to_string())?;
-        let offered = options.memory.unwrap_or(device.memory_free / 100 * OFFER_PERCENT);
-        let capacity = Capacity {
+        let asked = options.memory.map(|asked| within(asked, &device));
+        let measured = Measured {
             machine: machine_id(),
             device: if gpu {
                 format!("{} {}", device.id, device.name)
             } else {
                 let all = if threads < cores { format!(" of {cores}") } else { String::new() };
-                format!("{} {} ({threads}{all} threads)", device.id, device.name)
+                let s = if threads.max(cores) == 1 { "" } else { "s" };
+                format!("{} {} ({threads}{all} thread{s})", device.id, device.name)
             },
-            memory_total: offered,
-            memory_free: offered,
-            bytes_per_second: gpu_speed(&device).unwrap_or(speed.weight_bytes_s),
-            flops_per_second: speed.flops_s,
-            step_ns: STEP_NS[usize::from(gpu)],
+            memory_free: device.memory_free,
+            own_memory: device.own_memory,
+            speed: if gpu { gpu_speed(device.id) } else { processor_speed(threads, asked.unwrap_or(u64::MAX))? },
             numerics: numerics(&device),
             pass_steps: if gpu { 1 } else { kernels::grid::tile::PASS_STEPS_MAX as u32 },
         };
-        Ok(Self { device, threads, capacity })
+        let capacity = Capacity::of(measured, asked);
+        if let Some(warning) = options.memory.and_then(|asked| doubtful(asked, capacity.memory_total, &device)) {
+            tracing::warn!("{warning}");
+        }
+        let idle_gpus = kernels::device::idle_gpus(&devices, &device).into_iter().cloned().collect();
+        Ok(Self { device, threads, capacity, idle_gpus })
     }
 
     /// Makes a tile on it, all cells zero. What a GPU cannot compute, or has no memory for, the processor computes.
@@ -77,17 +76,77 @@ impl Compute {
     }
 }
 
-/// Bytes a second of a GPU's memory, as measured now; none where the processor computes.
-fn gpu_speed(device: &Device) -> Option<u64> {
-    if device.id == DeviceId::Cpu {
-        return None;
+/// Bytes of `--memory`, but not more than the device has in all (0: unknown).
+fn within(asked: u64, device: &Device) -> u64 {
+    if device.memory_total == 0 { asked } else { asked.min(device.memory_total) }
+}
+
+/// A warning where `--memory` is more than the device can give, or too little for any stage.
+fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
+    let (given, id) = (Size(asked), device.id);
+    if asked > offered {
+        let (offered, total) = (Size(offered), Size(device.memory_total));
+        return Some(format!("--memory {given}: {id} has {total} in all; the node offers {offered}"));
     }
-    let measured = kernels_burn::copy_speed(device.id);
-    if let Err(why) = &measured {
-        let id = device.id;
-        tracing::warn!(%why, %id, "the device could not be measured: it is planned with as if it were the processor");
+    let least = Size(crate::executor::SCRATCH_BYTES);
+    (asked <= least.0).then(|| {
+        format!("--memory {given}: no stage of a model fits, each takes {least} beside its weights; write 4G for 4 GiB")
+    })
+}
+
+/// The products of the processor's own kernels, measured within the `memory` that the user asked for. Steps of its grids read and
+/// write about as fast.
+///
+/// Measured until two measurements agree: other programs, or a hypervisor that runs other machines, can make one many times
+/// too slow, and a node that understates itself is planned as too slow for as long as it runs.
+fn processor_speed(threads: usize, memory: u64) -> Result<Speed, String> {
+    let measure = || kernels::bench::speed(threads, memory).map_err(|e| e.to_string());
+    let mut best = measure()?;
+    for _ in 1..MEASUREMENTS_MAX {
+        let next = measure()?;
+        let agree = alike(best.weight_bytes_s, next.weight_bytes_s) && alike(best.flops_s, next.flops_s);
+        best.weight_bytes_s = best.weight_bytes_s.max(next.weight_bytes_s);
+        best.flops_s = best.flops_s.max(next.flops_s);
+        best.step_ns = best.step_ns.min(next.step_ns);
+        if agree {
+            break;
+        }
     }
-    measured.ok()
+    Ok(Speed {
+        bytes_per_second: best.weight_bytes_s,
+        flops_per_second: best.flops_s,
+        copy_bytes_per_second: best.weight_bytes_s,
+        step_ns: best.step_ns,
+    })
+}
+
+/// About two seconds, on a machine where no two agree.
+const MEASUREMENTS_MAX: usize = 5;
+
+/// Whether two measurements of a speed differ by a third at most.
+fn alike(one: u64, other: u64) -> bool {
+    one.max(other) / 4 * 3 <= one.min(other)
+}
+
+/// What a GPU's own kernels showed. What it could not show is 0, "not measured": the processor's figures say nothing about it.
+fn gpu_speed(id: DeviceId) -> Speed {
+    let mut speed = Speed::default();
+    let (products, copied) = match kernels_burn::gpu_speed(id) {
+        Ok(measured) => (measured.products, measured.copy_bytes_s),
+        Err(why) => (Err(why.clone()), Err(why)),
+    };
+    match products {
+        Ok(shown) => {
+            (speed.bytes_per_second, speed.flops_per_second) = (shown.weight_bytes_s, shown.flops_s);
+            speed.step_ns = shown.step_ns;
+        }
+        Err(why) => tracing::warn!(%why, %id, "products could not be measured: no layers are planned for this device"),
+    }
+    match copied {
+        Ok(bytes_s) => speed.copy_bytes_per_second = bytes_s,
+        Err(why) => tracing::warn!(%why, %id, "its memory could not be measured: no tiles are planned for this device"),
+    }
+    speed
 }
 
 fn tile(
@@ -107,13 +166,19 @@ fn tile(
     }
 }
 
-/// Stages with equal ids agree bit for bit; CPUs by instruction set, GPUs by model, wherever in a machine they are.
+/// Stages with equal ids agree bit for bit and choose equal tokens; all CPUs do, and GPUs of a model, wherever in a machine
+/// they are. The sampler's id is part of it: it decides the token of equal logits.
 fn numerics(device: &Device) -> u64 {
-    let name = match device.id {
+    id_of(device, kernels::sampler::NUMERICS)
+}
+
+fn id_of(device: &Device, sampler: &str) -> u64 {
+    let kind = match device.id {
         DeviceId::Cpu => "cpu".to_owned(),
         DeviceId::Cuda(_) => format!("cuda {}", device.name),
         DeviceId::Vulkan(_) => format!("vulkan {}", device.name),
     };
+    let name = format!("{kind}, {sampler}");
     u64::from_le_bytes(blake3::hash(name.as_bytes()).as_bytes()[..8].try_into().unwrap_or([0; 8]))
 }
 
@@ -193,11 +258,35 @@ mod tests {
     }
 
     #[test]
+    fn a_node_offers_no_more_memory_than_its_device_has_and_warns_of_too_little() {
+        let device = Device {
+            id: DeviceId::Cpu,
+            name: "A".into(),
+            memory_total: 23 << 30,
+            memory_free: 20 << 30,
+            own_memory: false,
+        };
+        assert_eq!((within(8 << 30, &device), doubtful(8 << 30, 8 << 30, &device)), (8 << 30, None));
+        assert_eq!(within(900 << 30, &device), 23 << 30);
+        let warning = doubtful(900 << 30, 23 << 30, &device);
+        assert!(warning.is_some_and(|text| text.contains("900.0 GiB") && text.contains("23.0 GiB")));
+        let warning = doubtful(1, 1, &device);
+        assert!(warning.is_some_and(|text| text.contains("--memory 1 B") && text.contains("4G")));
+    }
+
+    #[test]
     fn two_gpus_of_a_kind_share_a_simulation() {
-        let gpu = |id| Device { id, name: "A".into(), memory_total: 1, memory_free: 1 };
+        let gpu = |id| Device { id, name: "A".into(), memory_total: 1, memory_free: 1, own_memory: true };
         assert_eq!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Cuda(1))));
         assert_ne!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Vulkan(0))));
         assert_ne!(numerics(&gpu(DeviceId::Cuda(0))), numerics(&gpu(DeviceId::Cpu)));
+    }
+
+    #[test]
+    fn nodes_with_different_samplers_are_not_taken_for_equal() {
+        let device = Device { id: DeviceId::Cpu, name: "A".into(), memory_total: 1, memory_free: 1, own_memory: false };
+        assert_eq!(numerics(&device), id_of(&device, "sampler-2"));
+        assert_ne!(numerics(&device), id_of(&device, "sampler-1"));
     }
 
     #[test]

@@ -92,7 +92,7 @@ pub fn run(mut node: Node, mut shell: Shell, queue: &DriverQueue, mut recorder: 
             recorder.polled(now());
         }
         while let Some(output) = node.poll() {
-            shell.carry_out(output);
+            shell.carry_out(output, &node);
         }
         let now = now();
         if stop_at.is_some_and(|at| now >= at) {

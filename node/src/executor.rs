@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::thread::JoinHandle;
 
 /// What a stage needs besides weights and caches: activations of one prefill chunk of a wide model, and logits.
 pub const SCRATCH_BYTES: u64 = 16 << 20;
@@ -80,11 +81,11 @@ pub fn spawn(
     tensors: Arc<Tensors>,
     residency: Arc<Residency>,
     driver: DriverHandle,
-) -> std::io::Result<mpsc::Sender<Command>> {
+) -> std::io::Result<(mpsc::Sender<Command>, JoinHandle<()>)> {
     let (sender, commands) = mpsc::channel();
     let executor = Executor { stages: HashMap::new(), sampler: Sampler::new(), tensors, residency, driver };
-    std::thread::Builder::new().name("executor".into()).spawn(move || executor.run(&commands))?;
-    Ok(sender)
+    let thread = std::thread::Builder::new().name("executor".into()).spawn(move || executor.run(&commands))?;
+    Ok((sender, thread))
 }
 
 struct Executor {
@@ -100,7 +101,11 @@ impl Executor {
         while let Ok(command) = commands.recv() {
             match command {
                 Command::Install { job, epoch, load, stage, bytes_max } => {
-                    self.install(job, epoch, load, stage, bytes_max);
+                    let installed = || self.install(job, epoch, load, stage, bytes_max);
+                    if let Err(panic) = catch_unwind(AssertUnwindSafe(installed)) {
+                        let result = Err(panic_text(panic.as_ref()));
+                        self.driver.input(Input::Loaded { job, load, result });
+                    }
                 }
                 Command::Keep { job, epoch, load } => self.keep(job, epoch, load),
                 Command::Unload { job } => {

@@ -2,19 +2,16 @@
 use crate::admission::Admission;
 use crate::bans::Bans;
 use crate::boundary::Boundary;
+use crate::directory::Directory;
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::submissions::Submissions;
-use crate::transfer::{Held, Library};
+use crate::transfer::Library;
 use crate::views::{Views, plan_report};
-use kernels::stage::Activations;
-use kernels::weights::ModelFile;
 use node_core::id::{JobId, NodeId};
 use node_core::input::{Input, ModelSpec, Request};
-use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
 use node_core::message::Sampling;
 use node_core::output::{DoneReason, Event};
-use partitioner::PlanError;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,11 +22,22 @@ use tokio::sync::mpsc;
 pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
 pub(crate) use demand::Recalled;
 use demand::Wanted;
-pub(crate) use serving::Serving;
+use opened::{CONTEXT_DEFAULT, Opened, work};
+use remembered::Entry;
+pub(crate) use remembered::Remembered;
+use serving::Unserved;
+pub(crate) use serving::{ServedModels, Serving};
+use temporary::Uses;
 
+mod again;
 mod demand;
 mod grids;
+mod members;
+mod opened;
+mod remembered;
 mod serving;
+mod shortage;
+mod temporary;
 
 /// Longest wait for a plan: the planner is bounded to well below a second.
 const PLAN_MAX: Duration = Duration::from_secs(20);
@@ -55,6 +63,9 @@ pub(crate) struct Inner {
     pub(crate) models_dir: PathBuf,
     pub(crate) serving: Serving,
     pub(crate) recalled: Arc<Recalled>,
+    pub(crate) remembered: Remembered,
+    pub(crate) directory: Arc<Directory>,
+    pub(crate) endpoint: Arc<transport::Endpoint>,
     pub(crate) boundary: Arc<Boundary>,
     pub(crate) submissions: Arc<Submissions>,
     /// Says goodbye soon: no new work.
@@ -82,13 +93,18 @@ impl ModelOptions {
         self.int8.unwrap_or(true)
     }
 
-    /// What is not said here is taken from how a model is served.
-    fn or_as(&self, served: &ModelSpec) -> Self {
+    /// What is not said here is taken from other options.
+    fn or(&self, other: &Self) -> Self {
         Self {
-            int8: self.int8.or(Some(served.int8)),
-            context: self.context.or(Some(served.work.context)),
-            sequences: self.sequences.or(Some(served.work.sequences)),
+            int8: self.int8.or(other.int8),
+            context: self.context.or(other.context),
+            sequences: self.sequences.or(other.sequences),
         }
+    }
+
+    /// How a model is served.
+    fn of(served: &ModelSpec) -> Self {
+        Self { int8: Some(served.int8), context: Some(served.work.context), sequences: Some(served.work.sequences) }
     }
 }
 
@@ -108,6 +124,7 @@ pub struct ModelHandle {
     /// Unix seconds when it became ready.
     pub created: u64,
     pub(crate) spec: Arc<ModelSpec>,
+    pub(crate) uses: Arc<Uses>,
 }
 
 /// One generation request, in tokens.
@@ -181,9 +198,9 @@ pub enum NodeError {
     /// The request cannot be served as it is.
     #[error("{0}")]
     Invalid(String),
-    /// The mesh cannot hold it.
+    /// The mesh cannot hold it; the text says what is missing and what to do.
     #[error("{0}")]
-    Plan(#[from] PlanError),
+    Plan(String),
     /// Not allowed.
     #[error("{0}")]
     Unauthorised(String),
@@ -195,16 +212,77 @@ pub enum NodeError {
     Failed(String),
 }
 
+/// The effects of a ban.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct BanReport {
+    /// PeerId.
+    pub banned: String,
+    /// PeerIds of connected members that it had invited: they are banned with it.
+    pub with_it: Vec<String>,
+    /// This node's tickets that are void because the banned may know them.
+    pub void_tickets: Vec<String>,
+    /// What keeps the ban from meaning much.
+    pub warning: Option<String>,
+}
+
+impl BanReport {
+    fn new(banned: String, done: &crate::bans::Banned, open: bool) -> Self {
+        let ticket = |invite: &node_core::admission::Invite| {
+            let until = crate::calendar::date_time(invite.expiry);
+            format!("a ticket for {} more, good until {until}", invite.uses_left)
+        };
+        let warning = open.then(|| {
+            "this node was started with --open: the banned machine can come back under a new key until it runs without"
+                .to_owned()
+        });
+        Self {
+            banned,
+            with_it: done.with_it.iter().map(ToString::to_string).collect(),
+            void_tickets: done.void.iter().map(ticket).collect(),
+            warning,
+        }
+    }
+}
+
+impl NodeError {
+    /// The same, with what became of the model that was served before.
+    fn and_then(self, then: Option<&str>) -> Self {
+        match then {
+            Some(then) => Self::Failed(format!("{self}; {then}")),
+            None => self,
+        }
+    }
+}
+
 impl NodeHandle {
     /// Serves a model: plans, places and loads it, and waits until every stage is ready. A model that is served as asked
     /// for is used as it is; one that is served otherwise is replaced, and its requests end with an error. A caller that
-    /// goes away does not stop what was begun.
+    /// goes away does not stop what was begun. After a restart the node serves it again, until [`Self::undeploy`].
     ///
     /// # Errors
-    /// Unknown or damaged model, a mesh too small (with the missing bytes), a stage that could not load.
+    /// Unknown or damaged model, a mesh too small (with what would fit), a stage that could not load.
     pub async fn deploy(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
+        self.deploy_for(model, options, false).await
+    }
+
+    /// As [`Self::deploy`], but the model is unloaded a few seconds after its last request ended, and after a restart it is not
+    /// served. One that is served for good stays so.
+    ///
+    /// # Errors
+    /// As for [`Self::deploy`].
+    pub async fn deploy_temporarily(&self, model: ModelRef, options: ModelOptions) -> Result<ModelHandle, NodeError> {
+        self.deploy_for(model, options, true).await
+    }
+
+    async fn deploy_for(
+        &self,
+        model: ModelRef,
+        options: ModelOptions,
+        temporary: bool,
+    ) -> Result<ModelHandle, NodeError> {
         let node = self.clone();
-        let deploying = tokio::spawn(async move { node.deploy_in_turn(model, Wanted::As(options)).await });
+        let deploying =
+            tokio::spawn(async move { node.deploy_in_turn(model, Wanted::As { options, temporary }).await });
         deploying.await.unwrap_or_else(|e| Err(NodeError::Failed(format!("serving the model was interrupted: {e}"))))
     }
 
@@ -212,60 +290,113 @@ impl NodeHandle {
         self.takes_work()?;
         let serving = &self.inner.serving;
         let _turn = serving.turn().await;
-        let opened = self.open(&model).await?;
-        let options = match wanted {
-            Wanted::As(options) => options,
-            Wanted::OnDemand { smaller } => {
-                self.inner.recalled.options(opened.held.content)?.smaller(smaller, CONTEXT_DEFAULT)
-            }
+        let entry = match wanted {
+            Wanted::As { .. } => None,
+            Wanted::OnDemand { .. } | Wanted::Again => self.inner.remembered.get(&model.0),
         };
-        let gpus = self.has_gpus().await;
+        if matches!(wanted, Wanted::Again)
+            && let Some(served) = serving.by_name(&model.0)
+        {
+            return Ok(served);
+        }
+        let opened = match &entry {
+            Some(entry) => self.open_remembered(entry).await?,
+            // Stopped while it waited for its turn.
+            None if matches!(wanted, Wanted::Again) => {
+                return Err(NodeError::NotFound(format!("{} is not to be served again", model.0)));
+            }
+            None => self.open(&model).await?,
+        };
         let before = serving.find(&opened.name, opened.held.content);
-        let options = before.as_ref().map_or_else(|| options.clone(), |before| options.or_as(&before.spec));
-        let mut spec = opened.spec(&options, gpus);
+        let options = self.options(&wanted, entry.as_ref(), &opened)?;
+        let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
+        let mut spec = opened.spec(&options, self.has_gpus().await);
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
             spec.clone_from(&before.spec); // also under another name, and planned for other members
         }
-        let model = ModelHandle {
-            name: opened.name,
-            job: JobId(0), // none yet
-            tokenizer: opened.tokenizer,
-            template: opened.template,
-            context: spec.work.context,
-            created: unix_seconds(),
-            spec: Arc::new(spec),
-        };
-        serving.serve(model, before).await
+        let handle = opened.handle(spec, wanted.is_temporary());
+        let (spec, job_before) = (handle.spec.clone(), before.as_ref().map(|before| before.job));
+        match serving.serve(handle, before).await {
+            Ok(served) => {
+                self.note_served(&served, job_before, &opened, &wanted);
+                Ok(served)
+            }
+            Err(Unserved { error, then }) => {
+                let now = serving.by_name(&opened.name).map(|served| served.job);
+                let why = if wanted.is_last() { self.explain(&opened, &spec, now).await } else { None };
+                Err(why.unwrap_or(error).and_then(then))
+            }
+        }
     }
 
-    /// Stops serving a model: its requests end with an error, its memory is freed everywhere.
+    fn options(&self, wanted: &Wanted, entry: Option<&Entry>, opened: &Opened) -> Result<ModelOptions, NodeError> {
+        let remembered = entry.map(|entry| entry.options.clone()).unwrap_or_default();
+        Ok(match wanted {
+            Wanted::As { options, .. } => options.clone(),
+            Wanted::OnDemand { smaller } => {
+                let last = self.inner.recalled.options(opened.held.content)?;
+                last.or(&remembered).smaller(*smaller, CONTEXT_DEFAULT)
+            }
+            Wanted::Again => remembered,
+        })
+    }
+
+    /// A model is served: one that a user wants served is remembered, one for a single run is watched.
+    fn note_served(&self, served: &ModelHandle, job_before: Option<JobId>, opened: &Opened, wanted: &Wanted) {
+        let Inner { serving, remembered, .. } = &*self.inner;
+        if served.uses.is_temporary() && job_before != Some(served.job) {
+            let (node, uses) = (self.clone(), served.uses.clone());
+            tokio::spawn(async move { node.end_when_unused(uses).await });
+        }
+        remembered.set_started(&served.name);
+        if matches!(wanted, Wanted::As { temporary: false, .. }) {
+            let options = ModelOptions::of(&served.spec);
+            // The other names of the job are served otherwise now, too.
+            let others = remembered.all().into_iter().filter(|entry| {
+                entry.name != served.name && serving.by_name(&entry.name).is_some_and(|other| other.job == served.job)
+            });
+            let mut entries: Vec<Entry> = others.map(|entry| Entry { options: options.clone(), ..entry }).collect();
+            entries.push(Entry { name: served.name.clone(), path: opened.path.clone(), options });
+            remembered.put(entries);
+        }
+    }
+
+    /// Stops serving a model: its requests end with an error, its memory is freed everywhere. Also one that is to be served
+    /// again after a restart, and is not yet.
     ///
     /// # Errors
     /// No such model is served.
     pub async fn undeploy(&self, name: &str) -> Result<(), NodeError> {
         let _turn = self.inner.serving.turn().await;
-        let model =
-            self.served(name).ok_or_else(|| NodeError::NotFound(format!("no model `{name}` is served here")))?;
-        self.inner.serving.end(model.job).await;
-        self.inner.recalled.stop(model.spec.content);
+        let mut names = vec![name.to_owned()];
+        if let Some(model) = self.served(name) {
+            names.extend(self.inner.serving.end(model.job).await);
+            self.inner.recalled.stop(model.spec.content);
+        } else if self.inner.remembered.get(name).is_none() {
+            return Err(NodeError::NotFound(format!("no model `{name}` is served here")));
+        }
+        self.inner.remembered.remove(&names);
         Ok(())
     }
 
-    /// What would be done with a model, without doing it.
+    /// What would be done with a model, without doing it. What is not said is taken from how it is served, if it is.
     ///
     /// # Errors
     /// As for [`Self::deploy`].
     pub async fn plan(&self, model: ModelRef, options: ModelOptions) -> Result<PlanReport, NodeError> {
         let opened = self.open(&model).await?;
+        let served = self.inner.serving.find(&opened.name, opened.held.content);
+        let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
         let spec = opened.spec(&options, self.has_gpus().await);
         let (call, mut events) = self.inner.hub.open(8);
-        self.inner.driver.input(Input::Deploy { call, model: Box::new(spec), plan_only: true });
+        let model = Box::new(spec.clone());
+        self.inner.driver.input(Input::Deploy { call, model, plan_only: true });
         let answer = tokio::time::timeout(PLAN_MAX, async {
             loop {
                 match events.recv().await {
                     None => return Err(NodeError::Failed("the node stopped".into())),
                     Some(CallEvent::Node(Event::PlanReady { result, standbys, change, .. })) => {
-                        return result.map(|plan| (plan, standbys, change)).map_err(NodeError::Plan);
+                        return result.map(|plan| (plan, standbys, change)).map_err(|e| NodeError::Plan(e.to_string()));
                     }
                     Some(CallEvent::Node(_)) => {}
                 }
@@ -274,9 +405,21 @@ impl NodeHandle {
         .await
         .unwrap_or_else(|_| Err(NodeError::Failed("the planner did not answer".into())));
         self.inner.hub.forget(call);
-        let names = self.names().await;
-        let (plan, standbys, change) = answer?;
-        Ok(plan_report(opened.name, &plan, &standbys, change, &names))
+        let job = served.map(|served| served.job);
+        let (plan, standbys, change) = match answer {
+            Ok(planned) => planned,
+            Err(error @ NodeError::Plan(_)) => return Err(self.explain(&opened, &spec, job).await.unwrap_or(error)),
+            Err(error) => return Err(error),
+        };
+        let runs_there = change.is_some_and(|change| change.bytes == 0);
+        let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
+        if let Some(job) = job.filter(|_| runs_there) {
+            // The standbys that there are, which were chosen when the mesh had other memory free.
+            let views = self.inner.driver.views().await.jobs;
+            let running = views.into_iter().find(|view| view.head && view.job == serving::name_of(job));
+            report.standbys = running.map_or(report.standbys, |view| view.standbys);
+        }
+        Ok(report)
     }
 
     /// Submits a request to a served model.
@@ -285,6 +428,7 @@ impl NodeHandle {
     /// The node has stopped. Refusals (queue full, prompt too long) come as [`TokenEvent::Done`].
     pub async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
         self.takes_work()?;
+        model.uses.requested();
         let room = (request.max_tokens.min(model.context) as usize) + 2;
         let (call, events) = self.inner.hub.open_tokens(room);
         let request = Request {
@@ -309,19 +453,31 @@ impl NodeHandle {
 
     /// Everything there is to see.
     pub async fn state(&self) -> StateView {
-        let Views { peers, jobs, grids } = self.inner.driver.views().await;
+        let Views { mut peers, jobs, .. } = self.inner.driver.views().await;
+        peers.iter_mut().filter(|peer| !peer.this_node).for_each(|peer| self.show_ban(peer));
+        let jobs = self.with_starting(jobs);
         StateView {
             node: hex(&self.inner.node),
             name: self.inner.name.clone(),
             peer_id: self.inner.peer_id.clone(),
             mesh: self.inner.admission.mesh_name(),
             membership_ends: self.inner.admission.credentials().chain.expiry(),
+            banned: self.inner.bans.notice().map(|notice| notice.to_string()),
             peers,
             jobs,
-            grids,
             waiting: self.inner.admission.waiting(),
             weights: self.inner.library.view(),
             boundary: self.inner.boundary.view(),
+        }
+    }
+
+    /// The core forgets what a banned member said of itself; its name is in the revocation.
+    fn show_ban(&self, peer: &mut PeerView) {
+        let ban = unhex(&peer.node).and_then(|node| self.inner.bans.of(node));
+        if let Some(ban) = ban {
+            "banned".clone_into(&mut peer.state);
+            peer.peer_id = ban.banned.to_string();
+            peer.name = ban.banned_name;
         }
     }
 
@@ -335,7 +491,7 @@ impl NodeHandle {
         Ok(invited.await.map_err(|e| NodeError::Failed(format!("inviting was interrupted: {e}")))??)
     }
 
-    /// Lets a peer in that asked to join without a ticket (a PeerId, or a prefix of it that is unique among those who wait).
+    /// Lets a peer in that asked to join without a ticket (a PeerId, or a part of it that is unique among the peers that wait).
     ///
     /// # Errors
     /// No such peer waits.
@@ -343,21 +499,23 @@ impl NodeHandle {
         Ok(self.inner.admission.approve(&peer)?)
     }
 
-    /// Takes a member's membership back, in the whole mesh: by PeerId, or the name or id that one member has. Returns its
-    /// PeerId, and those of connected members that it had invited, who are out with it.
+    /// Takes a member's membership back, in the whole mesh: by PeerId, or the name or id that one member has.
     ///
     /// # Errors
     /// No such member, several of that name, or this node may not.
-    pub async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
-        let named = match peer.parse::<transport::PeerId>() {
-            Ok(named) => named,
+    pub async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
+        let banned = match peer.parse::<transport::PeerId>() {
+            Ok(banned) => banned,
             Err(_) => self.find_peer(&peer).await?,
         };
+        let peer_id = banned.to_string();
+        let known = self.inner.driver.views().await.peers.into_iter().find(|member| member.peer_id == peer_id);
+        let name = known.map(|member| member.name).unwrap_or_default();
         let bans = self.inner.bans.clone();
         // It waits for the disk.
-        let with_it = tokio::task::spawn_blocking(move || bans.ban(named)).await;
-        let with_it = with_it.map_err(|e| NodeError::Failed(format!("the ban was interrupted: {e}")))??;
-        Ok((named.to_string(), with_it.iter().map(ToString::to_string).collect()))
+        let done = tokio::task::spawn_blocking(move || bans.ban(banned, &name)).await;
+        let done = done.map_err(|e| NodeError::Failed(format!("the ban was interrupted: {e}")))??;
+        Ok(BanReport::new(peer_id, &done, self.inner.admission.is_open()))
     }
 
     async fn find_peer(&self, peer: &str) -> Result<transport::PeerId, NodeError> {
@@ -417,63 +575,7 @@ impl NodeHandle {
         let peers = self.inner.driver.views().await.peers;
         peers.iter().any(|peer| !peer.device.is_empty() && peer.device.split(' ').next() != Some("cpu"))
     }
-
-    /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
-    async fn open(&self, model: &ModelRef) -> Result<Opened, NodeError> {
-        let served = || {
-            let served = self.inner.serving.all().into_iter().find(|served| served.name == model.0)?;
-            self.inner.library.path_of(served.spec.content)
-        };
-        let path = crate::pull::locate(&model.0, &self.inner.models_dir).or_else(served).ok_or_else(|| {
-            NodeError::NotFound(format!(
-                "no model `{}` here: give a path to a .gguf file, or fetch it with `meshnode pull {}`",
-                model.0, model.0
-            ))
-        })?;
-        let library = self.inner.library.clone();
-        let name = model_name(&model.0);
-        let opened = tokio::task::spawn_blocking(move || open_model(&library, &path, name))
-            .await
-            .map_err(|e| NodeError::Failed(format!("opening the model was interrupted: {e}")))??;
-        self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
-        Ok(opened)
-    }
 }
-
-/// A model file that was read, and what it is called.
-struct Opened {
-    name: String,
-    held: Held,
-    tokenizer: Arc<kernels::tokenizer::Tokenizer>,
-    template: Option<Arc<kernels::chat_template::ChatTemplate>>,
-}
-
-impl Opened {
-    fn spec(&self, options: &ModelOptions, gpus: bool) -> ModelSpec {
-        ModelSpec {
-            content: self.held.content,
-            name: self.name.clone(),
-            work: work(&self.held.file, options, gpus),
-            width: self.held.file.config().width as u32,
-            int8: options.is_int8(),
-            eos: self.tokenizer.eos().to_vec(),
-        }
-    }
-}
-
-fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result<Opened, NodeError> {
-    let invalid = |e: &dyn std::fmt::Display| NodeError::Invalid(format!("{}: {e}", path.display()));
-    let held = library.add(path).map_err(|e| invalid(&e))?;
-    let tokenizer = Arc::new(held.file.tokenizer().map_err(|e| invalid(&e))?);
-    let template = held.file.chat_template().ok().map(Arc::new);
-    Ok(Opened { name, held, tokenizer, template })
-}
-
-/// The default context: enough for a conversation, small enough that caches of four requests stay below small models'
-/// weights.
-const CONTEXT_DEFAULT: u32 = 2048;
-/// Requests at once unless told otherwise.
-const SEQUENCES_DEFAULT: u32 = 4;
 
 /// The same model run the same way.
 fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
@@ -481,55 +583,13 @@ fn is_same(a: &ModelSpec, b: &ModelSpec) -> bool {
     run(a) == run(b)
 }
 
-/// What the planner has to know; `gpus`: some member computes on one.
-fn work(file: &ModelFile, options: &ModelOptions, gpus: bool) -> partitioner::Work {
-    let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
-    let costs = file.costs(activations, gpus);
-    let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
-    let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
-    let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
-    let row_bytes = file.config().width as u64 * 4;
-    // What a stage keeps to send again: all rows of all sequences, up to the bound.
-    let ring_bytes = RING_BYTES_MAX.min(row_bytes * u64::from(context) * u64::from(sequences));
-    partitioner::Work {
-        layers: costs
-            .layers
-            .iter()
-            .map(|l| partitioner::Layer {
-                flops_per_token: l.flops_per_token,
-                weight_bytes: l.weight_bytes,
-                kv_bytes_per_token: l.kv_bytes_per_token,
-            })
-            .collect(),
-        embed_bytes: costs.embed_bytes,
-        head_bytes: costs.head_bytes,
-        tied: costs.tied,
-        head_flops: costs.head_flops,
-        activation_bytes: row_bytes,
-        context,
-        sequences,
-        scratch_bytes: crate::executor::SCRATCH_BYTES + ring_bytes,
-    }
+/// The node of an id as the API writes it.
+fn unhex(text: &str) -> Option<NodeId> {
+    u128::from_str_radix(text, 16).ok().filter(|_| text.len() == 32).map(|bits| NodeId(bits.to_be_bytes()))
 }
 
 pub(crate) fn unix_seconds() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
-}
-
-/// `dir/SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct.Q4_1`, a folder of weights by its name, and a
-/// cached name as itself.
-fn model_name(reference: &str) -> String {
-    let path = std::path::Path::new(reference);
-    let folder = if path.ends_with(crate::pull::FOLDER_WEIGHTS) { path.parent() } else { Some(path) };
-    if let Some(folder) = folder.filter(|folder| folder.join(crate::pull::FOLDER_WEIGHTS).is_file())
-        && let Some(name) = folder.file_name()
-    {
-        return name.to_string_lossy().into_owned();
-    }
-    match path.extension() {
-        Some(extension) if extension == "gguf" => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
-        _ => reference.to_owned(),
-    }
 }
 
 #[cfg(test)]

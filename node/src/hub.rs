@@ -89,7 +89,7 @@ impl Hub {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<CallId, Waiter>> {
-        self.waiting.lock().expect("no panics under this lock")
+        self.waiting.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -102,6 +102,7 @@ impl Default for Hub {
 fn call_of(event: &Event) -> Option<CallId> {
     match event {
         Event::PlanReady { call, .. }
+        | Event::Fleet { call, .. }
         | Event::Token { call, .. }
         | Event::Done { call, .. }
         | Event::GridPlan { call, .. } => Some(*call),

@@ -4,25 +4,32 @@
 //! `handle`, what the API and the commands see. Next: `node.rs`.
 pub mod admission;
 pub mod api;
+pub mod api_key;
 pub mod bans;
 pub mod boundary;
+mod calendar;
 pub mod cli;
 pub mod client;
 pub mod cluster;
 pub mod config;
 pub mod demo;
 pub mod device;
+mod directory;
 pub mod disk;
 pub mod doctor;
 pub mod driver;
 pub mod executor;
+pub mod folders;
 pub mod handle;
 pub mod hub;
 pub mod links;
 pub mod measure;
 pub mod node;
 pub mod output;
+pub mod private;
+pub mod process;
 pub mod pull;
+mod quiet;
 pub mod record;
 pub mod renewal;
 pub mod residency;
@@ -35,6 +42,7 @@ pub mod tensors;
 pub mod tiles;
 pub mod transfer;
 pub mod views;
+pub mod vital;
 
 // Bugs on purpose are for the simulator's tests: a program that has any does not compile.
 const _: () =

@@ -54,6 +54,13 @@ impl Links {
     }
 }
 
+impl Links {
+    /// The task, to see whether it runs.
+    pub fn task(&self) -> tokio::task::AbortHandle {
+        self.0.abort_handle()
+    }
+}
+
 impl Drop for Links {
     fn drop(&mut self) {
         self.0.abort();

@@ -1,10 +1,14 @@
-//! What `bench decode` and `selftest` measure and check, as JSON, and how people read it.
+//! What `bench decode`, `bench device` and `selftest` measure and check, as JSON, and how people read it.
+use crate::config::{Size, UpOptions};
+use crate::device::Compute;
+use crate::views::count;
 use kernels::bench::{DecodeBench, DecodeFigures};
 use kernels::device::{DeviceChoice, DeviceId};
 use kernels::stage::Activations;
 use kernels::weights::ModelFile;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::time::Instant;
 
 /// Decodes with `threads` threads, or with one and with all cores, and reads memory beside it.
 ///
@@ -24,15 +28,15 @@ pub fn decode(path: &Path, threads: Option<usize>, tokens: usize) -> Result<Valu
     Ok(json!({"model": path.file_stem().map(|s| s.to_string_lossy()), "runs": figures}))
 }
 
-/// `decode`'s figures for people.
+/// The figures of `decode`, human-readable.
 pub fn decode_text(figures: &Value) -> String {
     let mut text = format!("{}\n", figures["model"].as_str().unwrap_or("?"));
     for run in figures["runs"].as_array().into_iter().flatten() {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         text.push_str(&format!(
-            "{} threads ({}): decode {:.1} tok/s, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the {:.2} GB/s that one thread can, \
+            "{} ({}): decode {:.1} tok/s, prefill {:.0} tok/s; reads {:.2} GB/s, {:.0} % of the {:.2} GB/s that one thread can, \
              {:.0} % of the {:.2} GB/s that these threads can\n",
-            run["threads"],
+            count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
             run["instruction_set"].as_str().unwrap_or("?"),
             number("decode_tok_s"),
             number("prefill_tok_s"),
@@ -44,6 +48,49 @@ pub fn decode_text(figures: &Value) -> String {
         ));
     }
     text
+}
+
+/// What this machine would tell a mesh about a device: its speed by the kernels that stages run, and the memory it would offer.
+///
+/// # Errors
+/// There is no such device here.
+pub fn device(options: &UpOptions) -> Result<Value, String> {
+    let start = Instant::now();
+    let capacity = Compute::open(options)?.capacity;
+    Ok(json!({
+        "device": capacity.device,
+        "decode_bytes_per_second": capacity.bytes_per_second,
+        "prefill_flops_per_second": capacity.flops_per_second,
+        "copy_bytes_per_second": capacity.copy_bytes_per_second,
+        "step_ns": capacity.step_ns,
+        "memory_offered": capacity.memory_total,
+        "seconds": start.elapsed().as_secs_f64(),
+    }))
+}
+
+/// The figures of `device`, human-readable.
+pub fn device_text(figures: &Value) -> String {
+    format!(
+        "{}\n  decode   {} of weights\n  prefill  {}\n  copy     {} read and written\n  step     {:.0} µs without work\n  \
+         offers   {}\n(found and measured in {:.1} s)\n",
+        figures["device"].as_str().unwrap_or("?"),
+        per_second(figures["decode_bytes_per_second"].as_u64(), "B"),
+        per_second(figures["prefill_flops_per_second"].as_u64(), "FLOP"),
+        per_second(figures["copy_bytes_per_second"].as_u64(), "B"),
+        figures["step_ns"].as_f64().unwrap_or(0.0) / 1e3,
+        Size(figures["memory_offered"].as_u64().unwrap_or(0)),
+        figures["seconds"].as_f64().unwrap_or(0.0),
+    )
+}
+
+/// A measured speed, as in "712 GB/s" or "80 MB/s"; a dash where there is none.
+pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
+    match speed {
+        None | Some(0) => "–".into(),
+        Some(speed) if speed < 1_000_000_000 => format!("{:.0} M{unit}/s", speed as f64 / 1e6),
+        Some(speed) if speed < 10_000_000_000 => format!("{:.1} G{unit}/s", speed as f64 / 1e9),
+        Some(speed) => format!("{:.0} G{unit}/s", speed as f64 / 1e9),
+    }
 }
 
 /// Every operation on the device against float64.
@@ -63,4 +110,17 @@ pub fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
         json!({"name": check.name, "ok": ok, "seen": seen})
     };
     Ok((device, checks.into_iter().map(value).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speeds_are_read_in_giga_and_a_missing_one_is_no_zero() {
+        assert_eq!(per_second(Some(712_400_000_000), "B"), "712 GB/s");
+        assert_eq!(per_second(Some(600_000), "B"), "1 MB/s");
+        assert_eq!(per_second(Some(1_260_000_000), "FLOP"), "1.3 GFLOP/s");
+        assert_eq!((per_second(Some(0), "B"), per_second(None, "B")), ("–".into(), "–".into()));
+    }
 }

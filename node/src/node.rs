@@ -2,12 +2,15 @@
 use crate::admission::{self, Admission, AdmissionError};
 use crate::bans::{self, Bans};
 use crate::boundary::Boundary;
+use crate::calendar::date_time;
 use crate::config::UpOptions;
 use crate::device::Compute;
+use crate::directory::{self, Directory};
 use crate::driver::{self, DriverHandle};
-use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Serving};
+use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Remembered, Serving};
 use crate::hub::Hub;
 use crate::links::Links;
+use crate::quiet::Quiet;
 use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
@@ -17,43 +20,49 @@ use crate::submissions::{self, Submissions};
 use crate::tensors::{Tensor, Tensors};
 use crate::tiles::states::{States, Wanted};
 use crate::transfer::{Cache, Library, TransferError};
+use crate::vital::{End, Parts};
 use node_core::config::Config;
 use node_core::id::{Epoch, JobId, NodeId, RequestId};
 use node_core::input::Input;
+use node_core::membership::Contact;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
-use node_core::output::Record;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
 use transport::frame::{self, Dtype, FrameHead};
-use transport::{Endpoint, Event, GossipSocket, Identity, MeshCredentials, PeerId, Reply, Ticket};
+use transport::{Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket};
 
 /// What the ticket printed at start is good for.
 const FIRST_TICKET_TTL: Duration = Duration::from_secs(3600);
 /// How many machines it lets in: a household's.
-const FIRST_TICKET_USES: u32 = 10;
+pub(crate) const FIRST_TICKET_USES: u32 = 10;
 /// How often a node without a ticket asks again whether somebody approved it.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
 /// A started node. Dropping it ends the node.
 pub struct Running {
-    /// A ticket for others, good for a few uses within an hour.
-    pub ticket: String,
+    /// A ticket for others, good for a few uses within an hour; none where this node cannot let others in.
+    pub ticket: Option<String>,
     /// Completes when the node has left; with an error if it failed.
     pub stopped: tokio::sync::oneshot::Receiver<()>,
+    /// GPUs of this machine that this node does not use.
+    pub idle_gpus: Vec<kernels::device::Device>,
     endpoint: Arc<Endpoint>,
     driver: DriverHandle,
     _discovery: Option<Discovery>,
     _links: Links,
     _renewal: Renewal,
     bans: tokio::task::JoinHandle<()>,
+    /// Watches over all of these.
+    watch: tokio::task::AbortHandle,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
+        self.watch.abort();
         self.bans.abort();
     }
 }
@@ -74,6 +83,8 @@ impl Running {
 /// A port in use, a data directory that cannot be used, a device that is not there, a ticket that does not hold; each
 /// with what to do.
 pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeError> {
+    warn_of_the_clock();
+    crate::private::folder(&options.data_dir).map_err(|e| NodeError::Failed(format!("the data directory {e}")))?;
     let identity = Identity::load_or_create(&options.data_dir).map_err(|e| NodeError::Failed(e.to_string()))?;
     let store = Arc::new(Store::open(&options.data_dir)?);
     let generation = store.next_generation()?;
@@ -94,7 +105,14 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let states = Arc::new(States::default());
     let inherited = submissions::inherited::folder(&options.data_dir);
     let submissions = Arc::new(Submissions::new(me, generation.0, driver.clone(), states.clone(), inherited));
-    let ways_in = WaysIn { admission: admission.clone(), bans: told_bans.clone(), submissions: submissions.clone() };
+    let directory = Arc::new(Directory::default());
+    let ways_in = WaysIn {
+        admission: admission.clone(),
+        bans: told_bans.clone(),
+        submissions: submissions.clone(),
+        quiet: Arc::default(),
+        directory: directory.clone(),
+    };
     let endpoint = bind(&options, port, &identity, &driver, &tensors, &ways_in, &library)?;
     let (credentials, inviter) = membership(&options, &identity, &endpoint).await?;
     endpoint.set_credentials(credentials.clone());
@@ -121,12 +139,14 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     };
     let guests = Admission::new(identity.clone(), credentials, store.clone(), config.data_addrs.clone(), options.open);
     let guests = admission.get_or_init(|| Arc::new(guests)).clone();
-    let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), options.data_dir.clone())?;
+    let (data_dir, name) = (options.data_dir.clone(), options.name.clone());
+    let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
     let bans = told_bans.get_or_init(|| bans).clone();
     let hub = Arc::new(Hub::new());
     let residency = Arc::new(Residency::new(device.capacity.clone()));
-    let executor = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
+    let (executor, executing) = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
+    let idle_gpus = device.idle_gpus.clone();
     let device = Arc::new(device);
     let hands = crate::tiles::Hands {
         tensors: tensors.clone(),
@@ -135,7 +155,15 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         driver: driver.clone(),
         device: device.clone(),
     };
-    let tiles = crate::tiles::spawn(hands).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let (tiles, computing) = crate::tiles::spawn(hands).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let mut parts = Parts::default();
+    parts.add("the executor", move || !executing.is_finished());
+    parts.add("the thread of tiles", move || !computing.is_finished());
+    let (socket, accepting) = (Arc::downgrade(&gossip), Arc::downgrade(&endpoint));
+    parts.add("the gossip thread", move || socket.upgrade().is_none_or(|socket| socket.runs()));
+    parts.add("the task that accepts connections", move || {
+        accepting.upgrade().is_none_or(|endpoint| endpoint.accepts())
+    });
     let recalled = Arc::new(Recalled::default());
     let boundary = Arc::new(Boundary::default());
     let shell = Shell {
@@ -163,14 +191,27 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             NodeError::Failed(format!("cannot record into {}: {e}; name a file that can be written", path.display()))
         })?),
     };
-    let stopped = run(Node::new(config, seed), shell, queue, recorder)?;
+    let (end, stopped) = End::new();
+    run(Node::new(config, seed), shell, queue, recorder, end.clone())?;
     driver.input(Input::Holdings(library.contents()));
     introduce(&driver, store.peers(), inviter);
-    let discovery = if options.solo { None } else { Some(discover(&options, port, &identity, &driver).await?) };
+    // Peers are found by mDNS, or are named by a ticket: without mDNS nobody asks TCP P.
+    let discovery = match options.solo || !options.mdns {
+        true => None,
+        false => Some(discover(&options, port, &identity, guests.credentials().mesh, &driver).await?),
+    };
     let renewal = Renewal::watch(endpoint.clone(), guests.clone(), options.data_dir.clone());
     let links = Links::watch(endpoint.clone(), driver.clone());
-    let ticket = guests.invite(FIRST_TICKET_TTL, FIRST_TICKET_USES)?;
-    let serving = Serving::new(driver.clone(), hub.clone());
+    let exchanging = bans.watch();
+    parts.add_task("the exchange of bans", exchanging.abort_handle());
+    parts.add_task("the renewal of memberships", renewal.task());
+    parts.add_task("the measuring of links", links.task());
+    if let Some(discovery) = &discovery {
+        parts.add_task("discovery", discovery.task());
+    }
+    let invites = guests.may_invite() && bans.notice().is_none();
+    let ticket = if invites { Some(guests.invite(FIRST_TICKET_TTL, FIRST_TICKET_USES)?) } else { None };
+    let serving = Serving::new(driver.clone(), hub.clone(), directory.models.clone());
     let handle = NodeHandle {
         inner: Arc::new(Inner {
             node: me,
@@ -184,22 +225,41 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             models_dir: options.models_dir,
             serving,
             recalled,
+            remembered: Remembered::open(&options.data_dir),
+            directory,
+            endpoint: endpoint.clone(),
             boundary,
             submissions,
             leaving: AtomicBool::new(false),
         }),
     };
+    handle.serve_again();
     let running = Running {
         ticket,
         stopped,
+        idle_gpus,
         endpoint,
         driver,
         _discovery: discovery,
         _links: links,
         _renewal: renewal,
-        bans: bans.watch(),
+        bans: exchanging,
+        watch: parts.watch(end),
     };
     Ok((handle, running))
+}
+
+/// Certificates, tickets and bans have dates.
+fn warn_of_the_clock() {
+    let (now, built) = (crate::handle::unix_seconds(), env!("MESHNODE_BUILD_UNIX").parse().unwrap_or(0));
+    if now < built {
+        tracing::warn!(
+            "this machine's clock says {}, but this program was built at {}: memberships, tickets and bans are judged by the \
+             clock, so set it (NTP) before others rely on this node",
+            date_time(now),
+            date_time(built)
+        );
+    }
 }
 
 /// A peer to get to know first.
@@ -219,21 +279,31 @@ async fn membership(
         admission::save(&options.data_dir, &renewed)?;
         held = Some(renewed);
     }
+    let mut notice = None;
+    if let Some(known) = held.take() {
+        let (known, banned) = bans::recall(&options.data_dir, identity.peer_id(), known)?;
+        (held, notice) = (Some(known), banned);
+    }
     let over = held.as_ref().is_some_and(|held| renewal::seconds_left(held) == 0);
+    // A member let in by one that is banned now may be let in again by another.
+    let again = over || notice.as_ref().is_some_and(|notice| notice.sponsor);
     let mut last = None;
     for way in &options.join {
         let way = Way::parse(way)?;
         if let (Way::Ticket(ticket), Some(held)) = (&way, &held) {
             admission::same_mesh(held, ticket.mesh, &options.data_dir)?;
         }
-        if let Some(held) = held.as_ref().filter(|_| !over) {
+        if let Some(notice) = notice.as_ref().filter(|notice| !notice.sponsor) {
+            return Err(NodeError::Unauthorised(notice.to_string()));
+        }
+        if let Some(held) = held.as_ref().filter(|_| !again) {
             return Ok((held.clone(), way.inviter()));
         }
         match way.join(endpoint, &options.name).await {
-            Ok(admitted) => {
+            Ok((admitted, inviter)) => {
                 let credentials = admitted.credentials();
                 admission::save(&options.data_dir, &credentials)?;
-                return Ok((credentials, way.inviter()));
+                return Ok((credentials, Some(inviter)));
             }
             Err(error) => last = Some(error),
         }
@@ -277,18 +347,24 @@ impl Way {
         }
     }
 
-    async fn join(&self, endpoint: &Endpoint, name: &str) -> Result<transport::join::Admission, NodeError> {
+    async fn join(&self, endpoint: &Endpoint, name: &str) -> Result<(transport::join::Admission, Inviter), NodeError> {
         use transport::JoinError;
         use transport::join::JoinRefusal;
         match self {
-            Way::Ticket(ticket) => endpoint.join(ticket, name).await.map_err(join_error),
+            Way::Ticket(ticket) => {
+                let admission = endpoint.join(ticket, name).await.map_err(join_error)?;
+                Ok((admission, Inviter { peer_id: ticket.inviter, data: ticket.addrs.clone() }))
+            }
             Way::Address { peer, data } => loop {
                 match endpoint.join_at(&[*data], *peer, name).await {
                     Err(error @ JoinError::Refused { refusal: JoinRefusal::NotApproved, .. }) => {
                         tracing::warn!("{error}; asking again every {} s", ASK_AGAIN.as_secs());
                         tokio::time::sleep(ASK_AGAIN).await;
                     }
-                    answer => return answer.map_err(join_error),
+                    answer => {
+                        let (admission, peer_id) = answer.map_err(join_error)?;
+                        return Ok((admission, Inviter { peer_id, data: vec![*data] }));
+                    }
                 }
             },
         }
@@ -304,16 +380,14 @@ fn join_error(error: transport::JoinError) -> NodeError {
 }
 
 /// Tells the core whom it may find again.
-fn introduce(driver: &DriverHandle, remembered: Option<Record>, inviter: Option<Inviter>) {
-    if let Some(Record::Peers(peers)) = remembered {
-        for (node, peer_id, gossip, data) in peers {
-            driver.input(Input::PeerFound { node, peer_id, gossip, data });
-        }
+fn introduce(driver: &DriverHandle, remembered: Vec<Contact>, inviter: Option<Inviter>) {
+    for (node, peer_id, gossip, data) in remembered {
+        driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: true });
     }
     if let Some(Inviter { peer_id, data }) = inviter {
         let gossip = data.iter().map(|a| SocketAddr::new(a.ip(), a.port().saturating_sub(1))).collect();
         let node = NodeId(transport::node_id(&peer_id));
-        driver.input(Input::PeerFound { node, peer_id: peer_id.to_bytes(), gossip, data });
+        driver.input(Input::PeerFound { node, peer_id: peer_id.to_bytes(), gossip, data, remembered: true });
     }
 }
 
@@ -322,16 +396,13 @@ fn run(
     shell: Shell,
     queue: driver::DriverQueue,
     recorder: Option<Recorder>,
-) -> Result<tokio::sync::oneshot::Receiver<()>, NodeError> {
-    let (ended, stopped) = tokio::sync::oneshot::channel();
+    end: End,
+) -> Result<(), NodeError> {
     std::thread::Builder::new()
         .name("driver".into())
-        .spawn(move || {
-            driver::run(node, shell, &queue, recorder);
-            let _ = ended.send(());
-        })
+        .spawn(move || end.after(|| driver::run(node, shell, &queue, recorder)))
         .map_err(|e| NodeError::Failed(format!("no thread for the driver: {e}")))?;
-    Ok(stopped)
+    Ok(())
 }
 
 /// Who decides about those who come; there before the endpoint is, filled once the node has a mesh.
@@ -340,6 +411,9 @@ struct WaysIn {
     admission: Arc<OnceLock<Arc<Admission>>>,
     bans: Arc<OnceLock<Arc<Bans>>>,
     submissions: Arc<Submissions>,
+    /// What strangers can make this node log.
+    quiet: Arc<Quiet>,
+    directory: Arc<Directory>,
 }
 
 fn bind(
@@ -356,23 +430,16 @@ fn bind(
     let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
         let (library, guests, bans) = (library.clone(), served.admission.get().cloned(), served.bans.get().cloned());
-        let submissions = served.submissions.clone();
+        let (submissions, directory) = (served.submissions.clone(), served.directory.clone());
         // Reading a chunk may wait for the disk.
         tokio::task::spawn_blocking(move || {
             if let Some(wanted) = Wanted::decode(&request) {
-                match submissions.answer(&wanted) {
-                    Ok(state) => {
-                        if reply.blocking_send(state) {
-                            reply.finish();
-                        }
-                    }
-                    Err(why) => reply.fail(why),
-                }
-                return;
+                return submissions.answer(&wanted, reply);
             }
             let answer = match (guests, bans) {
                 (Some(guests), _) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
-                (_, Some(bans)) if bans::is_request(&request) => bans.answer(&request),
+                _ if directory::is_request(&request) => directory.answer(),
+                (_, Some(bans)) if bans::is_request(&request) => bans.answer(from, &request),
                 _ => library.answer(&request),
             };
             if reply.blocking_send(answer.into()) {
@@ -397,6 +464,12 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             driver.input(Input::Connected { node: NodeId(node), rtt_ns });
             if let Some(bans) = ways_in.bans.get() {
                 bans.connected(node);
+            }
+        }
+        Event::Banned(revocation) => {
+            if let Some(bans) = ways_in.bans.get().cloned() {
+                // It is written to the disk.
+                tokio::task::spawn_blocking(move || bans.handle_refused(*revocation));
             }
         }
         Event::Disconnected { node, reason } => {
@@ -435,7 +508,9 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
         },
         Event::Refused { from, addr, why } => {
             let who = from.map_or_else(|| addr.to_string(), |peer| format!("{peer} at {addr}"));
-            tracing::warn!("refused {who}: {why}");
+            if let Some(more) = ways_in.quiet.admit() {
+                tracing::warn!("refused {who}: {why}{more}");
+            }
         }
     }
 }
@@ -456,20 +531,25 @@ async fn discover(
     options: &UpOptions,
     port: u16,
     identity: &Identity,
+    mesh: MeshId,
     driver: &DriverHandle,
 ) -> Result<Discovery, NodeError> {
-    let driver = driver.clone();
+    let (driver, quiet) = (driver.clone(), Quiet::default());
     let told = move |event: DiscoveryEvent| match event {
         DiscoveryEvent::PeerFound { peer_id, node, gossip, data } => {
-            driver.input(Input::PeerFound { node: NodeId(node), peer_id: peer_id.to_bytes(), gossip, data });
+            let (gossip, data) = (vec![gossip], vec![data]);
+            let (node, peer_id) = (NodeId(node), peer_id.to_bytes());
+            driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: false });
         }
         DiscoveryEvent::OtherVersion { peer_id, found } => {
-            tracing::warn!("{peer_id} speaks {found}, this node /meshnode/1: one of the two wants an update");
+            if let Some(more) = quiet.admit() {
+                tracing::warn!("{peer_id} speaks {found}, this node /meshnode/1: one of the two wants an update{more}");
+            }
         }
-        DiscoveryEvent::Unreachable { addr, why } => tracing::warn!("{addr} does not answer: {why}"),
     };
     let discovery = DiscoveryOptions {
         identity: identity.clone(),
+        mesh,
         listen: SocketAddr::new(options.listen, port),
         gossip_port: port,
         data_port: port + 1,

@@ -71,6 +71,27 @@ impl OutputError {
     }
 }
 
+/// Files of an output that are in a run's folder `out`, relative to that: those that a [`Writer`] of it makes, and no others.
+pub fn written(out: &Path, folder: &str, kind: OutputKind, quantity: &str) -> Vec<PathBuf> {
+    let place = out.join(folder);
+    let numbered = |ending: &str| {
+        let steps = files::steps(&place, quantity, ending).unwrap_or_default();
+        steps.into_iter().map(|step| files::numbered(&place, quantity, step, ending)).collect::<Vec<_>>()
+    };
+    let mut found = match kind {
+        OutputKind::Png => numbered(".png"),
+        OutputKind::Gif => vec![place.join(format!("{quantity}.gif"))],
+        OutputKind::Zarr => zarr::files(&place, quantity),
+        OutputKind::Vtk => {
+            let mut all = numbered(vtk::ENDING);
+            all.push(place.join(format!("{quantity}{}", vtk::LIST_ENDING)));
+            all
+        }
+    };
+    found.retain(|file| file.is_file());
+    found.iter().filter_map(|file| file.strip_prefix(out).ok().map(Path::to_path_buf)).collect()
+}
+
 impl Writer {
     /// Prepares the output's folder within `out`. `from`: the step that the run begins at or goes on from; what an earlier
     /// run wrote of later steps is removed.

@@ -136,11 +136,15 @@ pub fn fetch(
     progress: &dyn Progress,
 ) -> Result<PathBuf, PullError> {
     let target = match Reference::parse(reference)? {
-        Reference::Path(_) => {
-            return locate(reference, models_dir).ok_or_else(|| PullError::NoFile {
-                reference: reference.to_owned(),
-                known: KNOWN.iter().map(|k| k.name).collect::<Vec<_>>().join(", "),
-            });
+        Reference::Path(path) => {
+            if let Some(found) = locate(reference, models_dir) {
+                return Ok(found);
+            }
+            if path.is_dir() {
+                return Err(PullError::Folder(reference.to_owned()));
+            }
+            let known = KNOWN.iter().map(|k| k.name).collect::<Vec<_>>().join(", ");
+            return Err(PullError::NoFile { reference: reference.to_owned(), known });
         }
         Reference::Known(name) => models_dir.join(known(name).file),
         Reference::Hub { owner, repo, file } => hub_path(models_dir, owner, repo, file),
@@ -246,11 +250,21 @@ fn require_space(dir: &Path, need: u64) -> Result<(), PullError> {
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
     /// Not a way to name a model.
-    #[error("`{0}` names no model: write a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file")]
+    #[error(
+        "`{0}` names no model: write a known name, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with \
+         model.safetensors"
+    )]
     Reference(String),
+    /// A folder that holds no model.
+    #[error(
+        "the folder `{0}` has no model.safetensors: a model's folder has its weights in that one file, beside config.json and \
+         tokenizer.json"
+    )]
+    Folder(String),
     /// A path or name that is not here.
     #[error(
-        "no file `{reference}` here or in the cache: give the path of a .gguf file, hf:OWNER/REPO/FILE, or one of: {known}"
+        "no file or folder `{reference}` here or in the cache: give the path of a .gguf file or of a folder with \
+         model.safetensors, hf:OWNER/REPO/FILE, or one of: {known}"
     )]
     NoFile {
         /// As asked for.

@@ -27,7 +27,7 @@ impl Recorder {
     /// # Errors
     /// The file cannot be written.
     pub fn begin(path: &Path, config: &Config, seed: u64) -> std::io::Result<Self> {
-        let mut file = BufWriter::with_capacity(BUFFER_BYTES, File::create(path)?);
+        let mut file = BufWriter::with_capacity(BUFFER_BYTES, crate::private::create(path)?);
         let head = record::begin(config, seed, concat!("meshnode ", env!("CARGO_PKG_VERSION")));
         file.write_all(&head)?;
         file.flush()?;

@@ -36,13 +36,24 @@ impl Renewal {
                 let held = admission.credentials();
                 if seconds_left(&held) < EXTEND_SECONDS {
                     match renewed(&endpoint, &held, admission.identity()).await {
-                        Some(credentials) => keep(&endpoint, &admission, &data_dir, credentials),
+                        // The key of the mesh may have changed while others were asked.
+                        Some(MeshCredentials { chain, .. }) => {
+                            let now = admission.credentials();
+                            keep(&endpoint, &admission, &data_dir, MeshCredentials { chain, ..(*now).clone() });
+                        }
                         None => tell(&held),
                     }
                 }
                 tokio::time::sleep(AGAIN).await;
             }
         }))
+    }
+}
+
+impl Renewal {
+    /// The task, to see whether it runs.
+    pub fn task(&self) -> tokio::task::AbortHandle {
+        self.0.abort_handle()
     }
 }
 

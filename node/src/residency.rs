@@ -99,7 +99,7 @@ impl Residency {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no panics under this lock")
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -116,6 +116,7 @@ mod tests {
             memory_free: total,
             bytes_per_second: 1,
             flops_per_second: 1,
+            copy_bytes_per_second: 1,
             step_ns: 1,
             numerics: 1,
             pass_steps: 1,

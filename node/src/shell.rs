@@ -8,12 +8,18 @@ use crate::store::Store;
 use crate::submissions::Submissions;
 use crate::tensors::{Tensor, Tensors};
 use crate::transfer::{Ask, Library};
+use crate::views::Names;
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageOptions};
 use node_core::id::{Epoch, JobId, LoadId, NodeId};
 use node_core::input::Input;
-use node_core::limits::CHUNK_POSITIONS_MAX;
+use node_core::limits::{CHUNK_POSITIONS_MAX, SLOWER_TIMES};
 use node_core::message::FrameHeader;
-use node_core::output::{DownReason, Event, Output, Payload, StageSpec};
+use node_core::node::Node;
+use node_core::output::{DoneReason, DownReason, Event, Output, Payload, StageSpec};
+use node_core::tiles::GridEvent;
+use partitioner::{PlanError, explain};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -43,8 +49,8 @@ pub struct Shell {
 }
 
 impl Shell {
-    /// Does it, or hands it to whoever does; never blocks.
-    pub fn carry_out(&mut self, output: Output) {
+    /// Does it, or hands it to a thread that does; never blocks. `node` is for the names of members.
+    pub fn carry_out(&mut self, output: Output, node: &Node) {
         match output {
             Output::SendDatagram { to, addr, bytes } => {
                 // Gossip may be lost; a route that is down now may be up in the next round.
@@ -65,17 +71,23 @@ impl Shell {
                 let signature = self.identity.sign(&bytes);
                 self.driver.input(Input::Signed { token, signature });
             }
-            Output::Verify { token, peer_id, bytes, signature } => self.off_thread(move || {
-                let valid = transport::identity::verify(&peer_id, &bytes, &signature);
-                Input::Verified { token, valid }
-            }),
-            Output::Plan { token, work, fleet, options, repair } => self.off_thread(move || {
-                let result = match repair {
+            Output::Verify { token, peer_id, bytes, signature } => {
+                let verify = move || transport::identity::verify(&peer_id, &bytes, &signature);
+                self.off_thread(
+                    move || Input::Verified { token, valid: verify() },
+                    move |_| Input::Verified { token, valid: false },
+                );
+            }
+            Output::Plan { token, work, fleet, options, repair } => {
+                let plan = move || match repair {
                     Some(current) => partitioner::repair(&current, &work, &fleet, &options),
                     None => partitioner::plan(&work, &fleet, &options),
                 };
-                Input::Planned { token, result: result.map(Box::new) }
-            }),
+                self.off_thread(
+                    move || Input::Planned { token, result: plan().map(Box::new) },
+                    move |why| Input::Planned { token, result: Err(PlanError::Invalid(why.into())) },
+                );
+            }
             Output::Load { job, epoch, load, stage } => self.load(job, epoch, load, *stage),
             Output::Keep { job, epoch, load, stage } => self.keep(job, epoch, load, &stage),
             Output::Fetch { job, epoch, stage } => self.fetch(job, epoch, *stage),
@@ -89,23 +101,21 @@ impl Shell {
             Output::Compute { work, job, epoch, items } => self.execute(Command::Compute { work, job, epoch, items }),
             Output::Release { job, request } => self.execute(Command::Release { job, request }),
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
-            Output::Persist { seq, record } => {
-                let (store, driver) = (self.store.clone(), self.driver.clone());
-                self.runtime.spawn_blocking(move || match store.persist(&record) {
-                    Ok(()) => driver.input(Input::Persisted { seq }),
-                    // What must survive is not acted upon; a job that waits for it says so itself.
-                    Err(e) => {
+            Output::Remember { peers } => {
+                let store = self.store.clone();
+                self.runtime.spawn_blocking(move || {
+                    if let Err(e) = store.put_peers(&peers) {
                         tracing::warn!("{e}");
-                        driver.input(Input::PersistFailed { seq, reason: e.to_string() });
                     }
                 });
             }
-            Output::Notify(event) => self.notify(event),
+            Output::Notify(event) => self.notify(event, node),
         }
     }
 
-    fn notify(&self, event: Event) {
-        log(&event);
+    fn notify(&self, event: Event, node: &Node) {
+        let event = named(event, node);
+        log(&event, node);
         self.submissions.tell(&event);
         self.hub.tell(event);
     }
@@ -183,10 +193,22 @@ impl Shell {
         let (residency, bytes_max) = (self.residency.clone(), spec.bytes_max);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
         let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
-        self.runtime.spawn(async move {
+        let failed = {
+            let (residency, driver, executor) = (residency.clone(), driver.clone(), executor.clone());
+            move |reason: String| {
+                residency.fail(job, load, || {
+                    let _ = executor.send(Command::Unload { job });
+                });
+                driver.input(Input::Loaded { job, load, result: Err(reason) });
+            }
+        };
+        let panicked = failed.clone();
+        let loading = async move {
             let layers = spec.layers.start as usize..spec.layers.end as usize;
-            let held =
-                library.share(spec.content, layers.clone(), &spec.sources, &ask).await.map_err(|e| e.to_string());
+            let held = library
+                .share(spec.content, &spec.name, layers.clone(), &spec.sources, &ask)
+                .await
+                .map_err(|e| e.to_string());
             // What is here now, others may fetch from here.
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
@@ -199,83 +221,170 @@ impl Shell {
                     let _ = executor.send(Command::Install { job, epoch, load, stage, bytes_max });
                 }),
                 Err(reason) => {
-                    tracing::warn!("cannot hold layers {layers:?} of job {:016x}: {reason}", job.0);
-                    residency.fail(job, load, || {
-                        let _ = executor.send(Command::Unload { job });
-                    });
-                    driver.input(Input::Loaded { job, load, result: Err(reason) });
+                    let layers = explain::layers(&(layers.start as u32..layers.end as u32));
+                    tracing::warn!("cannot hold layers {layers} of job {:016x}: {reason}", job.0);
+                    failed(reason);
                 }
             }
-        });
+        };
+        self.spawn(loading, panicked);
     }
 
     /// Gets the weights of a stage that is not to be loaded yet.
     fn fetch(&self, job: JobId, epoch: Epoch, spec: StageSpec) {
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
-        let driver = self.driver.clone();
-        self.runtime.spawn(async move {
+        let (driver, told) = (self.driver.clone(), self.driver.clone());
+        let fetching = async move {
             let layers = spec.layers.start as usize..spec.layers.end as usize;
-            let held = library.share(spec.content, layers, &spec.sources, &ask).await;
+            let held = library.share(spec.content, &spec.name, layers, &spec.sources, &ask).await;
             driver.input(Input::Holdings(library.contents()));
             let result = held.map(|held| held.fetched_bytes).map_err(|e| e.to_string());
             driver.input(Input::Fetched { job, epoch, result });
-        });
+        };
+        self.spawn(fetching, move |reason| told.input(Input::Fetched { job, epoch, result: Err(reason) }));
     }
 
     fn execute(&self, command: Command) {
         let _ = self.executor.send(command);
     }
 
-    fn off_thread(&self, work: impl FnOnce() -> Input + Send + 'static) {
+    /// Does work that takes time elsewhere. Its answer always comes: `failed` makes it from what a panic said.
+    fn off_thread(
+        &self,
+        work: impl FnOnce() -> Input + Send + 'static,
+        failed: impl FnOnce(String) -> Input + Send + 'static,
+    ) {
         let driver = self.driver.clone();
-        self.runtime.spawn_blocking(move || driver.input(work()));
+        self.runtime.spawn_blocking(move || driver.input(answered(work, failed)));
+    }
+
+    /// Does asynchronous work that says itself what came of it; `failed` says it if the work panics.
+    fn spawn(&self, work: impl Future<Output = ()> + Send + 'static, failed: impl FnOnce(String) + Send + 'static) {
+        let work = self.runtime.spawn(work);
+        self.runtime.spawn(async move {
+            if let Err(ended) = work.await
+                && let Ok(panic) = ended.try_into_panic()
+            {
+                failed(panicked(panic.as_ref()));
+            }
+        });
     }
 }
 
-/// Tells the user's log what a person would want to wake up for, and no more.
-fn log(event: &Event) {
+/// What work answers, or what is answered in its place where it panics: whatever waits for it must not wait for ever.
+pub(crate) fn answered<T>(work: impl FnOnce() -> T, failed: impl FnOnce(String) -> T) -> T {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| failed(panicked(panic.as_ref())))
+}
+
+/// Says in the log what a panic said, and in the answer.
+fn panicked(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let why = format!("this node failed inside ({}); this is a bug, see its log", text.unwrap_or("no message"));
+    tracing::error!("{why}");
+    why
+}
+
+/// The same event with members' names, where the core's text has the beginning of their ids.
+fn named(event: Event, node: &Node) -> Event {
+    let name = |text: String| Names::of(node).in_text(&text);
     match event {
-        Event::PeerUp { node } => tracing::info!("{node} is up"),
-        Event::PeerDown { node, reason: DownReason::Left } => tracing::info!("{node} left"),
-        Event::PeerDown { node, reason: DownReason::Failed } => tracing::warn!("{node} is down"),
+        Event::JobDegraded { call, job, reason } => Event::JobDegraded { call, job, reason: name(reason) },
+        Event::Done { call, reason: DoneReason::Failed(reason) } => {
+            Event::Done { call, reason: DoneReason::Failed(name(reason)) }
+        }
+        Event::Grid { job, event } => {
+            let event = match *event {
+                GridEvent::Waiting { reason } => GridEvent::Waiting { reason: name(reason) },
+                GridEvent::Ended { result: Err(reason), figures } => {
+                    GridEvent::Ended { result: Err(name(reason)), figures }
+                }
+                event @ (GridEvent::Inherited { .. }
+                | GridEvent::Placed { .. }
+                | GridEvent::Running { .. }
+                | GridEvent::Progress { .. }
+                | GridEvent::Report { .. }
+                | GridEvent::Checkpoint { .. }
+                | GridEvent::Moved
+                | GridEvent::Ended { .. }) => event,
+            };
+            Event::Grid { job, event: Box::new(event) }
+        }
+        event @ (Event::PeerUp { .. }
+        | Event::PeerDown { .. }
+        | Event::PlanReady { .. }
+        | Event::Fleet { .. }
+        | Event::Reshaping { .. }
+        | Event::Measured { .. }
+        | Event::JobPlaced { .. }
+        | Event::JobReady { .. }
+        | Event::JobEnded { .. }
+        | Event::Token { .. }
+        | Event::Done { .. }
+        | Event::Lost { .. }
+        | Event::Standby { .. }
+        | Event::Promoted { .. }
+        | Event::GridPlan { .. }
+        | Event::Refused { .. }) => event,
+    }
+}
+
+/// Writes to the user's log what a person would want to wake up for, and no more.
+fn log(event: &Event, node: &Node) {
+    let name = |id: &NodeId| Names::of(node).get(*id);
+    match event {
+        Event::PeerUp { node } => tracing::info!("{} is up", name(node)),
+        Event::PeerDown { node, reason: DownReason::Left } => tracing::info!("{} left", name(node)),
+        Event::PeerDown { node, reason: DownReason::Failed } => tracing::warn!("{} is down", name(node)),
         Event::JobPlaced { job, epoch, plan } => {
-            let stages: Vec<String> = plan
-                .stages()
-                .iter()
-                .map(|s| format!("{} {}..{}", NodeId(s.device.0), s.layers.start, s.layers.end))
-                .collect();
+            let stage = |stage: &partitioner::Stage| {
+                format!("{} layers {}", name(&NodeId(stage.device.0)), explain::layers(&stage.layers))
+            };
+            let stages: Vec<String> = plan.stages().iter().map(stage).collect();
             tracing::info!("job {:016x} epoch {}: {}", job.0, epoch.counter, stages.join(", "));
         }
         Event::JobReady { job, epoch, .. } => tracing::info!("job {:016x} epoch {} is ready", job.0, epoch.counter),
         Event::JobDegraded { job, reason, .. } => tracing::warn!("job {:016x} cannot run: {reason}", job.0),
         Event::JobEnded { job } => tracing::info!("job {:016x} ended", job.0),
         Event::Lost { job, node, silent_ms } => {
-            tracing::warn!("job {:016x} lost {node} after {silent_ms} ms of silence", job.0);
+            tracing::warn!("job {:016x} lost {} after {silent_ms} ms of silence", job.0, name(node));
         }
         Event::Standby { job, stage, node, current } => {
-            let what = if *current { "is current" } else { "is asked to stand by" };
-            tracing::info!("job {:016x} stage {stage}: {node} {what}", job.0);
+            let what = if *current { "is current" } else { "loads" };
+            tracing::info!("job {:016x} stage {stage}: standby {} {what}", job.0, name(node));
         }
         Event::Promoted { job, epoch, stage, node } => {
-            tracing::warn!("job {:016x} epoch {}: {node} steps in for stage {stage}", job.0, epoch.counter);
+            let counter = epoch.counter;
+            tracing::warn!("job {:016x} epoch {counter}: standby {} takes over stage {stage}", job.0, name(node));
         }
         Event::Reshaping { job, change } => tracing::info!(
-            "job {:016x} moves: {} of weights for {:.2} ms a token instead of {:.2}",
+            "job {:016x} moves: {} of weights for {:.2} ms/token instead of {:.2}",
             job.0,
             crate::config::Size(change.bytes),
             change.after_ns as f64 / 1e6,
             change.before_ns as f64 / 1e6
         ),
-        Event::Measured { node, percent: 100 } => tracing::info!("{node} computes as fast as it says"),
-        Event::Measured { node, percent } => {
-            tracing::warn!("{node} takes {percent} % of the time it says it takes: plans count with that");
+        Event::Measured { node, percent: 100 } => tracing::info!("{} computes as fast as it claims", name(node)),
+        Event::Measured { node, percent } if *percent < 100 * SLOWER_TIMES as u32 => {
+            tracing::info!("{} takes {percent} % of the time that it claims: plans use the measured time", name(node));
         }
-        Event::Refused { from, what } => match from {
-            Some(node) => tracing::debug!("refused {node}: {what}"),
-            None => tracing::debug!("refused: {what}"),
-        },
-        Event::Grid { job, event } => grids::log(*job, event),
-        Event::PlanReady { .. } | Event::Token { .. } | Event::Done { .. } | Event::GridPlan { .. } => {}
+        Event::Measured { node, percent } => {
+            tracing::warn!("{} takes {percent} % of the time that it claims: plans use the measured time", name(node));
+        }
+        // Names of all members are looked up for it: not for lines that no log takes.
+        Event::Refused { .. } if !tracing::enabled!(tracing::Level::DEBUG) => {}
+        Event::Refused { from, what } => {
+            let what = Names::of(node).in_text(what);
+            match from {
+                Some(from) => tracing::debug!("rejected from {}: {what}", name(from)),
+                None => tracing::debug!("rejected: {what}"),
+            }
+        }
+        Event::Grid { job, event } => grids::log(*job, event, &Names::of(node)),
+        Event::PlanReady { .. }
+        | Event::Fleet { .. }
+        | Event::Token { .. }
+        | Event::Done { .. }
+        | Event::GridPlan { .. } => {}
     }
 }
 
@@ -331,4 +440,28 @@ impl Ask for EndpointAsk {
 
 pub(crate) fn route(job: JobId, epoch: Epoch, edge: u16) -> Route {
     Route { job: job.0, epoch: transport::frame::Epoch { counter: epoch.counter, minter: epoch.minter.0 }, edge }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use node_core::input::GridInput;
+    use node_core::tiles::order::SaveKind;
+
+    #[test]
+    fn work_that_panics_answers_with_an_error() {
+        let planned = answered(
+            || panic!("no layers in {}", "the model"),
+            |why| Input::Planned { token: 7, result: Err(PlanError::Invalid(why.into())) },
+        );
+        let Input::Planned { token: 7, result: Err(PlanError::Invalid(why)) } = &planned else { panic!("{planned:?}") };
+        assert!(why.contains("no layers in the model") && why.contains("bug"), "{why}");
+        let (job, tile, step, kind) = (JobId(1), 2, 3, SaveKind::Checkpoint);
+        let collected = answered(
+            || std::panic::panic_any(5),
+            |why| Input::Grid(GridInput::Collected { job, tile, step, kind, result: Err(why) }),
+        );
+        assert!(matches!(collected, Input::Grid(GridInput::Collected { result: Err(_), .. })));
+        assert!(matches!(answered(|| Input::Wakeup, |_| unreachable!("it did not panic")), Input::Wakeup));
+    }
 }

@@ -1,4 +1,4 @@
-//! What survives a restart: the node's generation, epochs minted, peers met, invitations (the only user of sled).
+//! What survives a restart: the node's generation, peers met, invitations (the only user of sled).
 //!
 //! Everything here can be rebuilt. A store that does not open is moved aside and begun anew; keys and weights are files
 //! of their own. sled does not recover well from a full disk (some of its paths panic), so nothing is written where room is
@@ -6,13 +6,12 @@
 use crate::disk::{self, NoRoom};
 use node_core::admission::Invite;
 use node_core::id::Generation;
-use node_core::output::Record;
+use node_core::membership::Contact;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 /// Changes when records change shape: an older store is then begun anew.
-const SCHEMA: &[u8] = b"meshnode store 1";
+const SCHEMA: &[u8] = b"meshnode store 2";
 
 /// Room that must be there before something is written: sled grows by segments of 512 KiB and rewrites old ones.
 const ROOM_BYTES_MIN: u64 = 2 << 20;
@@ -40,8 +39,6 @@ pub enum StoreError {
 pub struct Store {
     db: sled::Db,
     path: PathBuf,
-    /// One writer at a time, so that of two epochs of a job the higher one stays.
-    writing: Mutex<()>,
     free_bytes: fn(&Path) -> Option<u64>,
 }
 
@@ -76,16 +73,22 @@ impl Store {
                 open().map_err(|e| disk(&e))?
             }
         };
-        let store = Self { db, path, writing: Mutex::new(()), free_bytes };
+        let store = Self { db, path, free_bytes };
         if store.get(b"schema").as_deref() != Some(SCHEMA) {
+            let generation = store.get(b"generation");
             store.write(|| store.db.clear())?;
+            if let Some(generation) = generation {
+                store.put(b"generation", &generation)?;
+            }
             store.put(b"schema", SCHEMA)?;
         }
-        store.forget_former_jobs()?;
+        store.forget_secrets()?;
         Ok(store)
     }
 
-    /// The generation of this life: above every former one, also where the store was lost (unix seconds).
+    /// The generation of this life: above every former one, also where the store was lost (unix seconds). It is on disk when
+    /// this returns. Ids of jobs are made from it, so no life mints an epoch of an earlier life's job, and epochs themselves need
+    /// not be written.
     ///
     /// # Errors
     /// It could not be written: without that the node must not speak.
@@ -96,50 +99,39 @@ impl Store {
         Ok(Generation(generation))
     }
 
-    /// Writes a record of the core and syncs.
+    /// Writes the peers to announce to after a restart, and syncs.
     ///
     /// # Errors
     /// The disk refused.
-    pub fn persist(&self, record: &Record) -> Result<(), StoreError> {
-        let _one_at_a_time = self.writing.lock().expect("no panics under this lock");
-        match record {
-            Record::Epoch { job, epoch } => {
-                let key = format!("{EPOCHS}{:016x}", job.0).into_bytes();
-                let higher = |stored: &Record| matches!(stored, Record::Epoch { epoch: stored, .. } if stored > epoch);
-                match self.get_json::<Record>(&key).filter(higher) {
-                    Some(_) => Ok(()),
-                    None => self.put_json(&key, record),
-                }
-            }
-            Record::Peers(_) => self.put_json(b"peers", record),
-        }
+    pub fn put_peers(&self, peers: &[Contact]) -> Result<(), StoreError> {
+        self.put_json(b"peers", &peers)
     }
 
-    /// Ids of jobs are made from the node's generation, so those of former lives are never minted for again.
-    fn forget_former_jobs(&self) -> Result<(), StoreError> {
-        let keys: Vec<sled::IVec> = self.db.scan_prefix(EPOCHS).keys().filter_map(Result::ok).collect();
-        if keys.is_empty() {
+    /// Earlier versions kept the secrets of tickets, which other users could read: those tickets are good for nothing now.
+    fn forget_secrets(&self) -> Result<(), StoreError> {
+        if self.get(SECRETS).is_none() {
             return Ok(());
         }
-        self.write(|| keys.into_iter().try_for_each(|key| self.db.remove(key).map(drop)))
+        tracing::info!("tickets of an earlier version are void: make new ones with `meshnode invite`");
+        self.write(|| self.db.remove(SECRETS).map(drop))
     }
 
     /// Peers met in former lives.
-    pub fn peers(&self) -> Option<Record> {
-        self.get_json(b"peers")
+    pub fn peers(&self) -> Vec<Contact> {
+        self.get_json(b"peers").unwrap_or_default()
     }
 
-    /// Writes the invitations and syncs.
+    /// Writes the invitations, by their numbers, and syncs.
     ///
     /// # Errors
     /// The disk refused.
     pub fn put_invites(&self, invites: &[([u8; 16], Invite)]) -> Result<(), StoreError> {
-        self.put_json(b"invites", &invites)
+        self.put_json(INVITES, &invites)
     }
 
     /// The invitations of former lives.
     pub fn invites(&self) -> Vec<([u8; 16], Invite)> {
-        self.get_json(b"invites").unwrap_or_default()
+        self.get_json(INVITES).unwrap_or_default()
     }
 
     fn get(&self, key: &[u8]) -> Option<Vec<u8>> {
@@ -174,8 +166,10 @@ impl Store {
 
 /// What is written here, for people.
 const STATE: &str = "the node's state";
-/// Keys of epochs begin like this.
-const EPOCHS: &str = "epoch/";
+/// Invitations by their numbers.
+const INVITES: &[u8] = b"invitations";
+/// Where earlier versions kept the secrets of tickets.
+const SECRETS: &[u8] = b"invites";
 
 /// Runs what may panic inside sled; the panic's words are the error.
 fn quietly<T>(work: impl FnOnce() -> T) -> Result<T, String> {
@@ -188,7 +182,7 @@ fn quietly<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use node_core::id::{Epoch, JobId, NodeId};
+    use node_core::id::NodeId;
 
     #[test]
     fn generations_grow_over_restarts_and_a_damaged_store_is_begun_anew() {
@@ -201,20 +195,60 @@ mod tests {
         assert!(third >= first);
     }
 
+    /// A crash right after a generation was given: what the disk holds then is a copy of the directory.
     #[test]
-    fn records_and_invites_come_back() {
+    fn a_generation_is_on_disk_before_it_is_given() {
+        let (dir, crashed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let store = Store::open(dir.path()).unwrap();
+        // Far ahead of the clock, which would hide that it is not stored.
+        store.put(b"generation", &(1u64 << 40).to_le_bytes()).unwrap();
+        let first = store.next_generation().unwrap();
+        assert_eq!(first.0, (1 << 40) + 1);
+        copy(&dir.path().join("store"), &crashed.path().join("store"));
+        let second = Store::open(crashed.path()).unwrap().next_generation().unwrap();
+        assert_eq!(second.0, first.0 + 1);
+    }
+
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+            let target = to.join(entry.file_name());
+            if entry.file_type().unwrap().is_dir() {
+                copy(&entry.path(), &target);
+            } else {
+                std::fs::copy(entry.path(), target).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn peers_and_invites_come_back() {
         let dir = tempfile::tempdir().unwrap();
-        let record = Record::Epoch { job: JobId(7), epoch: Epoch { counter: 3, minter: NodeId([1; 16]) } };
-        let invites = vec![([4; 16], Invite { expiry: 9, uses_left: 2 })];
+        let peers = vec![peer(1)];
+        let invites = vec![([4; 16], Invite { expiry: 9, uses_left: 2, issued: 1 })];
         {
             let store = Store::open(dir.path()).unwrap();
-            store.persist(&record).unwrap();
-            store.persist(&Record::Peers(vec![])).unwrap();
+            store.put_peers(&peers).unwrap();
             store.put_invites(&invites).unwrap();
         }
         let store = Store::open(dir.path()).unwrap();
-        assert_eq!(store.peers(), Some(Record::Peers(vec![])));
+        assert_eq!(store.peers(), peers);
         assert_eq!(store.invites(), invites);
+    }
+
+    fn peer(id: u8) -> Contact {
+        (NodeId([id; 16]), vec![id], vec!["10.0.0.1:1".parse().unwrap()], Vec::new())
+    }
+
+    #[test]
+    fn ticket_secrets_of_earlier_versions_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        Store::open(dir.path())
+            .unwrap()
+            .put_json(SECRETS, &[([4u8; 16], Invite { expiry: 9, uses_left: 2, issued: 1 })])
+            .unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        assert_eq!((store.get(SECRETS), store.invites()), (None, vec![]));
     }
 
     #[test]
@@ -229,25 +263,12 @@ mod tests {
         static FULL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
         use std::sync::atomic::Ordering::SeqCst;
         let store = Store::open_with(dir.path(), |_| Some(if FULL.load(SeqCst) { 0 } else { 1 << 30 })).unwrap();
-        store.persist(&Record::Peers(vec![])).unwrap();
+        store.put_peers(&[peer(1)]).unwrap();
         FULL.store(true, SeqCst);
-        assert!(matches!(store.persist(&Record::Peers(vec![])), Err(StoreError::Full(_))));
-        assert_eq!(store.peers(), Some(Record::Peers(vec![])), "what was there is whole");
+        assert!(matches!(store.put_peers(&[peer(2)]), Err(StoreError::Full(_))));
+        assert_eq!(store.peers(), [peer(1)], "what was there is whole");
         FULL.store(false, SeqCst);
-        store.persist(&Record::Peers(vec![])).expect("with room again it goes on");
-    }
-
-    #[test]
-    fn the_higher_epoch_stays_and_former_lives_are_forgotten() {
-        let dir = tempfile::tempdir().unwrap();
-        let record = |counter| Record::Epoch { job: JobId(7), epoch: Epoch { counter, minter: NodeId([1; 16]) } };
-        {
-            let store = Store::open(dir.path()).unwrap();
-            store.persist(&record(3)).unwrap();
-            store.persist(&record(2)).unwrap();
-            assert_eq!(store.get_json::<Record>(b"epoch/0000000000000007"), Some(record(3)));
-        }
-        assert_eq!(Store::open(dir.path()).unwrap().db.scan_prefix(EPOCHS).count(), 0);
+        store.put_peers(&[peer(2)]).expect("with room again it goes on");
     }
 
     #[test]

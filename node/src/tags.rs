@@ -10,3 +10,5 @@ pub(crate) const RENEWAL: u8 = 3;
 pub(crate) const BANS: u8 = 4;
 /// Which chunks of a content there are.
 pub(crate) const HAVE: u8 = 5;
+/// Which models a member serves.
+pub(crate) const SERVED: u8 = 7;

@@ -106,7 +106,7 @@ impl Metrics {
 
     /// Everything in Prometheus' text format, in a fixed order.
     pub fn render(&self) -> String {
-        let families = self.families.lock().expect("no panics under this lock");
+        let families = self.families.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut text = String::new();
         for (name, family) in families.iter() {
             let kind = match family.kind {
@@ -130,7 +130,7 @@ impl Metrics {
         labels: &[(&str, &str)],
     ) -> Option<Arc<Series>> {
         let key = labels.iter().map(|(k, v)| format!("{k}=\"{}\"", escape(v))).collect::<Vec<_>>().join(",");
-        let mut families = self.families.lock().expect("no panics under this lock");
+        let mut families = self.families.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let family = families.entry(name).or_insert_with(|| Family { help, kind, series: BTreeMap::new() });
         let room = family.series.len() < SERIES_MAX;
         if family.kind != kind || !(room || family.series.contains_key(&key)) {

@@ -67,6 +67,26 @@ impl Tensors {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<TensorId, (Tensor, Option<transport::Credit>)>> {
-        self.held.lock().expect("no panics under this lock")
+        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_under_the_lock_spoils_nothing_for_others() {
+        let tensors = Tensors::default();
+        std::thread::scope(|scope| {
+            let panics = scope.spawn(|| {
+                let _held = tensors.lock();
+                panic!("on purpose");
+            });
+            assert!(panics.join().is_err());
+        });
+        tensors.put(TensorId(1), Tensor::Tokens(vec![7]));
+        assert!(matches!(tensors.take(TensorId(1)), Some(Tensor::Tokens(tokens)) if tokens == [7]));
+        assert!(tensors.is_empty());
     }
 }

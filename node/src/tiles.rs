@@ -18,6 +18,7 @@ use states::{StateName, States};
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use transport::frame::Dtype;
 use transport::spare::Buffer;
@@ -28,7 +29,7 @@ mod tests;
 
 /// Something for the tiles' thread.
 pub enum Command {
-    /// Make a tile; `cells` is the state of a checkpoint, if it starts from one.
+    /// Make a tile.
     Load {
         /// Its job.
         job: JobId,
@@ -36,10 +37,12 @@ pub enum Command {
         load: LoadId,
         /// What it is.
         order: Box<TileOrder>,
-        /// Its state.
-        cells: Option<Bytes>,
+        /// What is computed.
+        simulation: Arc<Simulation>,
+        /// Gives the cells of a checkpoint, if it starts from one.
+        checkpoint: Option<CellSource>,
     },
-    /// Some cells of a tile's initial state, made meanwhile.
+    /// Some cells that a tile starts with, made or fetched meanwhile.
     Cells {
         /// Its job.
         job: JobId,
@@ -90,6 +93,9 @@ pub enum Command {
     },
 }
 
+/// Gives the cells of a box, as a saved state has them. Blocks.
+pub type CellSource = Box<dyn Fn(Region) -> Result<Vec<u8>, String> + Send>;
+
 /// What the thread needs.
 pub struct Hands {
     /// Strips.
@@ -111,13 +117,13 @@ pub type Commands = Arc<mpsc::Sender<Command>>;
 ///
 /// # Errors
 /// The operating system refuses a thread.
-pub fn spawn(hands: Hands) -> std::io::Result<Commands> {
+pub fn spawn(hands: Hands) -> std::io::Result<(Commands, JoinHandle<()>)> {
     let (sender, commands) = mpsc::channel();
     let sender = Arc::new(sender);
     let own = Arc::downgrade(&sender);
     let tiles = Tiles { tiles: HashMap::new(), threads: None, pending: VecDeque::new(), watch: None, own, hands };
-    std::thread::Builder::new().name("tiles".into()).spawn(move || tiles.run(&commands))?;
-    Ok(sender)
+    let thread = std::thread::Builder::new().name("tiles".into()).spawn(move || tiles.run(&commands))?;
+    Ok((sender, thread))
 }
 
 struct Tiles {
@@ -138,7 +144,7 @@ struct Held {
     order: Box<TileOrder>,
     /// None at a warm standby.
     tile: Option<Box<dyn GridTile>>,
-    /// Its initial state is being made.
+    /// The state that it starts with is being made or fetched.
     loading: Option<Loading>,
     /// The last run that a device was told.
     last: Option<Launched>,
@@ -204,9 +210,9 @@ impl Tiles {
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Load { job, load, order, cells } => {
+            Command::Load { job, load, order, simulation, checkpoint } => {
                 let tile = order.tile;
-                if let Some(loaded) = guarded(|| self.load(job, load, order, cells.as_deref())).transpose() {
+                if let Some(loaded) = guarded(|| self.load(job, load, order, simulation, checkpoint)).transpose() {
                     self.answer(GridInput::Loaded { job, tile, load, result: loaded });
                 }
             }
@@ -301,49 +307,39 @@ impl Tiles {
         self.hands.driver.input(Input::CapacityChanged(capacity));
     }
 
-    /// Makes a tile. None: its initial state follows.
+    /// Makes a tile. None: the state that it starts with follows.
     fn load(
         &mut self,
         job: JobId,
         load: LoadId,
         order: Box<TileOrder>,
-        cells: Option<&[u8]>,
+        simulation: Arc<Simulation>,
+        checkpoint: Option<CellSource>,
     ) -> Result<Option<TileLoaded>, String> {
         let key = (job, order.tile);
         self.tiles.remove(&key);
-        let known = self.tiles.iter().find(|((of, _), held)| *of == job && held.order.simulation == order.simulation);
-        let simulation = match known {
-            Some((_, held)) => held.simulation.clone(),
-            None => Arc::new(Simulation::from_bytes(&order.simulation).map_err(|e| e.to_string())?),
-        };
         let mut held = Held { simulation, order, tile: None, loading: None, last: None };
-        let mut step = None;
         let warm = held.order.standby == Some(node_core::tiles::order::Tier::Warm);
         if !warm {
-            let mut tile = held.make(&self.hands.device)?;
-            step = match held.order.start {
-                TileStart::Initial => {
-                    held.loading = Some(self.begin(job, load, &held)?);
-                    None
-                }
-                TileStart::Checkpoint { step } => {
-                    let cells = cells.ok_or("the checkpoint's cells did not come")?;
-                    tile.restore(tile.region(), cells).map_err(|e| e.to_string())?;
-                    tile.resume(step.into());
-                    Some(step)
+            held.tile = Some(held.make(&self.hands.device)?);
+            held.loading = match held.order.start {
+                TileStart::Initial => Some(self.begin(job, load, &held, None)?),
+                TileStart::Checkpoint { .. } => {
+                    let source = checkpoint.ok_or("the checkpoint cannot be asked for")?;
+                    Some(self.begin(job, load, &held, Some(source))?)
                 }
                 TileStart::Continue | TileStart::Snapshot => None,
             };
-            held.tile = Some(tile);
         }
         let (bytes, loading) = (held.order.bytes_max, held.loading.is_some());
         self.tiles.insert(key, held);
         self.taken(job);
-        Ok((!loading).then_some(TileLoaded { bytes, step }))
+        Ok((!loading).then_some(TileLoaded { bytes, step: None }))
     }
 
-    /// Begins to make the initial state of a tile: beside this thread, which goes on with other tiles.
-    fn begin(&self, job: JobId, load: LoadId, held: &Held) -> Result<Loading, String> {
+    /// Begins to make the state that a tile starts with, or to fetch it: beside this thread, which goes on with other tiles,
+    /// and in parts, of which two are in memory.
+    fn begin(&self, job: JobId, load: LoadId, held: &Held, source: Option<CellSource>) -> Result<Loading, String> {
         let commands = self.own.upgrade().ok_or("the node is about to end")?;
         // One part waits while the next is made.
         let (ready, waiting) = mpsc::sync_channel(1);
@@ -352,7 +348,10 @@ impl Tiles {
         let make = move || {
             let result = guarded(|| {
                 for part in parts {
-                    let cells = simulation.initial(part, threads);
+                    let cells = match &source {
+                        None => simulation.initial(part, threads),
+                        Some(source) => source(part)?,
+                    };
                     if ready.send(()).is_err() {
                         // The tile is not wanted any more.
                         break;
@@ -380,16 +379,20 @@ impl Tiles {
         put
     }
 
-    /// The initial state of a tile is whole, or cannot be had.
+    /// The state that a tile starts with is whole, or cannot be had.
     fn loaded(&mut self, job: JobId, load: LoadId, tile: u16, result: Result<(), String>) {
         let Some(held) = self.tiles.get_mut(&(job, tile)) else { return };
         if held.loading.take_if(|loading| loading.load == load).is_none() {
             return;
         }
+        let step = match held.order.start {
+            TileStart::Checkpoint { step } => step,
+            TileStart::Initial | TileStart::Continue | TileStart::Snapshot => 0,
+        };
         if let Some(tile) = &mut held.tile {
-            tile.resume(0);
+            tile.resume(step.into());
         }
-        let result = result.map(|()| TileLoaded { bytes: held.order.bytes_max, step: Some(0) });
+        let result = result.map(|()| TileLoaded { bytes: held.order.bytes_max, step: Some(step) });
         self.answer(GridInput::Loaded { job, tile, load, result });
     }
 

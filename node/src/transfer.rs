@@ -206,6 +206,7 @@ impl Library {
     pub async fn share(
         self: &Arc<Self>,
         content: ContentId,
+        name: &str,
         layers: Range<usize>,
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
@@ -214,13 +215,12 @@ impl Library {
             return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
         }
         // From here on it is not removed to make room.
-        let ongoing = self.ledger.begin(content, layers.clone());
+        let ongoing = self.ledger.begin(content, name, layers.clone());
         let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());
         let holding = self.holding(&mut swarm).await?;
         let header = holding.index.chunks_for(&[0..holding.index.header_len()]);
         self.complete(&holding, header, &mut swarm).await?;
         let file = holding.open()?;
-        ongoing.progress.name(&file.config().name);
         let needed = holding.index.chunks_for(&file.stage_ranges(layers));
         let fetched_bytes = self.complete(&holding, needed, &mut swarm).await?;
         self.cache.touch(content);
@@ -336,7 +336,7 @@ impl Library {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<ContentId, Arc<Holding>>> {
-        self.held.lock().expect("no panics under this lock")
+        self.held.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 

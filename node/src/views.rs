@@ -1,12 +1,12 @@
 //! What people and programs see of a node: members, jobs and plans, read off the core.
-use node_core::id::{JobId, NodeId};
+use node_core::id::NodeId;
 use node_core::job::JobState;
 use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
 use node_core::output::{Change, DownReason};
-use node_core::tiles::GridJobView;
+use node_core::tiles::{GridJobView, HeldTile};
 use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -75,10 +75,10 @@ pub struct StageView {
     pub first_layer: u32,
     /// One past the last layer.
     pub end_layer: u32,
-    /// Bytes it takes.
+    /// Bytes it takes; 0 until it is loaded.
     pub bytes: u64,
-    /// Predicted milliseconds per token.
-    pub step_ms: f64,
+    /// Predicted milliseconds per token; none for a stage of another node's job, which that node predicted.
+    pub step_ms: Option<f64>,
 }
 
 /// Why a node is or is not used.
@@ -145,11 +145,10 @@ pub struct StateView {
     pub peers: Vec<PeerView>,
     /// Jobs this node heads or takes part in.
     pub jobs: Vec<JobView>,
-    /// Simulations that this node coordinates; the API has more of them under `/api/v1/grids`.
-    #[serde(skip)]
-    pub grids: Vec<GridJobView>,
     /// When its membership ends, unix seconds.
     pub membership_ends: u64,
+    /// This node was banned, or the member that issued its certificate: the node that banned it, the date, and what to do.
+    pub banned: Option<String>,
     /// PeerIds that asked to join without a ticket: `meshnode approve PEER` lets them in.
     pub waiting: Vec<String>,
     /// The cache of weights from peers, what they gave, and what is being fetched.
@@ -167,7 +166,7 @@ pub struct PeerView {
     pub name: String,
     /// PeerId.
     pub peer_id: String,
-    /// "alive", "suspect", "left", "down".
+    /// "alive", "suspect", "left", "down", "banned".
     pub state: String,
     /// This node itself.
     pub this_node: bool,
@@ -177,8 +176,10 @@ pub struct PeerView {
     pub memory_total: u64,
     /// Bytes free.
     pub memory_free: u64,
-    /// Measured weight bytes per second.
+    /// Weight bytes per second that the device showed in decode; 0: not measured.
     pub bytes_per_second: u64,
+    /// Flops per second that it showed in prefill; 0: not measured.
+    pub flops_per_second: u64,
     /// Round trip in milliseconds, if measured.
     pub rtt_ms: Option<f64>,
     /// Bytes a second that the link to it carries, if measured.
@@ -198,12 +199,15 @@ pub struct JobView {
     pub job: String,
     /// Model name.
     pub model: String,
-    /// "planning", "loading", "ready", "degraded"; "holding" or "standing by" for a stage of another node's job.
+    /// "planning", "loading", "ready", "degraded"; "starting" after a restart until it is placed again; "holding" or
+    /// "standby" for a stage of another node's job.
     pub state: String,
     /// Why it is degraded.
     pub reason: Option<String>,
-    /// This node is its head.
+    /// This node is its coordinator.
     pub head: bool,
+    /// Name of its coordinator.
+    pub coordinator: String,
     /// Epoch counter.
     pub epoch: u32,
     /// Predicted milliseconds per token.
@@ -214,6 +218,10 @@ pub struct JobView {
     pub standbys: Vec<StandbyView>,
     /// Its last move to a better placement.
     pub moved: Option<MoveView>,
+    /// Tokens of context per request; none for a stage of another node's job.
+    pub context: Option<u32>,
+    /// Requests that can run at once; none for a stage of another node's job.
+    pub sequences: Option<u32>,
     /// Requests running.
     pub running: u32,
     /// Requests waiting.
@@ -251,52 +259,54 @@ fn peer_views(node: &Node) -> Vec<PeerView> {
 pub struct Views {
     /// See [`StateView`].
     pub peers: Vec<PeerView>,
-    /// See there.
+    /// See [`StateView`].
     pub jobs: Vec<JobView>,
-    /// See there.
+    /// Simulations that this node coordinates.
     pub grids: Vec<GridJobView>,
+    /// Tiles that it holds, of its own simulations and of others'.
+    pub tiles: Vec<HeldTile>,
 }
 
 impl Views {
     /// As it is now.
     pub fn of(node: &Node) -> Self {
-        Self { peers: peer_views(node), jobs: job_views(node), grids: node.grids().collect() }
+        Self {
+            peers: peer_views(node),
+            jobs: job_views(node),
+            grids: node.grids().collect(),
+            tiles: node.tiles().collect(),
+        }
     }
 }
 
 /// Jobs for the API: those this node heads, then the stages it holds of others'.
 fn job_views(node: &Node) -> Vec<JobView> {
     let own = node.membership().own();
-    let name = |id: NodeId| {
-        let known = node.members().find(|m| m.node == id).and_then(|m| m.advert);
-        known.or((own.node == id).then_some(own)).map_or_else(|| id.to_string(), |advert| advert.name.clone())
-    };
-    let stage = |id: NodeId, layers: Range<u32>, bytes: u64| StageView {
+    let names = Names::of(node);
+    let name = |id: NodeId| names.get(id);
+    let stage = |id: NodeId, layers: Range<u32>, bytes: Option<u64>, step_ns: Option<u64>| StageView {
         node: hex(&id),
         name: name(id),
         first_layer: layers.start,
         end_layer: layers.end,
-        bytes,
-        step_ms: 0.0,
+        bytes: bytes.unwrap_or(0),
+        step_ms: step_ns.map(|ns| ns as f64 / 1e6),
     };
-    let resident: BTreeMap<JobId, u64> = node.stages().filter_map(|s| Some((s.job, s.bytes?))).collect();
     let headed: Vec<JobView> = node
         .jobs()
         .map(|job| JobView {
             job: format!("{:016x}", job.job.0),
             model: job.name,
             state: job_state(job.state).to_owned(),
-            reason: job.reason,
+            reason: job.reason.map(|reason| names.in_text(&reason)),
             head: true,
+            coordinator: own.name.clone(),
             epoch: job.epoch.counter,
             token_ms: job.token_ns as f64 / 1e6,
             stages: job
                 .stages
                 .into_iter()
-                .map(|(id, layers)| {
-                    let bytes = if id == own.node { resident.get(&job.job).copied().unwrap_or(0) } else { 0 };
-                    stage(id, layers, bytes)
-                })
+                .map(|held| stage(held.node, held.layers, held.bytes, Some(held.step_ns)))
                 .collect(),
             standbys: job
                 .standbys
@@ -312,6 +322,8 @@ fn job_views(node: &Node) -> Vec<JobView> {
                 })
                 .collect(),
             moved: job.moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
+            context: Some(job.context),
+            sequences: Some(job.sequences),
             running: job.running as u32,
             queued: job.waiting as u32,
         })
@@ -322,33 +334,45 @@ fn job_views(node: &Node) -> Vec<JobView> {
         state: match (s.bytes.is_some(), s.standby) {
             (false, _) => "loading",
             (true, false) => "holding",
-            (true, true) => "standing by",
+            (true, true) => "standby",
         }
         .to_owned(),
         reason: None,
         head: false,
+        coordinator: name(s.epoch.minter),
         epoch: s.epoch.counter,
         token_ms: 0.0,
-        stages: vec![stage(own.node, s.layers, s.bytes.unwrap_or(0))],
+        stages: vec![stage(own.node, s.layers, s.bytes, None)],
         standbys: Vec::new(),
         moved: None,
+        context: None,
+        sequences: None,
         running: 0,
         queued: 0,
     });
     headed.into_iter().chain(held).collect()
 }
 
+/// Longest name shown of another node.
+const NAME_CHARS_MAX: usize = 128;
+
+/// What a peer calls itself, as it may reach terminals and logs.
+fn shown(name: &str) -> String {
+    transport::printable(name, NAME_CHARS_MAX)
+}
+
 /// What a member says about itself.
 fn peer_view(advert: &Advert, state: &str) -> PeerView {
     PeerView {
         node: hex(&advert.node),
-        name: advert.name.clone(),
+        name: shown(&advert.name),
         peer_id: transport::PeerId::from_bytes(&advert.peer_id).map(|p| p.to_string()).unwrap_or_default(),
         state: state.to_owned(),
-        device: advert.capacity.device.clone(),
+        device: shown(&advert.capacity.device),
         memory_total: advert.capacity.memory_total,
         memory_free: advert.capacity.memory_free,
         bytes_per_second: advert.capacity.bytes_per_second,
+        flops_per_second: advert.capacity.flops_per_second,
         draining: advert.draining,
         addrs: advert.data_addrs.iter().map(ToString::to_string).collect(),
         ..PeerView::default()
@@ -413,11 +437,69 @@ fn stage_view(stage: &partitioner::Stage, name: String) -> StageView {
         first_layer: stage.layers.start,
         end_layer: stage.layers.end,
         bytes: stage.bytes,
-        step_ms: stage.step_ns as f64 / 1e6,
+        step_ms: Some(stage.step_ns as f64 / 1e6),
     }
+}
+
+/// Names of the members. The core names nodes by the beginning of their ids; users read names.
+pub(crate) struct Names(BTreeMap<NodeId, String>);
+
+impl Names {
+    /// As the members call themselves now.
+    pub(crate) fn of(node: &Node) -> Self {
+        let others = node.members().filter_map(|member| Some((member.node, shown(&member.advert?.name))));
+        let own = node.membership().own();
+        Self(others.chain([(own.node, own.name.clone())]).collect())
+    }
+
+    /// A node's name; the beginning of its id, where it is not known.
+    pub(crate) fn get(&self, node: NodeId) -> String {
+        self.0.get(&node).cloned().unwrap_or_else(|| node.to_string())
+    }
+
+    /// A text of the core with names in the place of ids.
+    pub(crate) fn in_text(&self, text: &str) -> String {
+        let short: BTreeMap<String, &String> = self.0.iter().map(|(node, name)| (node.to_string(), name)).collect();
+        let mut out = String::with_capacity(text.len());
+        for piece in text.split_inclusive(|c: char| !c.is_ascii_alphanumeric()) {
+            let end = piece.trim_end_matches(|c: char| !c.is_ascii_alphanumeric()).len();
+            let (word, rest) = piece.split_at(end);
+            out.push_str(short.get(word).map_or(word, |name| name.as_str()));
+            out.push_str(rest);
+        }
+        out
+    }
+}
+
+/// `1 node`, `2 nodes`.
+pub(crate) fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 /// A node id in full, as the API shows it.
 pub fn hex(node: &NodeId) -> String {
     node.0.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_in_a_text_become_names_and_other_words_stay() {
+        let node = |byte: u8| NodeId([byte; 16]);
+        let names = Names(BTreeMap::from([(node(0x60), "desk".to_owned()), (node(0xab), "lab 2".to_owned())]));
+        let text = "60606060 is left out: no room; job 6060606060606060, abababab, (abababab) and cdcdcdcd";
+        let named = "desk is left out: no room; job 6060606060606060, lab 2, (lab 2) and cdcdcdcd";
+        assert_eq!(names.in_text(text), named);
+        assert_eq!((names.get(node(0x60)), names.get(node(0xcd))), ("desk".to_owned(), "cdcdcdcd".to_owned()));
+    }
+
+    #[test]
+    fn one_is_singular() {
+        assert_eq!(
+            [count(0, "thread"), count(1, "thread"), count(2, "thread")],
+            ["0 threads", "1 thread", "2 threads"]
+        );
+    }
 }

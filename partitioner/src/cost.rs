@@ -16,12 +16,6 @@ pub const TOKEN_BYTES: u64 = 96;
 /// over 1,024 layers and 128 stages stay far inside 64 bits.
 pub const NS_MAX: u64 = 1 << 38;
 
-/// Bytes of a device that a plan may fill: what the node offers less the headroom.
-pub fn usable_bytes(device: &Device, headroom_percent: u8) -> u64 {
-    let kept = 100 - u128::from(headroom_percent.min(100));
-    (u128::from(device.memory) * kept / 100) as u64
-}
-
 /// Bytes of weights that a stage with these layers holds: its blocks, the embedding if it is first, the output head if
 /// it is last; a tied matrix once where one stage is both.
 pub fn weight_bytes(work: &Work, layers: &Range<u32>) -> u64 {
@@ -212,6 +206,7 @@ mod tests {
             memory: u64::MAX,
             bytes_per_second,
             flops_per_second,
+            copy_bytes_per_second: bytes_per_second,
             step_ns: 5,
             numerics: 0,
             pass_steps: 1,
@@ -269,7 +264,6 @@ mod tests {
         let work = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work(false) };
         assert_eq!(stage_bytes(&work, &(0..4)), u64::MAX);
         assert_eq!(layer_ns(&device(1, 1, 1), &huge, u32::MAX), Some(NS_MAX));
-        assert_eq!(usable_bytes(&device(1, 1, 1), 10), (u128::from(u64::MAX) * 9 / 10) as u64);
         assert_eq!(stage_bytes(&work, &(9..12)), work.scratch_bytes, "layers that do not exist weigh nothing");
     }
 }

@@ -2,10 +2,11 @@
 //! Next: the tests, `tests/brute_force.rs`.
 use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
-use crate::plan::{Goal, Options, Plan, Stage};
+use crate::plan::{Goal, Options, Plan, REASONS_MAX, Stage};
 use crate::work::Work;
 use alloc::{format, string::String, vec::Vec};
 use core::fmt::Write;
+use core::ops::Range;
 
 /// What became of a device that the plan does not use.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -26,7 +27,7 @@ pub(crate) enum Verdict {
     MovesMore,
 }
 
-/// For each device of the fleet, why it is or is not used, in the fleet's order.
+/// For each device of the fleet, why it is or is not used, in the fleet's order; at most [`REASONS_MAX`].
 pub(crate) fn reasons(
     work: &Work,
     fleet: &Fleet,
@@ -41,16 +42,24 @@ pub(crate) fn reasons(
         }
     };
     let why = |device: &Device| match plan.stage_of(device.id) {
-        Some(stage) => used(work, options, plan, device, stage),
+        Some(stage) => used(work, plan, device, stage),
         None => match verdicts.iter().find(|(id, _)| *id == device.id) {
             Some((_, verdict)) => unused(verdict, options, least_ns),
-            None => String::from("not used: not a candidate"),
+            None => String::from("not used; not a candidate"),
         },
     };
-    fleet.devices.iter().map(|device| (device.id, why(device))).collect()
+    // Of a larger fleet, those that are used and the first of the others.
+    let mut others = REASONS_MAX.saturating_sub(plan.stages().len());
+    let mut has_room = |device: &&Device| {
+        let used = plan.stage_of(device.id).is_some();
+        let room = used || others > 0;
+        others = others.saturating_sub(usize::from(!used));
+        room
+    };
+    fleet.devices.iter().filter(|device| has_room(device)).map(|device| (device.id, why(device))).collect()
 }
 
-fn used(work: &Work, options: &Options, plan: &Plan, device: &Device, stage: &Stage) -> String {
+fn used(work: &Work, plan: &Plan, device: &Device, stage: &Stage) -> String {
     let first = stage.layers.start == 0;
     let last = stage.layers.end as usize == work.layers.len();
     let ends = match (first, last) {
@@ -61,11 +70,10 @@ fn used(work: &Work, options: &Options, plan: &Plan, device: &Device, stage: &St
     };
     let solo = if plan.stages().len() == 1 { "; alone it is fastest" } else { "" };
     format!(
-        "used: layers {}..{}{ends}, {} of {}, {} per token{solo}",
-        stage.layers.start,
-        stage.layers.end,
+        "used: layers {}{ends}, {} of {}, {} per token{solo}",
+        layers(&stage.layers),
         bytes(stage.bytes),
-        bytes(cost::usable_bytes(device, options.headroom_percent)),
+        bytes(device.memory),
         time(stage.step_ns),
     )
 }
@@ -76,20 +84,26 @@ fn unused(verdict: &Verdict, options: &Options, least_ns: u64) -> String {
         Goal::Throughput => "in its slowest step",
     };
     match verdict {
-        Verdict::Excluded => "not used: it takes no new work (draining)".into(),
-        Verdict::NoSpeed => "not used: its speed is not measured yet".into(),
+        Verdict::Excluded => "not used; it takes no new work (draining)".into(),
+        Verdict::NoSpeed => "not used; its speed is not measured yet".into(),
         Verdict::TooSmall { need, offered } => {
-            format!("not used: it offers {}, the smallest stage needs {}", bytes(*offered), bytes(*need))
+            format!("not used; it offers {}, the smallest stage needs {}", bytes(*offered), bytes(*need))
         }
-        Verdict::NotShortlisted => "not used: others are faster or larger, and only so many are searched".into(),
+        Verdict::NotShortlisted => {
+            "not used; other nodes are faster or larger, and the search is limited to those".into()
+        }
         Verdict::Considered { best_with_ns, exact } if *best_with_ns > least_ns => {
-            let which = if *exact { "the best plan with it" } else { "the best plan seen with it" };
-            format!("not used: {which} takes {} {measure} instead of {}", time(*best_with_ns), time(least_ns))
+            let which = if *exact { "the best plan" } else { "the best plan found" };
+            format!(
+                "not used; {which} including it would take {} {measure} instead of {}",
+                time(*best_with_ns),
+                time(least_ns)
+            )
         }
-        Verdict::Considered { .. } => "not used: no plan with it is better than this one".into(),
-        Verdict::NoPlacement { exact: true } => "not used: no arrangement with it fits (memory or links)".into(),
-        Verdict::NoPlacement { exact: false } => "not used: no plan with it was among the promising ones".into(),
-        Verdict::MovesMore => "not used: with it more weights would move, or tokens would take longer".into(),
+        Verdict::Considered { .. } => "not used; no plan including it is better than this one".into(),
+        Verdict::NoPlacement { exact: true } => "not used; no placement including it fits (memory or links)".into(),
+        Verdict::NoPlacement { exact: false } => "not used; the search found no plan including it".into(),
+        Verdict::MovesMore => "not used; more weights would move, or tokens would take longer".into(),
     }
 }
 
@@ -103,11 +117,18 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
         let _ = out.write_fmt(text);
         out.push('\n');
     };
-    line(format_args!("{:>5}  {:<width$}  {:>11}  {:>10}  {:>10}", "stage", "node", "layers", "memory", "per token"));
+    line(format_args!(
+        "{:>5}  {:<width$}  {:>11}  {:>10}  {:>10}  {:>10}  {:>12}",
+        "stage", "node", "layers", "memory", "per token", "decode", "prefill"
+    ));
     for (index, stage) in plan.stages().iter().enumerate() {
-        let layers = format!("{}..{}", stage.layers.start, stage.layers.end);
+        let layers = layers(&stage.layers);
         let (memory, step) = (bytes(stage.bytes), time(stage.step_ns));
-        line(format_args!("{index:>5}  {:<width$}  {layers:>11}  {memory:>10}  {step:>10}", name(stage.device)));
+        let (decode, prefill) = fleet.device(stage.device).map(speeds).unwrap_or_default();
+        line(format_args!(
+            "{index:>5}  {:<width$}  {layers:>11}  {memory:>10}  {step:>10}  {decode:>10}  {prefill:>12}",
+            name(stage.device)
+        ));
     }
     let stages: u64 = plan.stages().iter().map(|stage| stage.step_ns).sum();
     let (links, token) = (time(plan.token_ns().saturating_sub(stages)), time(plan.token_ns()));
@@ -124,7 +145,7 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
         match &loss.plan {
             Ok(next) => {
                 let stages = next.stages().iter();
-                let places = stages.map(|s| format!("{} {}..{}", name(s.device), s.layers.start, s.layers.end));
+                let places = stages.map(|s| format!("{} {}", name(s.device), layers(&s.layers)));
                 let places: Vec<String> = places.collect();
                 line(format_args!("if {lost} is lost: {}, {} per token", places.join(", "), time(next.token_ns())));
             }
@@ -134,6 +155,15 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
     out
 }
 
+/// What a device was measured at: weight bytes per second in decode, flops per second in prefill.
+fn speeds(device: &Device) -> (String, String) {
+    let prefill = match device.flops_per_second {
+        0 => String::from("unmeasured"),
+        flops => scaled(flops, &["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"]),
+    };
+    (scaled(device.bytes_per_second, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s", "EB/s"]), prefill)
+}
+
 /// Whether all devices used compute the same bits.
 fn one_numerics(plan: &Plan, fleet: &Fleet) -> bool {
     let mut ids = plan.stages().iter().filter_map(|stage| fleet.device(stage.device)).map(|device| device.numerics);
@@ -141,9 +171,31 @@ fn one_numerics(plan: &Plan, fleet: &Fleet) -> bool {
     ids.all(|numerics| Some(numerics) == first)
 }
 
-/// `1.5 MB`: three digits, decimal units.
-fn bytes(count: u64) -> String {
-    scaled(count, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
+/// First and last layer, both included: `0-13`.
+pub fn layers(range: &Range<u32>) -> String {
+    match range.end.saturating_sub(1) {
+        last if last <= range.start => format!("{}", range.start),
+        last => format!("{}-{last}", range.start),
+    }
+}
+
+/// `402.8 MiB`: one decimal, binary units, as sizes are given on the command line.
+pub fn bytes(count: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if count < 1 << 10 {
+        return format!("{count} B");
+    }
+    let mut shift = 10u32;
+    while shift < 60 && count >> shift >= 1 << 10 {
+        shift += 10;
+    }
+    let tenths_of = |shift: u32| (u128::from(count) * 10 + (1 << (shift - 1))) >> shift;
+    // 1023.96 KiB are 1.0 MiB.
+    if shift < 60 && tenths_of(shift) >= 10_240 {
+        shift += 10;
+    }
+    let tenths = tenths_of(shift);
+    format!("{}.{} {}", tenths / 10, tenths % 10, units[shift as usize / 10 - 1])
 }
 
 /// `1.50 ms`: three digits.
@@ -179,10 +231,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_have_three_digits() {
-        let shown: Vec<String> = [0, 999, 1_000, 1_999, 12_345, 123_456, 98_000_000, u64::MAX].map(bytes).into();
-        assert_eq!(shown, ["0 B", "999 B", "1.00 kB", "1.99 kB", "12.3 kB", "123 kB", "98.0 MB", "18.4 EB"]);
+    fn figures_are_short() {
+        let shown: Vec<String> =
+            [0, 1023, 1024, 2047, 1_048_575, 98_362_432, 422_356_224, 900 << 30, u64::MAX].map(bytes).into();
+        let binary =
+            ["0 B", "1023 B", "1.0 KiB", "2.0 KiB", "1.0 MiB", "93.8 MiB", "402.8 MiB", "900.0 GiB", "16.0 EiB"];
+        assert_eq!(shown, binary);
         assert_eq!(time(61_000_000_000), "61.0 s");
         assert_eq!(time(3_600_000_000_000), "3600 s");
+    }
+
+    #[test]
+    fn layer_ranges_name_the_first_and_the_last_layer() {
+        assert_eq!([layers(&(0..14)), layers(&(14..15)), layers(&(3..3))], ["0-13", "14", "3"]);
     }
 }

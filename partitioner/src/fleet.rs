@@ -15,13 +15,15 @@ pub struct Device {
     pub name: String,
     /// The physical machine it sits in: a standby belongs on another one.
     pub machine: u64,
-    /// Bytes the node may use for weights, cache and scratch; headroom is taken off inside the planner.
+    /// Bytes that plans may fill with weights, cache and scratch: the node has kept back what it needs itself.
     pub memory: u64,
-    /// Measured weight bytes per second in decode (batch 1), the speed that memory bandwidth allows. 0: not measured, and
-    /// the device is left out until it is.
+    /// Quantised weight bytes per second that the device's own products reach in decode (one row). 0: not measured, and the
+    /// device is left out until it is.
     pub bytes_per_second: u64,
-    /// Measured flops per second in prefill. 0: not measured, only bytes bound the prediction.
+    /// Flops per second that its products reach in prefill (many rows). 0: not measured, only bytes bound the prediction.
     pub flops_per_second: u64,
+    /// Bytes per second that steps of a grid read and write in its memory.
+    pub copy_bytes_per_second: u64,
     /// Fixed cost of one stage step in nanoseconds (queueing, launch, wake-up).
     pub step_ns: u64,
     /// Kernel set whose results agree bit for bit; a standby of the same id comes first.

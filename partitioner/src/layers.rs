@@ -2,13 +2,14 @@
 //!
 //! Solo is just the placement with one stage, so it wins where it fits and is fastest; slow devices are left out because
 //! a placement without them scores better. On equal cost fewer stages win, then the head as first stage, then lower ids.
+//! Then the cuts are balanced: times within a hundredth count as equal, and the slowest stage is made as fast as that allows.
 //! Next: `layers/search.rs`.
 pub(crate) mod search;
 
 use crate::cost::{self, StageBytes};
 use crate::explain::{self, Verdict};
 use crate::fleet::{Device, DeviceId, Fleet};
-use crate::plan::{Goal, InvalidPlan, LAYERS_MAX, LossPlan, Options, Plan, PlanError, REASONS_MAX};
+use crate::plan::{Goal, InvalidPlan, LAYERS_MAX, LossPlan, Options, Plan, PlanError};
 use crate::repair;
 use crate::work::Work;
 use alloc::{boxed::Box, collections::BTreeSet, format, vec::Vec};
@@ -24,6 +25,10 @@ const ONE_STAGE: Score = 2;
 /// What a first stage away from the head adds when times and stages are equal.
 const AWAY_FROM_HEAD: Score = 1;
 
+/// Token times that differ by less than one part in this many count as equal: the speeds behind them vary by more from one
+/// measurement to the next.
+const EQUAL_PARTS: u64 = 100;
+
 /// Largest total of a job's bytes: 1 EiB, so that sums stay inside 64 bits.
 const WORK_BYTES_MAX: u64 = 1 << 60;
 
@@ -33,13 +38,13 @@ const WORK_BYTES_MAX: u64 = 1 << 60;
 /// # Errors
 /// Names what is short and by how much; nothing is kept between calls.
 pub fn plan(work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanError> {
-    validate(work, fleet, options)?;
+    validate(work, fleet)?;
     let pool = Pool::new(work, fleet, options);
     if pool.candidates.is_empty() {
         return Err(pool.shortage(0));
     }
     let solution = match options.goal {
-        Goal::Latency => solve(&pool.problem(None)),
+        Goal::Latency => pool.balanced(solve(&pool.problem(None))),
         Goal::Throughput => least_bottleneck(&pool),
     };
     let Some(stages) = solution.stages else {
@@ -68,7 +73,7 @@ fn losses(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Vec<Los
 }
 
 /// Refuses questions that have no meaning or whose sums would overflow.
-pub(crate) fn validate(work: &Work, fleet: &Fleet, options: &Options) -> Result<(), PlanError> {
+pub(crate) fn validate(work: &Work, fleet: &Fleet) -> Result<(), PlanError> {
     let invalid = |reason: Box<str>| Err(PlanError::Invalid(reason));
     if work.layers.is_empty() {
         return invalid("it has no layers".into());
@@ -80,12 +85,6 @@ pub(crate) fn validate(work: &Work, fleet: &Fleet, options: &Options) -> Result<
     let bytes = cost::stage_bytes(work, &all).saturating_add(work.embed_bytes);
     if bytes > WORK_BYTES_MAX || work.scratch_bytes > WORK_BYTES_MAX / DEVICES_MAX as u64 {
         return invalid("its weights, cache and scratch are more than 1 EiB: a size or count must be wrong".into());
-    }
-    if options.headroom_percent > 50 {
-        return invalid(format!("a headroom of {} % leaves too little: 0 to 50", options.headroom_percent).into());
-    }
-    if fleet.devices.len() > REASONS_MAX {
-        return invalid(format!("the fleet has {} nodes, at most {REASONS_MAX}", fleet.devices.len()).into());
     }
     let ids: BTreeSet<DeviceId> = fleet.devices.iter().map(|device| device.id).collect();
     if ids.len() != fleet.devices.len() {
@@ -157,7 +156,7 @@ impl<'a> Pool<'a> {
         let mut devices: Vec<&Device> = fleet.devices.iter().collect();
         devices.sort_by_key(|device| device.id);
         for device in devices {
-            let offered = cost::usable_bytes(device, options.headroom_percent);
+            let offered = device.memory;
             if device.excluded {
                 pool.rejected.push((device.id, Verdict::Excluded));
             } else if device.bytes_per_second == 0 {
@@ -172,15 +171,78 @@ impl<'a> Pool<'a> {
         pool
     }
 
-    /// Keeps at most `limit` candidates: half by speed, half by memory.
+    /// Keeps at most `limit` candidates: half by what a layer takes there, the way from the head included; half by memory.
     fn shortlist(&mut self, limit: usize) {
         if self.candidates.len() <= limit {
             return;
         }
-        let mut order = self.candidates.clone();
-        order.sort_by_key(|device| (core::cmp::Reverse(device.bytes_per_second), device.id));
-        order[limit / 2..].sort_by_key(|device| (core::cmp::Reverse(device.memory), device.id));
-        self.retain(&order[..limit].iter().map(|device| device.id).collect());
+        let mut order: Vec<(u64, &Device)> =
+            self.candidates.iter().map(|&device| (self.layer_share_ns(device), device)).collect();
+        order.sort_by_key(|&(share_ns, device)| (share_ns, device.id));
+        order[limit / 2..].sort_by_key(|&(_, device)| (core::cmp::Reverse(device.memory), device.id));
+        self.retain(&order[..limit].iter().map(|(_, device)| device.id).collect());
+    }
+
+    /// Nanoseconds of a layer of the mean size on a device that holds as many as fit, with its part of the way from the head.
+    fn layer_share_ns(&self, device: &Device) -> u64 {
+        let layers = self.work.layers.len() as u64;
+        let all = 0..layers as u32;
+        let scratch = self.work.scratch_bytes;
+        let mean_bytes = (self.bytes.of(&all) - scratch) / layers;
+        let room = (device.memory.saturating_sub(scratch) / mean_bytes.max(1)).clamp(1, layers);
+        let way_ns = cost::between_ns(self.fleet, self.options.head, device.id, self.work.activation_bytes);
+        match (cost::stage_ns(self.work, device, &all, 1), way_ns) {
+            (Some(all_ns), Some(way_ns)) => all_ns / layers + way_ns / room,
+            (None, _) | (_, None) => u64::MAX,
+        }
+    }
+
+    /// The same devices in the same order, cut so that the slowest stage is as fast as it can be while a token takes as long
+    /// as in `solution`, to a part in [`EQUAL_PARTS`].
+    fn balanced(&self, solution: Solution) -> Solution {
+        let Some(stages) = &solution.stages else { return solution };
+        let order: Vec<usize> = stages.iter().map(|(device, _)| *device).collect();
+        let token_ns = |stages: &[(usize, Range<usize>)]| {
+            cost::token_ns(self.work, self.fleet, self.options.head, &self.name(stages)).unwrap_or(u64::MAX)
+        };
+        let slowest_ns = |stages: &[(usize, Range<usize>)]| {
+            let steps = stages.iter().map(|(device, layers)| {
+                let layers = layers.start as u32..layers.end as u32;
+                cost::stage_ns(self.work, self.candidates[*device], &layers, 1)
+            });
+            steps.max().flatten().unwrap_or(0)
+        };
+        let least_ns = token_ns(stages);
+        let limit_ns = least_ns.saturating_add(least_ns / EQUAL_PARTS);
+        let (mut low, mut high) = (0, slowest_ns(stages));
+        let mut best = stages.clone();
+        while low < high {
+            let bound = low + (high - low) / 2;
+            let found = search(&self.chain(&order, bound)).best;
+            let cut = found.map(|(_, stages)| stages.into_iter().map(|(at, layers)| (order[at], layers)).collect());
+            match cut.filter(|cut: &Vec<(usize, Range<usize>)>| token_ns(cut) <= limit_ns) {
+                Some(cut) => (high, best) = (slowest_ns(&cut), cut),
+                None => low = bound + 1,
+            }
+        }
+        Solution { stages: Some(best), ..solution }
+    }
+
+    /// The question of how to cut the layers for these devices in this order, with no stage slower than `bound`.
+    fn chain(&self, order: &[usize], bound: u64) -> Problem {
+        let only = |at: usize| (0..order.len()).map(|i| if i == at { 0 } else { NEVER }).collect();
+        let costs = |&device: &usize| self.costs(self.candidates[device], TIE_BITS, ONE_STAGE, Some(bound));
+        Problem {
+            rule: Rule::Sum,
+            guide: Guide::Cheapest,
+            layers: self.work.layers.len(),
+            devices: order.iter().map(costs).collect(),
+            // Every cut crosses the same links.
+            enter: only(0),
+            leave: only(order.len() - 1),
+            hops: (0..order.len()).map(|from| only(from + 1)).collect(),
+            budget: search::BUDGET,
+        }
     }
 
     /// Keeps only these candidates.
@@ -252,7 +314,7 @@ impl<'a> Pool<'a> {
         }
         let step_ns = device.step_ns.min(cost::NS_MAX);
         let head_ns = ns(cost::head_ns(work, device, 1));
-        let offered = cost::usable_bytes(device, self.options.headroom_percent);
+        let offered = device.memory;
         let fits = |start: usize, end: usize| {
             let last = if end == layers { head_ns } else { 0 };
             let stage_ns = before_ns[end] - before_ns[start] + step_ns + last;
@@ -304,8 +366,7 @@ impl<'a> Pool<'a> {
     pub(crate) fn shortage(&self, furthest: usize) -> PlanError {
         let blocks = self.work.layers.len() as u32;
         let allowed = self.fleet.devices.iter().filter(|device| !device.excluded && device.bytes_per_second > 0);
-        let offers: Vec<u64> =
-            allowed.map(|device| cost::usable_bytes(device, self.options.headroom_percent)).collect();
+        let offers: Vec<u64> = allowed.map(|device| device.memory).collect();
         let Some(&largest) = offers.iter().max() else {
             return PlanError::NoDevices;
         };

@@ -20,10 +20,13 @@ mod repair;
 
 mod standby;
 
+mod fit;
+
 pub mod tiles;
 
 pub mod explain;
 
+pub use fit::{CONTEXT_MIN, Fit, largest_fit};
 pub use fleet::{Device, DeviceId, Fleet, Link};
 pub use layers::plan;
 pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};

@@ -2,6 +2,7 @@
 //! A plan from the wire passes the same structural checks as one built here, so whoever holds a `Plan` may rely on them.
 //! Next: `cost.rs`.
 use crate::cost;
+use crate::explain::bytes;
 use crate::fleet::{DeviceId, Fleet};
 use crate::work::Work;
 use alloc::{boxed::Box, collections::BTreeSet, string::String, vec::Vec};
@@ -30,8 +31,6 @@ pub struct Options {
     pub goal: Goal,
     /// The node whose API took the request: tokens enter and leave the pipeline there.
     pub head: DeviceId,
-    /// Share of a device's memory left free, in percent (10 to 20).
-    pub headroom_percent: u8,
     /// Also plan for the loss of each node used.
     pub losses: bool,
 }
@@ -90,7 +89,7 @@ impl Plan {
                 return Err(InvalidPlan::Layers { stage: index, start: layers.start, end: layers.end });
             }
             let bytes = cost::stage_bytes(work, layers);
-            let offered = cost::usable_bytes(device, options.headroom_percent);
+            let offered = device.memory;
             if bytes > offered {
                 return Err(InvalidPlan::Memory { stage: index, need: bytes, offered });
             }
@@ -246,7 +245,7 @@ pub enum InvalidPlan {
         stage: usize,
     },
     /// More than the device offers.
-    #[error("stage {stage} takes {need} bytes, its device offers {offered} after headroom")]
+    #[error("stage {stage} takes {need}, its device offers {offered}", need = bytes(*.need), offered = bytes(*.offered))]
     Memory {
         /// Which stage.
         stage: usize,
@@ -284,38 +283,44 @@ pub enum PlanError {
     NoDevices,
     /// Weights, cache and scratch exceed what all devices together offer.
     #[error(
-        "the model needs {need} bytes with its cache, the mesh offers {offered}: {missing} bytes are missing; join another node, raise --memory, or lower the context"
+        "the model needs {need} with its caches, the mesh offers {offered}: {missing} are missing; join another node, \
+         raise --memory of a node, or lower --context or --sequences",
+        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
     )]
     Memory {
         /// Bytes needed.
         need: u64,
-        /// Bytes offered after headroom.
+        /// Bytes offered.
         offered: u64,
         /// The difference.
         missing: u64,
     },
     /// In sum it fits, but one layer (with what its stage must hold besides) fits on no device.
     #[error(
-        "layer {layer} needs {need} bytes in one place, the largest node offers {largest}: {missing} bytes are missing there"
+        "layer {layer} needs {need} on one node, the largest node offers {largest}: {missing} are missing there; raise its \
+         --memory, or lower --context or --sequences",
+        need = bytes(*.need), largest = bytes(*.largest), missing = bytes(*.missing)
     )]
     LayerTooLarge {
         /// The layer.
         layer: u32,
         /// Bytes it needs with its fixed share.
         need: u64,
-        /// Bytes of the largest device after headroom.
+        /// Bytes of the largest device.
         largest: u64,
         /// The difference.
         missing: u64,
     },
     /// In sum it fits and each layer fits somewhere, but no arrangement of whole layers was found.
     #[error(
-        "in sum the mesh offers enough ({offered} bytes for {need}), but whole layers pack badly: {placed} of {layers} layers find a place; a node with {missing} bytes more would hold the rest"
+        "the mesh offers enough in total ({offered} for {need}), but only {placed} of {layers} layers can be placed: the rest \
+         needs {missing} on one node; raise --memory of a node, or lower --context or --sequences",
+        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
     )]
     Packing {
         /// Bytes needed.
         need: u64,
-        /// Bytes offered after headroom.
+        /// Bytes offered.
         offered: u64,
         /// Most layers that any arrangement tried could place.
         placed: u32,

@@ -27,7 +27,7 @@ const SPARES: usize = 4;
 /// # Errors
 /// As for [`plan`](crate::plan()); [`PlanError::Invalid`] also when `current` is of a model with another layer count.
 pub fn repair(current: &Plan, work: &Work, fleet: &Fleet, options: &Options) -> Result<Plan, PlanError> {
-    layers::validate(work, fleet, options)?;
+    layers::validate(work, fleet)?;
     if current.layers() as usize != work.layers.len() {
         let reason = format!("the plan to repair has {} layers, the job {}", current.layers(), work.layers.len());
         return Err(PlanError::Invalid(Box::from(reason)));

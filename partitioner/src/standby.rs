@@ -46,11 +46,8 @@ pub struct Standby {
 /// weights, which costs little more than one row.
 const SLOWER_MAX: u64 = 8;
 
-/// Share of a link that the copy for a hot standby may take: one part in so many.
+/// Share of a link that the copy for a hot standby may take: one part in this number.
 const LINK_SHARE: u64 = 4;
-
-/// Writing the new epoch to disk.
-const MINT_NS: u64 = 5_000_000;
 
 /// Bytes a second at which weights get from disk into memory.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
@@ -98,7 +95,7 @@ impl Question<'_> {
     fn ask(&self, device: &Device) -> Option<(Rank, Standby)> {
         let (work, layers) = (self.work, &self.stage.layers);
         let bytes = cost::stage_bytes(work, layers);
-        if device.excluded || bytes > cost::usable_bytes(device, self.options.headroom_percent) {
+        if device.excluded || bytes > device.memory {
             return None;
         }
         let step_ns = cost::stage_ns(work, device, layers, 1)?;
@@ -128,12 +125,12 @@ impl Question<'_> {
         Some(step_ns <= token_ns.saturating_mul(SLOWER_MAX) && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
-    /// The new epoch on disk, told to everybody, answered, begun.
+    /// Two round trips to the farthest participant: the new epoch is announced and answered, then the first frame travels.
     fn switch_ns(&self, standby: DeviceId) -> u64 {
         let others = self.plan.stages().iter().map(|stage| stage.device).filter(|&device| device != self.stage.device);
         let told = others.chain([standby]).filter(|&device| device != self.options.head);
         let slowest = told.map(|device| self.fleet.link(self.options.head, device).rtt_ns).max().unwrap_or(0);
-        MINT_NS.saturating_add(slowest.saturating_mul(2))
+        slowest.saturating_mul(2)
     }
 
     /// A whole context sent through these stages again, in chunks.
@@ -202,6 +199,7 @@ mod tests {
             memory,
             bytes_per_second: 10_000_000_000,
             flops_per_second: 0,
+            copy_bytes_per_second: 10_000_000_000,
             step_ns: 10_000,
             numerics: 1,
             pass_steps: 1,
@@ -212,7 +210,7 @@ mod tests {
     }
 
     fn options() -> Options {
-        Options { goal: Goal::Latency, head: A, headroom_percent: 10, losses: false }
+        Options { goal: Goal::Latency, head: A, losses: false }
     }
 
     fn split(fleet: &Fleet) -> Plan {

@@ -4,6 +4,7 @@
 //! machines of either side compute in a second, or it is cut into slabs, whichever is predicted to be faster. A halo of depth
 //! k is exchanged every k steps: fewer waits for the network, more cells computed twice. Next: `explain.rs`.
 use crate::cost;
+use crate::explain::bytes;
 use crate::fleet::{Device, DeviceId, Fleet};
 use alloc::collections::BTreeSet;
 use alloc::string::String;
@@ -47,6 +48,14 @@ pub struct GridWork {
     pub scratch_bytes: u64,
     /// Steps that one pass over the memory can make of it, on devices that do so; 1: each step is a pass.
     pub pass_steps: u32,
+}
+
+impl GridWork {
+    /// Bytes of a block's cells as they are saved: rows begin with a whole byte.
+    pub fn saved_bytes(&self, block: &Block) -> u64 {
+        let row = bytes_of(block.extent(0), self.cell_bits);
+        row.saturating_mul(block.extent(1)).saturating_mul(block.extent(2))
+    }
 }
 
 /// Cells `from..to` along each axis.
@@ -121,24 +130,28 @@ pub enum GridError {
     NoDevices,
     /// It fits nowhere.
     #[error(
-        "the grid needs {need} bytes, the mesh offers {offered}: {missing} bytes are missing; join another node, raise --memory, or make the grid smaller"
+        "the grid needs {need}, the mesh offers {offered}: {missing} are missing; join another node, raise --memory of a node, \
+         or make the grid smaller",
+        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
     )]
     Memory {
         /// Bytes needed.
         need: u64,
-        /// Bytes offered after headroom.
+        /// Bytes offered.
         offered: u64,
         /// The difference.
         missing: u64,
     },
     /// In sum it fits, but not as whole layers of cells.
     #[error(
-        "in sum the mesh offers enough ({offered} bytes for {need}), but no cut fits its nodes: one tile needs {missing} bytes more; raise --memory there, or leave out the smallest node"
+        "the mesh offers enough in total ({offered} for {need}), but no cut fits its nodes: one tile needs {missing} more; \
+         raise --memory there, or leave out the smallest node",
+        need = bytes(*.need), offered = bytes(*.offered), missing = bytes(*.missing)
     )]
     Packing {
         /// Bytes needed.
         need: u64,
-        /// Bytes offered after headroom.
+        /// Bytes offered.
         offered: u64,
         /// What the tile that fits worst lacks.
         missing: u64,
@@ -183,16 +196,10 @@ impl Block {
 ///
 /// # Errors
 /// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
-pub fn cut(
-    work: &GridWork,
-    fleet: &Fleet,
-    headroom_percent: u8,
-    paces: &Paces,
-    depth: Option<u32>,
-) -> Result<GridPlan, GridError> {
+pub fn cut(work: &GridWork, fleet: &Fleet, paces: &Paces, depth: Option<u32>) -> Result<GridPlan, GridError> {
     validate(work)?;
     let kinds: BTreeSet<u64> = fleet.devices.iter().filter(|d| !d.excluded).map(|device| device.numerics).collect();
-    let of = |kind: u64| cut_for(work, fleet, headroom_percent, paces, depth, kind);
+    let of = |kind: u64| cut_for(work, fleet, paces, depth, kind);
     let mut plans: Vec<_> = kinds.into_iter().map(of).collect();
     // The quickest; else what the best of them lacks.
     plans.sort_by_key(|plan| match plan {
@@ -206,20 +213,24 @@ pub fn cut(
 fn cut_for(
     work: &GridWork,
     fleet: &Fleet,
-    headroom_percent: u8,
     paces: &Paces,
     depth: Option<u32>,
     numerics: u64,
 ) -> Result<GridPlan, GridError> {
-    let mut hands = hands(work, fleet, headroom_percent, paces);
+    let mut hands = hands(work, fleet, paces);
     hands.retain(|hand| hand.device.numerics == numerics);
     if hands.is_empty() {
         // Nobody has room for a tile, however small.
-        let may_work = |d: &&Device| d.numerics == numerics && !d.excluded && d.bytes_per_second > 0;
-        let room = fleet.devices.iter().filter(may_work).map(|d| cost::usable_bytes(d, headroom_percent));
-        let offered = room.reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
+        let may_work = |d: &&Device| d.numerics == numerics && !d.excluded && d.copy_bytes_per_second > 0;
+        let room = || fleet.devices.iter().filter(may_work).map(|d| d.memory);
+        let offered = room().reduce(u64::saturating_add).ok_or(GridError::NoDevices)?;
         let need = bytes_of(cells(work), work.state_bits).saturating_add(work.scratch_bytes);
-        return Err(GridError::Memory { need, offered, missing: need.saturating_sub(offered) });
+        if offered >= need {
+            // Enough together, but no device holds the scratch memory of a tile beside a cell.
+            let missing = work.scratch_bytes.saturating_add(1).saturating_sub(room().max().unwrap_or(0));
+            return Err(GridError::Packing { need, offered, missing });
+        }
+        return Err(GridError::Memory { need, offered, missing: need - offered });
     }
     let planner = Planner { work, fleet, depth };
     let mut best: Option<GridPlan> = None;
@@ -295,11 +306,11 @@ struct Hand<'a> {
 }
 
 /// Fastest first.
-fn hands<'a>(work: &GridWork, fleet: &'a Fleet, headroom_percent: u8, paces: &Paces) -> Vec<Hand<'a>> {
+fn hands<'a>(work: &GridWork, fleet: &'a Fleet, paces: &Paces) -> Vec<Hand<'a>> {
     let hand = |(device, speed): (&'a Device, u64)| Hand {
         device,
         speed,
-        usable: cost::usable_bytes(device, headroom_percent).saturating_sub(work.scratch_bytes),
+        usable: device.memory.saturating_sub(work.scratch_bytes),
     };
     let usable = |hand: &Hand<'_>| !hand.device.excluded && hand.speed > 0 && hand.usable > 0;
     let speeds = question::speeds(work, &fleet.devices, paces);

@@ -77,7 +77,7 @@ impl Default for Case {
 impl Default for Mesh {
     /// Each holds at most five of twelve layers.
     fn default() -> Self {
-        Mesh { hosts: 8, memory_mib: 330, layers: 12, regions: Vec::new() }
+        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new() }
     }
 }
 

@@ -1,16 +1,16 @@
 //! A host's disk: what was synced survives a crash, what was not is gone.
 use crate::compute::LAYER_BYTES;
 use node_core::id::ContentId;
-use node_core::output::Record;
-use std::collections::BTreeSet;
+use node_core::membership::Contact;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
-/// Records of one host.
+/// What one host wrote.
 #[derive(Clone, Debug, Default)]
 pub struct Disk {
-    synced: Vec<Record>,
-    /// Written in this life, sync still to come.
-    waiting: Vec<(u64, Record)>,
+    peers: Vec<Contact>,
+    /// Lists of peers written in this life, sync still to come.
+    waiting: VecDeque<Vec<Contact>>,
     /// Highest generation a node on this disk ever had.
     generation: u64,
     /// Parts of models: embedding, layers, head.
@@ -19,22 +19,15 @@ pub struct Disk {
 
 impl Disk {
     /// A write that is not safe yet.
-    pub fn write(&mut self, seq: u64, record: Record) {
-        self.waiting.push((seq, record));
+    pub fn write(&mut self, peers: Vec<Contact>) {
+        self.waiting.push_back(peers);
     }
 
-    /// The write of this sequence number is safe; `false` if a crash took it.
-    pub fn sync(&mut self, seq: u64) -> bool {
-        let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == seq) else { return false };
-        let (_, record) = self.waiting.remove(at);
-        // Only the newest list of peers and the newest epoch of a job are ever read.
-        self.synced.retain(|old| match (old, &record) {
-            (Record::Peers(_), Record::Peers(_)) => false,
-            (Record::Epoch { job: a, .. }, Record::Epoch { job: b, .. }) => a != b,
-            (Record::Peers(_), Record::Epoch { .. }) | (Record::Epoch { .. }, Record::Peers(_)) => true,
-        });
-        self.synced.push(record);
-        true
+    /// The oldest write that waits is safe now.
+    pub fn sync(&mut self) {
+        if let Some(peers) = self.waiting.pop_front() {
+            self.peers = peers;
+        }
     }
 
     /// Has the weights of these layers; returns the bytes that had to come for that.
@@ -52,9 +45,9 @@ impl Disk {
         self.waiting.clear();
     }
 
-    /// What a restarted node reads.
-    pub fn records(&self) -> &[Record] {
-        &self.synced
+    /// The peers that a restarted node reads.
+    pub fn peers(&self) -> &[Contact] {
+        &self.peers
     }
 
     /// The generation of the next life: above every earlier one, and never below the clock, so that a lost disk makes
@@ -68,16 +61,18 @@ impl Disk {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use node_core::id::NodeId;
 
     #[test]
     fn a_crash_takes_what_was_not_synced() {
+        let peer = |id: u8| (NodeId([id; 16]), vec![id], Vec::new(), Vec::new());
         let mut disk = Disk::default();
-        disk.write(1, Record::Peers(Vec::new()));
-        assert!(disk.sync(1));
-        disk.write(2, Record::Peers(Vec::new()));
+        disk.write(vec![peer(1)]);
+        disk.sync();
+        disk.write(vec![peer(2)]);
         disk.crash();
-        assert!(!disk.sync(2));
-        assert_eq!(disk.records().len(), 1);
+        disk.sync();
+        assert_eq!(disk.peers(), [peer(1)]);
     }
 
     #[test]

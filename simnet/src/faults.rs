@@ -8,7 +8,7 @@ use crate::units;
 use node_core::codec;
 use node_core::id::NodeId;
 use node_core::message::Message;
-use node_core::output::{Output, Record};
+use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
@@ -203,7 +203,7 @@ pub enum Fault {
 pub enum Moment {
     /// A head asks for a plan: the head.
     Plan,
-    /// A head writes an epoch: the head.
+    /// A head mints an epoch, before it asks for stages under it: the head.
     Mint,
     /// A head asks for stages again, under a higher epoch: who is asked to hold one.
     Promotion,
@@ -219,7 +219,7 @@ impl Moment {
         let message = |bytes: &[u8]| codec::decode_message(bytes).ok();
         match (self, output) {
             (Moment::Plan, Output::Plan { .. }) => Some(host),
-            (Moment::Mint, Output::Persist { record: Record::Epoch { .. }, .. }) => Some(host),
+            (Moment::Mint, Output::Notify(Event::JobPlaced { .. })) => Some(host),
             (Moment::Promotion, Output::SendMessage { to, bytes }) => match message(bytes) {
                 Some(Message::Prepare { epoch, .. }) if epoch.counter > 1 => Some(*to),
                 _ => None,

@@ -4,8 +4,8 @@
 //! A tile knows cells of its own and of its halo by where they are; what is not known cannot be computed, and says so.
 //! `solo` computes the same in one piece.
 use crate::compute::{Cargo, mix};
-use node_core::id::{JobId, TensorId};
-use node_core::tiles::order::{Report, SaveKind, StopKind, TileOrder, TileStart};
+use node_core::id::{ContentId, JobId, TensorId};
+use node_core::tiles::order::{Report, SaveKind, SimulationId, StopKind, TileOrder, TileStart};
 use node_core::tiles::{TileLoaded, TileMade, TileWork};
 use partitioner::tiles::{Block, TileLink};
 use std::collections::BTreeMap;
@@ -36,27 +36,33 @@ fn initial(seed: u64, at: Place) -> u64 {
     at.iter().fold(seed, |mixed, &place| mix(mixed, place as u64))
 }
 
-/// A simulation of this world: its seed, as bytes.
-pub fn simulation(seed: u64) -> Vec<u8> {
-    seed.to_le_bytes().to_vec()
+/// A simulation of this world: its name is its seed.
+pub fn simulation(seed: u64) -> SimulationId {
+    let mut name = [0; 32];
+    name[..8].copy_from_slice(&seed.to_le_bytes());
+    SimulationId { content: ContentId(name), bytes: 1 }
 }
 
 /// One of which the cell `UNSTABLE` is not finite any more after so many steps, and with each further step its column one cell
 /// to either side.
-pub fn unstable(seed: u64, after: u32) -> Vec<u8> {
-    [&simulation(seed)[..], &after.to_le_bytes()].concat()
+pub fn unstable(seed: u64, after: u32) -> SimulationId {
+    let SimulationId { content: ContentId(mut name), bytes } = simulation(seed);
+    name[8..12].copy_from_slice(&after.to_le_bytes());
+    name[12] = 1;
+    SimulationId { content: ContentId(name), bytes }
 }
 
 /// See `unstable`.
 pub const UNSTABLE: [u64; 3] = [5, 20, 0];
 
-fn seed(simulation: &[u8]) -> u64 {
-    simulation.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+fn seed(simulation: SimulationId) -> u64 {
+    simulation.content.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 /// What a report says of a tile that is so far.
 fn not_finite(order: &TileOrder, step: u32) -> Option<([u64; 3], u16)> {
-    let after = order.simulation.get(8..)?.try_into().ok().map(u32::from_le_bytes)?;
+    let name = order.simulation.content.0;
+    let after = name[8..12].first_chunk().map(|bytes| u32::from_le_bytes(*bytes)).filter(|_| name[12] == 1)?;
     let (from, to) = (order.block().from, order.block().to);
     let [x, y, z] = UNSTABLE;
     let has = (from[0]..to[0]).contains(&x) && (from[2]..to[2]).contains(&z);
@@ -179,7 +185,7 @@ impl GridDevice {
         let (tile, bytes) = (order.tile, order.bytes_max);
         let (cells, step) = match order.start {
             TileStart::Initial => {
-                let seed = seed(&order.simulation);
+                let seed = seed(order.simulation);
                 (Some(places(order.block()).map(|at| (at, initial(seed, at))).collect()), Some(0))
             }
             TileStart::Checkpoint { step } => (Some(cells.ok_or("the checkpoint is gone")?), Some(step)),
@@ -229,6 +235,11 @@ impl GridDevice {
                     }
                     StopKind::Save(kind) => {
                         let owned = tile.owned();
+                        // What the planner counts: of full states one of each kind.
+                        let same = |(job, number, _, of): &(JobId, u16, u32, SaveKind)| {
+                            (*job, *number, *of) == (work.job, work.tile, kind) && !matches!(kind, SaveKind::Output(_))
+                        };
+                        assert!(!self.states.keys().any(same), "a tile keeps two full states: {kind:?}");
                         made.saves.push((stop.step, kind, 8 * owned.len() as u64));
                         self.states.insert((work.job, work.tile, stop.step, kind), owned);
                     }

@@ -44,6 +44,7 @@ impl Default for HostSpec {
                 memory_free: 8 << 30,
                 bytes_per_second: 20_000_000_000,
                 flops_per_second: 1_000_000_000_000,
+                copy_bytes_per_second: 20_000_000_000,
                 step_ns: 50_000,
                 numerics: 1,
                 pass_steps: 1,

@@ -7,7 +7,7 @@ use simnet::run::Outcome;
 use simnet::soak::{self, Size, draw, run_caught};
 use simnet::{Case, units};
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use std::time::Instant;
 Examples:
   simnet run simnet/scenarios/lose-a-rack.toml     a timeline of what happens
   simnet soak --seeds 300                          300 worlds of 8 nodes and 60 virtual seconds
-  simnet soak --seeds 1 --from 42                  one of them, told in full; if it fails, made smaller
+  simnet soak --seeds 1 --from 42                  one of them with its full log; a failure is minimised
   simnet replay recording.mesh                     what a node decided, from `meshnode up --record`
 
 Exit codes: 0 ok, 2 usage, 5 something is wrong.")]
@@ -32,7 +32,7 @@ struct Cli {
 enum Command {
     /// Run a scenario and print what happens
     Run(RunArgs),
-    /// Run many worlds drawn from seeds and look for what must not be
+    /// Run many worlds drawn from seeds and check their invariants
     Soak(SoakArgs),
     /// Let a large mesh join and some of it die: how soon all know, and how fast this machine simulates it
     Scale(ScaleArgs),
@@ -51,7 +51,7 @@ struct RunArgs {
     /// The scenario
     #[arg(value_name = "SCENARIO.toml")]
     scenario: PathBuf,
-    /// Tell every message of jobs and every frame, too
+    /// Log every message of jobs and every frame, too
     #[arg(long)]
     messages: bool,
     /// Another seed than the file's
@@ -73,7 +73,7 @@ Examples:
 A seed that fails prints the command that runs it again, and the fewest faults that make it fail.")]
 struct SoakArgs {
     /// How many seeds
-    #[arg(long, value_name = "N", default_value_t = 300)]
+    #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
     /// The first seed
     #[arg(long, value_name = "S", default_value_t = 0)]
@@ -90,7 +90,7 @@ struct SoakArgs {
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
-    /// Of one seed: tell every message of jobs, every frame, and what each node thinks of the others, too
+    /// Of one seed: log every message of jobs, every frame, and what each node thinks of the others, too
     #[arg(long, conflicts_with = "json")]
     messages: bool,
     /// One object a line on stdout: each seed that fails, then the sums
@@ -195,7 +195,7 @@ fn figures(case: &Case) -> String {
     };
     format!(
         "  {} hosts of {} MiB, {} layers; links of {} and up to {} of jitter, {} MB/s{}{}{}{regions}; {} requests; \
-         mended after {}\n",
+         faults healed after {}\n",
         mesh.hosts,
         mesh.memory_mib,
         mesh.layers,
@@ -216,8 +216,8 @@ fn tell(outcome: &Outcome) {
     }
     let ends: Vec<String> = outcome.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
     say(&format!(
-        "\nrequests: {}; longest pause between two tokens {} ms; at rest {} ms after the mending; {} virtual s, {} events, \
-         trace {}",
+        "\nrequests: {}; longest pause between two tokens {} ms; settled {} ms after the faults were healed; {} virtual s, {} \
+         events, trace {}",
         ends.join(", "),
         outcome.pause_ms_max,
         outcome.settled_ms,
@@ -226,7 +226,7 @@ fn tell(outcome: &Outcome) {
         outcome.trace,
     ));
     if outcome.violations.is_empty() {
-        say("result: ok, nothing that must not be");
+        say("result: ok, no violations");
     }
     for violation in &outcome.violations {
         say(&format!("VIOLATION: {violation}"));
@@ -239,7 +239,7 @@ fn soak(args: &SoakArgs) -> ExitCode {
         return usage(format!("expected 5 s to a day of virtual time, found {seconds} s"));
     }
     let size = Size { hosts: args.nodes, time: Duration::from_secs(seconds) };
-    let Some(end) = args.from.checked_add(args.seeds) else { return usage("no so many seeds") };
+    let Some(end) = args.from.checked_add(args.seeds) else { return usage("expected --from plus --seeds below 2^64") };
     std::panic::set_hook(Box::new(|_| {})); // a panic is a violation, told with its seed
     if args.seeds == 1 && !args.json {
         return one(args, size);
@@ -278,22 +278,33 @@ fn soak(args: &SoakArgs) -> ExitCode {
 }
 
 fn scale(args: &ScaleArgs) -> ExitCode {
-    let scale = simnet::scale::scale(args.seed, args.nodes, args.deaths, Duration::from_secs(args.seconds));
+    let progress = |stage: &str| {
+        // One line that is written over, where a person watches; JSON is for programs.
+        if !args.json && std::io::stderr().is_terminal() {
+            eprint!("\r\x1b[K{stage}");
+        } else if !args.json {
+            eprintln!("{stage}");
+        }
+    };
+    let watched = Duration::from_secs(args.seconds);
+    let scale = simnet::scale::scale(args.seed, args.nodes, args.deaths, watched, progress);
+    if !args.json && std::io::stderr().is_terminal() {
+        eprintln!();
+    }
     if args.json {
         say(&serde_json::to_string(&scale).unwrap_or_default());
     } else {
         say(&format!(
-            "{} nodes know each other after {} ms ({:.1} s real); of {} deaths the first is told after {} ms, all know all \
-             after {} ms; {} false deaths, {} wrong views; {} virtual s in {:.1} s on one core: {:.2} times real time, {} \
-             events",
+            "{} nodes know each other after {} ms ({:.1} s real); of {} the first is reported after {} ms, all are known \
+             everywhere after {} ms; {}, {}; {} virtual s in {:.1} s on one core: {:.2} times real time, {} events",
             scale.nodes,
             scale.joined_ms,
             scale.joining_real_s,
-            scale.deaths,
+            units::count(scale.deaths as usize, "death"),
             scale.first_told_ms,
             scale.all_know_ms,
-            scale.false_deaths,
-            scale.wrong_views,
+            units::count(scale.false_deaths, "false death"),
+            units::count(scale.wrong_views, "wrong view"),
             scale.virtual_s,
             scale.real_s,
             scale.virtual_s as f64 / scale.real_s,
@@ -340,7 +351,7 @@ fn replay(args: &ReplayArgs) -> ExitCode {
     verdict(matches!(replayed.cut, None | Some(node_core::record::RecordError::CutShort { .. })))
 }
 
-/// One seed, told in full.
+/// One seed with its full log.
 fn one(args: &SoakArgs, size: Size) -> ExitCode {
     let case = draw(args.from, size);
     say(&format!("seed {}\n{}", case.seed, figures(&case)));
@@ -442,9 +453,8 @@ impl Sums {
     fn to_text(&self, real_s: f64, jobs: usize) -> String {
         let ends: Vec<String> = self.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         format!(
-            "{} seeds, {} fail {:?}; requests: {}; longest pause a seed: median {} ms, worst {} ms; longest wait \
-             after the mending {} ms; at rest at most {} ms after \
-             the mending; {:.0} virtual s in {real_s:.1} s on {jobs} threads ({:.0} ms a seed a thread), {} events",
+            "{} seeds, {} fail {:?}; requests: {}; longest pause of a seed: median {} ms, worst {} ms; after the faults were \
+             healed: longest wait {} ms, settled within {} ms; {:.0} virtual s in {real_s:.1} s on {} ({:.0} ms per seed and thread), {} events",
             self.seeds,
             self.failed.len(),
             self.failed,
@@ -454,15 +464,15 @@ impl Sums {
             self.stalls_ms.iter().map(|(ms, _)| *ms).max().unwrap_or(0),
             self.settled_ms_max,
             self.virtual_ms as f64 / 1000.0,
+            units::count(jobs, "thread"),
             real_s * 1000.0 * jobs as f64 / self.seeds.max(1) as f64,
             self.events,
         )
     }
 }
 
-/// Whoever went away has seen enough.
+/// A reader that closed the pipe (`| head`) has seen enough.
 fn say(line: &str) {
-    use std::io::Write;
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 

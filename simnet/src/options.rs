@@ -35,7 +35,7 @@ pub struct Options {
     /// How long an attempt to connect may take.
     #[serde(with = "units")]
     pub connect_timeout: Duration,
-    /// Time from `Persist` to `Persisted`.
+    /// Time from `Remember` until it is on disk.
     #[serde(with = "units")]
     pub sync: Duration,
     /// Time of one signature or verification.

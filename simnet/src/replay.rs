@@ -1,11 +1,13 @@
 //! What a node lived through, once more: feeds a recording of `meshnode up --record` to the same code and tells what it
 //! decides.
-use crate::timeline::Line;
+use crate::timeline::{Line, describe};
 use node_core::Node;
+use node_core::id::{Epoch, NodeId};
 use node_core::input::Input;
-use node_core::output::{Event, Output};
+use node_core::output::{Output, StageSpec};
 use node_core::record::{Entry, Header, Reader, RecordError};
 use node_core::time::Instant;
+use partitioner::explain::{bytes, layers};
 
 /// What a recording came to.
 pub struct Replayed {
@@ -40,14 +42,14 @@ pub fn replay(bytes: &[u8]) -> Result<Replayed, RecordError> {
                 let began = *first.get_or_insert(now);
                 replayed.inputs += 1;
                 replayed.lasted_ns = now.0 - began.0;
-                replayed.tell(worth_input(&input));
+                replayed.tell(worth_input(&input, &|id| name(&node, id)));
                 node.handle(at, input);
             }
             Ok(Entry::Polled) => {
                 while let Some(output) = node.poll() {
                     replayed.outputs += 1;
                     digest.add(&output);
-                    replayed.tell(worth_output(&output));
+                    replayed.tell(worth_output(&output, &|id| name(&node, id)));
                 }
             }
             Err(error) => replayed.cut = Some(error),
@@ -88,7 +90,7 @@ impl Digest {
 }
 
 /// Inputs that people follow; the rest is chatter.
-fn worth_input(input: &Input) -> Option<String> {
+fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String> {
     match input {
         Input::Wakeup
         | Input::Datagram { .. }
@@ -102,25 +104,39 @@ fn worth_input(input: &Input) -> Option<String> {
         | Input::Computed { .. }
         | Input::PeerFound { .. }
         | Input::Planned { .. }
+        | Input::Survey { .. }
         | Input::Challenged { .. }
-        | Input::Grid(_)
-        | Input::Persisted { .. } => None,
+        | Input::Grid(_) => None,
         Input::Deploy { call, model, .. } => Some(format!("> deploy {} (call {})", model.name, call.0)),
         Input::Submit { call, request, .. } => Some(format!("> request {} of {} tokens", call.0, request.prompt.len())),
-        Input::Connected { .. }
-        | Input::Disconnected { .. }
-        | Input::Leave
-        | Input::Banned(_)
-        | Input::Drain(_)
-        | Input::Cancel { .. }
-        | Input::Undeploy { .. }
-        | Input::Loaded { .. }
-        | Input::Fetched { .. }
-        | Input::PersistFailed { .. } => Some(format!("> {input:?}")),
+        Input::Connected { node, rtt_ns } => {
+            Some(format!("> connected to {}, round trip {:.2} ms", name(*node), *rtt_ns as f64 / 1e6))
+        }
+        Input::Disconnected { node } => Some(format!("> disconnected from {}", name(*node))),
+        Input::Leave => Some("> leave".into()),
+        Input::Banned(nodes) => {
+            let nodes: Vec<String> = nodes.iter().map(|node| name(*node)).collect();
+            Some(format!("> banned: {}", if nodes.is_empty() { "nobody".into() } else { nodes.join(", ") }))
+        }
+        Input::Drain(draining) => Some(format!("> drain {}", if *draining { "on" } else { "off" })),
+        Input::Cancel { call } => Some(format!("> cancel call {}", call.0)),
+        Input::Undeploy { job } => Some(format!("> end job {:016x}", job.0)),
+        Input::Loaded { job, result: Ok(loaded), .. } => {
+            Some(format!("> loaded a stage of job {:016x}, {}", job.0, bytes(loaded.bytes)))
+        }
+        Input::Loaded { job, result: Err(reason), .. } => {
+            Some(format!("> could not load a stage of job {:016x}: {reason}", job.0))
+        }
+        Input::Fetched { job, result: Ok(fetched), .. } => {
+            Some(format!("> fetched {} of weights for job {:016x}", bytes(*fetched), job.0))
+        }
+        Input::Fetched { job, result: Err(reason), .. } => {
+            Some(format!("> could not fetch weights for job {:016x}: {reason}", job.0))
+        }
     }
 }
 
-fn worth_output(output: &Output) -> Option<String> {
+fn worth_output(output: &Output, name: &dyn Fn(NodeId) -> String) -> Option<String> {
     match output {
         Output::SendDatagram { .. }
         | Output::SendMessage { .. }
@@ -133,24 +149,26 @@ fn worth_output(output: &Output) -> Option<String> {
         | Output::Grid(_)
         | Output::Release { .. }
         | Output::Discard { .. }
-        | Output::Persist { .. } => None,
-        Output::Connect { node, .. } => Some(format!("< connect to {node}")),
-        Output::Disconnect { node } => Some(format!("< disconnect from {node}")),
-        Output::Load { epoch, stage, .. } => Some(format!("< load layers {:?}, epoch {}", stage.layers, epoch.counter)),
-        Output::Keep { epoch, stage, .. } => Some(format!("< keep layers {:?}, epoch {}", stage.layers, epoch.counter)),
-        Output::Fetch { epoch, stage, .. } => {
-            Some(format!("< fetch layers {:?}, epoch {}", stage.layers, epoch.counter))
-        }
-        Output::Unload { job } => Some(format!("< unload the stage of job {:x}", job.0)),
-        Output::Notify(Event::Token { .. }) => None,
-        Output::Notify(Event::JobPlaced { epoch, plan, .. }) => {
-            let stages = plan.stages().iter();
-            let stages =
-                stages.map(|stage| format!("{} {:?}", node_core::id::NodeId::from(stage.device), stage.layers));
-            Some(format!("< placed epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", ")))
-        }
-        Output::Notify(event) => Some(format!("< {event:?}")),
+        | Output::Remember { .. } => None,
+        Output::Connect { node, .. } => Some(format!("< connect to {}", name(*node))),
+        Output::Disconnect { node } => Some(format!("< disconnect from {}", name(*node))),
+        Output::Load { epoch, stage, .. } => Some(about_stage("load", stage, *epoch)),
+        Output::Keep { epoch, stage, .. } => Some(about_stage("keep", stage, *epoch)),
+        Output::Fetch { epoch, stage, .. } => Some(about_stage("fetch", stage, *epoch)),
+        Output::Unload { job } => Some(format!("< unload the stage of job {:016x}", job.0)),
+        Output::Notify(event) => describe(event, name, &|call| call.0).map(|text| format!("< {text}")),
     }
+}
+
+fn about_stage(what: &str, stage: &StageSpec, epoch: Epoch) -> String {
+    format!("< {what} layers {} of {}, epoch {}", layers(&stage.layers), stage.name, epoch.counter)
+}
+
+/// What a member calls itself; its id, where its advert has not come.
+fn name(node: &Node, id: NodeId) -> String {
+    let own = node.membership().own();
+    let advert = node.members().find(|member| member.node == id).and_then(|member| member.advert);
+    advert.or((own.node == id).then_some(own)).map_or_else(|| id.to_string(), |advert| advert.name.clone())
 }
 
 /// A timeline longer than this is read by nobody.

@@ -194,6 +194,7 @@ impl<'a> Run<'a> {
             return;
         }
         let last = self.submit(Ask { prompt: 40, tokens: 12, ..Ask::default() });
+        self.timeline.note(self.world.now(), format!("final check request: call {}", name(last)));
         let ended = self.until(limit, |run| !run.work.calls[&last].ends.is_empty());
         let end = self.work.calls[&last].ends.first().map(|(_, reason)| reason);
         if !ended || !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {

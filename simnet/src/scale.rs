@@ -34,8 +34,16 @@ pub struct Scale {
     pub events: u64,
 }
 
-/// `nodes` join through a few of them; then `deaths` die within `watched`.
-pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration) -> Scale {
+/// `nodes` join through a few of them; then `deaths` die within `watched`. How far it is goes to `progress`, about every
+/// second of real time.
+pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration, progress: impl Fn(&str)) -> Scale {
+    let mut reported = std::time::Instant::now();
+    let mut report = |text: &dyn Fn() -> String| {
+        if reported.elapsed() >= PROGRESS {
+            reported = std::time::Instant::now();
+            progress(&text());
+        }
+    };
     let mut world = World::new(Options::lan(seed));
     let hosts = world.add_hosts(nodes as usize, &HostSpec::default());
     let began = std::time::Instant::now();
@@ -47,9 +55,14 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration) -> Scale {
         }
         if index % 16 == 15 {
             world.run_for(Duration::from_millis(20));
+            report(&|| format!("{} of {nodes} nodes started", index + 1));
         }
     }
-    let joined = world.run_while_not(JOIN_MAX, Duration::from_millis(500), |world| divergences(world, &[]).is_empty());
+    let joined = world.run_while_not(JOIN_MAX, Duration::from_millis(500), |world| {
+        let wrong = divergences(world, &[]).len();
+        report(&|| format!("{} virtual ms: {wrong} views differ from the truth", world.now().0 / 1_000_000));
+        wrong == 0
+    });
     let mut scale = Scale { nodes, deaths: deaths.min(nodes.saturating_sub(1)), ..Scale::default() };
     scale.joined_ms = if joined { world.now().0 / 1_000_000 } else { u64::MAX };
     scale.joining_real_s = began.elapsed().as_secs_f64();
@@ -65,6 +78,8 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration) -> Scale {
     let mut last_told = died;
     while world.now() < end {
         world.run_until((world.now() + Duration::from_millis(100)).min(end));
+        let passed = world.now().since(start).as_secs();
+        report(&|| format!("{passed} of {} virtual seconds watched", watched.as_secs()));
         for told in world.take_told() {
             let Event::PeerDown { node, .. } = told.event else { continue };
             if world.host_of(node).is_some_and(|host| dead.contains(&host)) {
@@ -84,6 +99,9 @@ pub fn scale(seed: u64, nodes: u32, deaths: u32, watched: Duration) -> Scale {
     scale.events = world.trace().events() - events;
     scale
 }
+
+/// Between two lines of progress.
+const PROGRESS: std::time::Duration = std::time::Duration::from_secs(1);
 
 fn ms(at: Instant, since: Instant) -> u64 {
     at.since(since).as_millis() as u64

@@ -37,7 +37,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
         network.latency_per_region = Duration::from_micros(rng.random_range(500..15_000));
         regions = (0..size.hosts).map(|_| rng.random_range(0..3)).collect();
     }
-    let memory_mib = [330, 330, 420, 640, 1000][rng.random_range(0..5usize)];
+    let memory_mib = [297, 297, 378, 576, 900][rng.random_range(0..5usize)];
     let head_mortal = rng.random_bool(0.3);
     let asks = rng.random_range(4..=20);
     let ask = |_| {

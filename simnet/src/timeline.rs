@@ -10,6 +10,7 @@ use node_core::output::{DoneReason, DownReason, Event, Output};
 use node_core::tiles::GridEvent;
 use node_core::tiles::message::TileMessage;
 use node_core::time::{Duration, Instant};
+use partitioner::explain::{bytes, layers};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -77,10 +78,11 @@ impl Timeline {
             .iter()
             .filter_map(|(at, host, what)| {
                 let what = match what {
+                    What::Fault(Fault::Mend) => "** all faults healed".into(),
                     What::Fault(fault) => format!("** {fault}"),
                     What::Died => "its process is gone".into(),
                     What::Note(note) => note.clone(),
-                    What::Event(event) => told(world, event)?,
+                    What::Event(event) => describe(event, &|node| host_name(world, node), &name)?,
                     What::Message(to, text) => {
                         let to = world.host_of(*to).map_or_else(|| to.to_string(), |host| host.0.to_string());
                         format!("  -> {to}: {text}")
@@ -117,6 +119,7 @@ impl Observer for Timeline {
             Event::Token { .. } => false,
             Event::Grid { event, .. } => !matches!(**event, GridEvent::Progress { .. } | GridEvent::Report { .. }),
             Event::PlanReady { .. }
+            | Event::Fleet { .. }
             | Event::GridPlan { .. }
             | Event::JobPlaced { .. }
             | Event::JobReady { .. }
@@ -178,15 +181,19 @@ pub fn name(call: CallId) -> u64 {
     call.0.saturating_sub(crate::workload::DEPLOY)
 }
 
-fn told(world: &World, event: &Event) -> Option<String> {
-    let host = |node: NodeId| world.host_of(node).map_or_else(|| node.to_string(), |host| format!("host {}", host.0));
+fn host_name(world: &World, node: NodeId) -> String {
+    world.host_of(node).map_or_else(|| node.to_string(), |host| format!("host {}", host.0))
+}
+
+/// An event in words, with nodes as `host` and calls as `name` names them; none where it is not worth a line.
+pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dyn Fn(CallId) -> u64) -> Option<String> {
     Some(match event {
         Event::PeerUp { node } => format!("sees {} again", host(*node)),
         Event::PeerDown { node, reason: DownReason::Left } => format!("{} has left", host(*node)),
-        Event::PeerDown { node, reason: DownReason::Failed } => format!("misses {}", host(*node)),
+        Event::PeerDown { node, reason: DownReason::Failed } => format!("reports {} down", host(*node)),
         Event::JobPlaced { epoch, plan, .. } => {
             let stages = plan.stages().iter();
-            let stages = stages.map(|stage| format!("{} {:?}", host(stage.device.into()), stage.layers));
+            let stages = stages.map(|stage| format!("{} {}", host(stage.device.into()), layers(&stage.layers)));
             format!("places epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", "))
         }
         Event::JobReady { epoch, .. } => format!("epoch {} is ready", epoch.counter),
@@ -201,8 +208,8 @@ fn told(world: &World, event: &Event) -> Option<String> {
             format!("promotes {} to stage {stage} under epoch {}", host(*node), epoch.counter)
         }
         Event::Reshaping { change, .. } => format!(
-            "moves the job: {} MB of weights, {:.2} ms a token become {:.2}",
-            change.bytes / 1_000_000,
+            "moves the job: {} of weights, {:.2} ms/token become {:.2}",
+            bytes(change.bytes),
             change.before_ns as f64 / 1e6,
             change.after_ns as f64 / 1e6
         ),
@@ -224,14 +231,16 @@ fn told(world: &World, event: &Event) -> Option<String> {
                 format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
             }
             GridEvent::Inherited { from, .. } => format!("takes the simulation over from {}", host(*from)),
-            GridEvent::Running { .. }
-            | GridEvent::Progress { .. }
-            | GridEvent::Report { .. }
-            | GridEvent::Checkpoint { .. }
-            | GridEvent::Waiting { .. }
-            | GridEvent::Ended { .. } => format!("{event:?}"),
+            GridEvent::Moved => "leaves the simulation to another node".into(),
+            GridEvent::Running { epoch, step } => format!("runs epoch {} from step {step}", epoch.counter),
+            GridEvent::Progress { step } => format!("all tiles completed step {step}"),
+            GridEvent::Report { step, .. } => format!("has the sums of step {step}"),
+            GridEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
+            GridEvent::Waiting { reason } => format!("the simulation waits: {reason}"),
+            GridEvent::Ended { result: Ok(()), .. } => "the simulation is complete".into(),
+            GridEvent::Ended { result: Err(reason), .. } => format!("the simulation failed: {reason}"),
         },
-        Event::PlanReady { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
+        Event::PlanReady { .. } | Event::Fleet { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })
 }
 

@@ -38,14 +38,18 @@ impl Trace {
             Input::Signed { token, .. } | Input::Verified { token, .. } | Input::Planned { token, .. } => {
                 self.numbers(&[*token]);
             }
-            Input::Persisted { seq } | Input::PersistFailed { seq, .. } => self.numbers(&[*seq]),
             Input::Loaded { job, load, result } => {
                 self.numbers(&[job.0, load.0, u64::from(result.is_ok())]);
             }
             Input::Fetched { job, epoch, result } | Input::Challenged { job, epoch, result, .. } => {
                 self.numbers(&[job.0, epoch.counter.into(), result.as_ref().map_or(u64::MAX, |bytes| *bytes)]);
             }
-            Input::Deploy { call, .. } | Input::Submit { call, .. } | Input::Cancel { call } => self.numbers(&[call.0]),
+            Input::Deploy { call, .. }
+            | Input::Submit { call, .. }
+            | Input::Cancel { call }
+            | Input::Survey { call, .. } => {
+                self.numbers(&[call.0]);
+            }
             Input::Undeploy { job } => self.numbers(&[job.0]),
             Input::LinkMeasured { node, rtt_ns, bytes_per_second } => {
                 self.hasher.update(&node.0);
@@ -119,11 +123,10 @@ fn kind(input: &Input) -> u8 {
         Input::Loaded { .. } => 18,
         Input::Frame { .. } => 19,
         Input::Computed { .. } => 20,
-        Input::Persisted { .. } => 21,
-        Input::PersistFailed { .. } => 22,
-        Input::Banned(_) => 23,
-        Input::Fetched { .. } => 24,
-        Input::Challenged { .. } => 25,
-        Input::Grid(_) => 26,
+        Input::Banned(_) => 21,
+        Input::Fetched { .. } => 22,
+        Input::Challenged { .. } => 23,
+        Input::Grid(_) => 24,
+        Input::Survey { .. } => 25,
     }
 }

@@ -13,6 +13,11 @@ pub fn text(time: Duration) -> String {
     if ns == 0 { "0s".into() } else { format!("{ns}ns") }
 }
 
+/// `1 thread`, `2 threads`.
+pub fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Reads "250us", "300ms", "1.5s" or "2m".
 pub fn parse(text: &str) -> Result<Duration, String> {
     let trimmed = text.trim();

@@ -158,7 +158,7 @@ impl Workload {
     pub fn stages(&self, world: &World) -> Vec<HostId> {
         let node = world.host(self.head).node.as_ref();
         let view = node.and_then(|node| node.jobs().find(|view| Some(view.job) == self.job));
-        view.iter().flat_map(|view| &view.stages).filter_map(|(node, _)| world.host_of(*node)).collect()
+        view.iter().flat_map(|view| &view.stages).filter_map(|stage| world.host_of(stage.node)).collect()
     }
 
     /// Takes in what nodes told.
@@ -192,6 +192,7 @@ impl Workload {
                 Event::PeerUp { .. }
                 | Event::PeerDown { .. }
                 | Event::PlanReady { .. }
+                | Event::Fleet { .. }
                 | Event::JobPlaced { .. }
                 | Event::JobDegraded { .. }
                 | Event::JobEnded { .. }

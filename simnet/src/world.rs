@@ -16,8 +16,9 @@ use faults::{Ambush, End};
 use node_core::config::Capacity;
 use node_core::id::NodeId;
 use node_core::input::Input;
+use node_core::membership::Contact;
 use node_core::node::Node;
-use node_core::output::{Event as Notice, Output, Record};
+use node_core::output::{Event as Notice, Output};
 use node_core::record;
 use node_core::time::{Duration, Instant};
 use std::collections::BTreeMap;
@@ -108,7 +109,6 @@ enum Happening {
     Synced {
         host: HostId,
         life: u32,
-        seq: u64,
     },
     /// Only in its era, if it has one.
     Fault {
@@ -180,7 +180,7 @@ impl World {
             *recording = record::begin(&config, seed, concat!("simnet ", env!("CARGO_PKG_VERSION")));
         }
         host.node = Some(Node::new(config, seed));
-        let remembered: Vec<Input> = host.disk.records().iter().flat_map(found_again).collect();
+        let remembered: Vec<Input> = host.disk.peers().iter().cloned().map(found_again).collect();
         for input in remembered {
             self.inject(id, input);
         }
@@ -195,6 +195,7 @@ impl World {
             peer_id: other.peer_id.clone(),
             gossip: vec![other.gossip_addr],
             data: vec![other.data_addr],
+            remembered: true,
         };
         self.inject(id, input);
     }
@@ -339,9 +340,9 @@ impl World {
             Happening::Handshake { pair, id } => self.handshake(pair, id),
             Happening::Parcel { pair, id, from, number, parcel } => self.arrive(pair, id, from, number, *parcel),
             Happening::Idle { pair, id } => self.idle(pair, id),
-            Happening::Synced { host, life, seq } => {
-                if self.hosts[host.index()].life == life && self.hosts[host.index()].disk.sync(seq) {
-                    self.deliver(host, Input::Persisted { seq });
+            Happening::Synced { host, life } => {
+                if self.hosts[host.index()].life == life {
+                    self.hosts[host.index()].disk.sync();
                 }
             }
             Happening::Fault { era, fault } => {
@@ -502,9 +503,9 @@ impl World {
             }
             Output::Release { job, request } => host.executor.release(job, request),
             Output::Discard { tensor } => host.executor.discard(tensor),
-            Output::Persist { seq, record } => {
-                host.disk.write(seq, record);
-                self.queue.push(now + self.options.sync, Happening::Synced { host: id, life: host.life, seq });
+            Output::Remember { peers } => {
+                host.disk.write(peers);
+                self.queue.push(now + self.options.sync, Happening::Synced { host: id, life: host.life });
             }
             Output::Grid(command) => self.carry_out_grid(id, command),
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
@@ -533,16 +534,9 @@ impl World {
     }
 }
 
-/// Peers remembered on disk are found again at start.
-fn found_again(record: &Record) -> Vec<Input> {
-    match record {
-        Record::Peers(peers) => peers
-            .iter()
-            .cloned()
-            .map(|(node, peer_id, gossip, data)| Input::PeerFound { node, peer_id, gossip, data })
-            .collect(),
-        Record::Epoch { .. } => Vec::new(),
-    }
+/// A peer remembered on disk is found again at start.
+fn found_again((node, peer_id, gossip, data): Contact) -> Input {
+    Input::PeerFound { node, peer_id, gossip, data, remembered: true }
 }
 
 /// A signature that only fits its key and its bytes. Nobody in this world forges; tests that do change a byte.

@@ -1,14 +1,19 @@
 //! Simulations in the virtual world: whatever happens to the nodes, the state hash is that of a run in one piece.
-use node_core::id::JobId;
+use node_core::codec;
+use node_core::id::{Epoch, JobId, NodeId};
 use node_core::input::{GridInput, Input};
-use node_core::output::Event;
+use node_core::message::Message;
+use node_core::output::{Event, Output};
 use node_core::tiles::GridEvent;
-use node_core::tiles::order::{GridSpec, Schedule, Tier};
+use node_core::tiles::message::TileMessage;
+use node_core::tiles::order::{GridSpec, Schedule, Tier, TileOrder, TileStart};
 use node_core::time::{Duration, Instant};
 use partitioner::tiles::GridWork;
 use simnet::checker::membership;
 use simnet::grids::{UNSTABLE, simulation, solo, unstable};
-use simnet::{Fault, HostId, HostSpec, Options, World};
+use simnet::{Fault, HostId, HostSpec, Observer, Options, World};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 const SUBMITTER: HostId = HostId(0);
 const JOB: JobId = JobId(0x6172);
@@ -67,7 +72,7 @@ fn spec(tier: Tier, depth: Option<u32>, checkpoint: Option<u32>, seed: u64) -> G
 
 fn add(world: &mut World) {
     let mut spec = HostSpec::default();
-    spec.capacity.bytes_per_second = 100_000_000;
+    spec.capacity.copy_bytes_per_second = 100_000_000;
     let id = world.add_hosts(1, &spec)[0];
     world.start(id);
     if id != SUBMITTER {
@@ -140,7 +145,7 @@ impl Room {
                     self.notes.push(format!("{:?} runs epoch {} from {step}", told.at, epoch.counter));
                 }
                 GridEvent::Waiting { reason } => self.notes.push(reason),
-                GridEvent::Inherited { .. } => {}
+                GridEvent::Inherited { .. } | GridEvent::Moved => {}
             }
         }
     }
@@ -431,6 +436,76 @@ fn a_submitter_that_was_only_paused_stands_down() {
     room.world.run_for(ms(3000));
     let grids = room.world.host(SUBMITTER).node.as_ref().map(|node| node.grids().count());
     assert_eq!(grids, Some(0), "its job is the successor's now");
+}
+
+/// A member claims epochs that nobody minted: to the coordinator as a stranger to the job and as the owner of a tile, to the
+/// owners as a successor. A stranger moves nothing; an owner may cost the job steps, but not its end.
+#[test]
+fn claimed_epochs_end_no_simulation() {
+    let mut room = Room::of(4, Options::lan(41), 9);
+    let orders = Orders::default();
+    room.world.observe(Box::new(orders.clone()));
+    room.submit(spec(Tier::None, Some(2), Some(50), 9));
+    assert!(room.run(ms(60_000), |room| room.step() >= 60));
+    let node = |room: &Room, host: HostId| room.world.host(host).node_id;
+    let coordinator = node(&room, SUBMITTER);
+    let owner = room.owners.iter().copied().find(|owner| *owner != SUBMITTER).expect("others take part");
+    let (owner, stranger) = (node(&room, owner), NodeId([0xEE; 16]));
+    let last = Epoch { counter: u32::MAX, minter: coordinator };
+    let counter = orders.0.borrow().as_ref().map(|(epoch, _)| epoch.counter).expect("tiles were asked for");
+    let next = Epoch { counter: counter + 1, minter: coordinator };
+    let epoch = |room: &Room| {
+        let grid = room.world.host(SUBMITTER).node.as_ref().and_then(|node| node.grids().next());
+        grid.expect("it is coordinated still").epoch
+    };
+    let before = epoch(&room);
+    let claims = [
+        (stranger, last),
+        (stranger, next),
+        (stranger, Epoch { counter: counter + 5, minter: owner }),
+        (owner, last),
+        (owner, Epoch { counter: u32::MAX, minter: owner }),
+        (owner, Epoch { counter: counter + 5, minter: stranger }),
+    ];
+    for (from, mine) in claims {
+        let bytes = codec::encode_message(&Message::Stale { job: JOB, mine }).unwrap();
+        room.world.inject(SUBMITTER, Input::Message { from, bytes });
+        room.run(ms(20), |_| false);
+        assert_eq!(epoch(&room), before, "{from} claims {mine:?}");
+    }
+    // A successor takes the job over under the last epoch there is, so that none is left to the next.
+    let stolen = Epoch { counter: u32::MAX, minter: owner };
+    let (_, order) = orders.0.borrow().clone().unwrap();
+    for host in room.owners.clone() {
+        let tile = room.owners.iter().position(|owner| *owner == host).unwrap() as u16;
+        let order = Box::new(TileOrder { tile, start: TileStart::Continue, ..(*order).clone() });
+        let say = Box::new(TileMessage::Prepare(order));
+        let bytes = codec::encode_message(&Message::Tile { job: JOB, epoch: stolen, say }).unwrap();
+        room.world.inject(host, Input::Message { from: owner, bytes });
+    }
+    room.run(ms(100), |_| false);
+    assert_eq!(epoch(&room), before, "nobody follows");
+    // One epoch ahead may be a forgotten one: the tiles are asked for again, and the run goes on.
+    let bytes = codec::encode_message(&Message::Stale { job: JOB, mine: next }).unwrap();
+    room.world.inject(SUBMITTER, Input::Message { from: owner, bytes });
+    room.finishes(ms(120_000));
+}
+
+type Order = (Epoch, Box<TileOrder>);
+
+/// The last order that a coordinator gave.
+#[derive(Clone, Default)]
+struct Orders(Rc<RefCell<Option<Order>>>);
+
+impl Observer for Orders {
+    fn output(&mut self, _at: Instant, _host: HostId, output: &Output) {
+        if let Output::SendMessage { bytes, .. } = output
+            && let Ok(Message::Tile { epoch, say, .. }) = codec::decode_message(bytes)
+            && let TileMessage::Prepare(order) = *say
+        {
+            *self.0.borrow_mut() = Some((epoch, order));
+        }
+    }
 }
 
 /// Small numbers that look random.

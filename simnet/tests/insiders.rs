@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const LAYERS: u32 = 12;
 const LAYER_BYTES: u64 = 20 << 20;
 /// Room for five of the twelve layers.
-const MEMORY: u64 = 330 << 20;
+const MEMORY: u64 = 297 << 20;
 const HEAD: HostId = HostId(0);
 
 fn ms(ms: u64) -> Duration {

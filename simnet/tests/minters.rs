@@ -27,7 +27,7 @@ use std::rc::Rc;
 const LAYERS: u32 = 12;
 const LAYER_BYTES: u64 = 20 << 20;
 /// Room for five of the twelve layers.
-const MEMORY: u64 = 330 << 20;
+const MEMORY: u64 = 297 << 20;
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)

@@ -25,7 +25,7 @@ fn a_recorded_life_decides_the_same_again() {
     let ms = Duration::from_millis;
     let mut world = World::new(Options { loss_ppm: 10_000, ..Options::lan(11) });
     let mut spec = HostSpec::default();
-    (spec.capacity.memory_total, spec.capacity.memory_free) = (330 << 20, 330 << 20);
+    (spec.capacity.memory_total, spec.capacity.memory_free) = (297 << 20, 297 << 20);
     let hosts = world.add_hosts(6, &spec);
     let done = Done::default();
     world.observe(Box::new(done.clone()));
@@ -50,6 +50,11 @@ fn a_recorded_life_decides_the_same_again() {
         assert!(replayed.cut.is_none() && replayed.outputs > 100, "host {}: {:?}", host.0, replayed.cut);
         assert_eq!(replayed.hash, done.0.borrow()[&host].hash(), "host {}", host.0);
         // As after a kill: everything before is there.
+        for line in &replayed.timeline {
+            let debug = [" { ", "NodeId(", "JobId(", "Some(", "CallId("].iter().find(|mark| line.what.contains(**mark));
+            assert!(debug.is_none(), "words, not a Rust structure: {}", line.what);
+        }
+        assert!(replayed.timeline.len() > 5, "host {}: {:?}", host.0, replayed.timeline);
         let cut = replay(&recording[..recording.len() - 3]).expect("its header is whole");
         assert!(cut.cut.is_some() && cut.inputs + 1 >= replayed.inputs, "host {}", host.0);
     }

@@ -55,3 +55,11 @@ fn what_once_failed_does_not_fail_again() {
         assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
     }
 }
+
+#[test]
+fn no_seeds_are_a_usage_error() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_simnet")).args(["soak", "--seeds", "0"]).output();
+    let output = output.expect("simnet runs");
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--seeds"), "{output:?}");
+}

@@ -38,6 +38,8 @@ const HOMES: &[(&str, &str, &[&str])] = &[
     ("foca", "node-core", &["node/core/src/membership", "node/core/src/codec"]),
     ("sled", "meshnode", &["node/src/store.rs"]),
     ("axum", "meshnode", &["node/src/api"]),
+    ("hyper_util", "meshnode", &["node/src/api"]),
+    ("http_body", "meshnode", &["node/src/api"]),
     ("gif", "meshnode", &["node/src/output"]),
     ("flate2", "meshnode", &["node/src/output"]),
     ("burn", "kernels-burn", &["kernels/burn/"]),

@@ -1,5 +1,5 @@
 //! One generation as its client saw it: which tokens, each once, and how long it waited for them.
-use crate::harness::{CONTEXT, Mesh, deploy, greedy, model, require};
+use crate::harness::{CONTEXT, Mesh, Turn, deploy, greedy, model, require};
 use meshnode::cluster::LocalNode;
 use serde_json::Value;
 use std::fmt;
@@ -34,13 +34,15 @@ impl Solo {
     /// Memory of a node that holds this share of the model. Two stages both hold the shared embedding: of nodes with eight
     /// tenths one is too little, two are enough.
     pub(crate) fn memory(&self, share: f64) -> u64 {
-        (self.bytes as f64 * share / 0.9) as u64
+        (self.bytes as f64 * share) as u64
     }
 }
 
 /// The reference, generated once for all tests of this binary; `None` (or a failure) if there is no model.
 pub(crate) fn solo() -> Option<&'static Solo> {
     static SOLO: OnceLock<Option<Solo>> = OnceLock::new();
+    // Before the cell: a test that has the turn may be waiting for it.
+    let _turn = Turn::take();
     let solo = SOLO.get_or_init(|| {
         let model = require(model())?;
         let mut mesh = Mesh::new();
@@ -60,6 +62,13 @@ pub(crate) struct View {
     first: Duration,
     /// Between one token and the next.
     pauses: Vec<Duration>,
+}
+
+impl View {
+    /// The longest time between one token and the next.
+    pub(crate) fn longest_pause(&self) -> Duration {
+        self.pauses.iter().max().copied().unwrap_or_default()
+    }
 }
 
 /// Asks for a greedy answer and reads it to its end, each token once and in order; `told` is called after each token with

@@ -1,5 +1,5 @@
 //! The commands as a person or a script uses them: stdout, stderr and exit codes.
-use crate::harness::{Mesh, meshnode, model, require};
+use crate::harness::{Mesh, Turn, meshnode, model, require};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
@@ -121,6 +121,23 @@ fn a_model_larger_than_the_mesh_says_how_much_is_missing() {
     assert!(said.contains("missing"), "{said}");
 }
 
+/// The context that an error proposes is one with which the command works.
+#[test]
+fn a_shortage_of_memory_proposes_a_context_that_fits() {
+    let Some(model) = require(model()) else { return };
+    let model = model.to_string_lossy();
+    let base: [&str; 6] = ["plan", &model, "--memory", "160MiB", "--device", "cpu"];
+    let plan = |more: &[&str]| run(&[&base[..], more].concat());
+    let output = plan(&[]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(5), "{said}");
+    assert!(said.contains("MiB") && said.contains("free on 1 node") && !said.contains("bytes"), "{said}");
+    let proposed = said.lines().find_map(|line| line.trim().strip_prefix("it fits with: ")).expect("a proposal");
+    let flags: Vec<&str> = proposed.split(' ').collect();
+    let output = plan(&flags);
+    assert_eq!(output.status.code(), Some(0), "{proposed}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
 #[test]
 fn plans_and_doctor_answer() {
     let doctor = run(&["doctor", "--json", "--port", "0"]);
@@ -130,7 +147,7 @@ fn plans_and_doctor_answer() {
     let plan = json(&run(&["plan", &model.to_string_lossy(), "--json", "--device", "cpu"]));
     assert_eq!(plan["stages"].as_array().map(Vec::len), Some(1), "{plan}");
     let table = stdout(&run(&["plan", &model.to_string_lossy(), "--device", "cpu"]));
-    assert!(table.contains("LAYERS") && table.contains("0–29"), "{table}");
+    assert!(table.contains("LAYERS") && table.contains("0-29"), "{table}");
 }
 
 /// Where a node runs, `serve` deploys there and `run` asks there; `leave` ends it.
@@ -171,6 +188,7 @@ fn the_demo_shows_what_it_promises() {
     if require(model()).is_none() {
         return;
     }
+    let _turn = Turn::take();
     let output = run(&["demo", "--json"]);
     let text = stdout(&output);
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect();
@@ -192,6 +210,7 @@ fn five_kills_lose_no_request_and_no_token() {
         return;
     }
     let seed = crate::client::seed("five_kills_lose_no_request_and_no_token").to_string();
+    let _turn = Turn::take();
     let output = run(&["demo", "--chaos", "--kills", "5", "--seed", &seed, "--json"]);
     let text = stdout(&output);
     let summary: Value = text.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a summary");

@@ -6,7 +6,6 @@ use rustix::process::Signal;
 use std::time::Duration;
 use system_tests::relay::{Link, Plane, Random};
 
-const JOIN_MAX: Duration = Duration::from_secs(20);
 /// Tokens of one answer: some seconds on one thread.
 const TOKENS: u32 = 64;
 
@@ -16,7 +15,7 @@ fn formed(solo: &Solo, nodes: usize, share: f64, seed: u64) -> Mesh {
     for i in 0..nodes {
         mesh.start(&format!("n{i}"), Some(solo.memory(share)));
     }
-    mesh.wait_members(nodes, JOIN_MAX);
+    mesh.wait_members(nodes);
     mesh.deploy(0, &solo.model);
     mesh
 }
@@ -70,7 +69,7 @@ fn a_paused_stage_comes_back_and_is_used_again() {
         std::thread::sleep(Duration::from_secs(2));
         mesh.nodes[paused].signal(Signal::CONT);
     });
-    mesh.wait_members(3, JOIN_MAX);
+    mesh.wait_members(3);
     let held = mesh.stages_beside(0);
     if let Some(&other) = held.iter().find(|i| **i != paused) {
         // Now only the head and the node that was paused are left.
@@ -95,7 +94,7 @@ fn a_network_that_fails_costs_no_token() {
         std::thread::sleep(cut_time);
         relay.isolate(cut, false);
     });
-    mesh.wait_members(3, JOIN_MAX);
+    mesh.wait_members(3);
 
     let deaf = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("nothing from n0 to n{deaf} for 3 s"), moment(&mut random), || {
@@ -103,7 +102,7 @@ fn a_network_that_fails_costs_no_token() {
         std::thread::sleep(cut_time);
         relay.cut(0, deaf, false);
     });
-    mesh.wait_members(3, JOIN_MAX);
+    mesh.wait_members(3);
 
     let mute = mesh.stages_beside(0)[0];
     struck(&mesh, solo, &format!("nothing from n{mute} to n0 for 3 s"), moment(&mut random), || {
@@ -111,7 +110,7 @@ fn a_network_that_fails_costs_no_token() {
         std::thread::sleep(cut_time);
         relay.cut(mute, 0, false);
     });
-    mesh.wait_members(3, JOIN_MAX);
+    mesh.wait_members(3);
 }
 
 #[test]

@@ -1,11 +1,15 @@
 //! Real node processes on loopback, for tests.
 use meshnode::cluster::{LocalNode, LocalNodeOptions, free_port};
 use serde_json::{Value, json};
+use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use system_tests::relay::Relay;
 
+/// Longest wait for the members of a mesh to find each other, or for what they say of themselves to arrive, on a busy machine.
+pub(crate) const JOIN_MAX: Duration = Duration::from_secs(60);
 /// Context every test deploys with: small, so that weights decide what fits.
 pub(crate) const CONTEXT: u32 = 512;
 
@@ -85,6 +89,39 @@ pub(crate) fn tokens_of(events: &[Value]) -> Vec<u64> {
     events.iter().filter_map(|e| e["token"].as_u64()).collect()
 }
 
+/// The right to run nodes. One test has it at a time, as often as it likes: on two cores the nodes of two tests would keep each
+/// other waiting until leases run out.
+pub(crate) struct Turn(PhantomData<MutexGuard<'static, ()>>);
+
+thread_local! {
+    /// How many turns the test of this thread has, and what they hold.
+    static TURNS: RefCell<(usize, Option<MutexGuard<'static, ()>>)> = const { RefCell::new((0, None)) };
+}
+
+impl Turn {
+    /// Waits until no other test runs nodes.
+    pub(crate) fn take() -> Self {
+        static RUNNING: Mutex<()> = Mutex::new(());
+        TURNS.with_borrow_mut(|(count, held)| {
+            // A test that failed has killed its nodes all the same.
+            held.get_or_insert_with(|| RUNNING.lock().unwrap_or_else(PoisonError::into_inner));
+            *count += 1;
+        });
+        Self(PhantomData)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        TURNS.with_borrow_mut(|(count, held)| {
+            *count -= 1;
+            if *count == 0 {
+                *held = None;
+            }
+        });
+    }
+}
+
 /// Nodes of one mesh under one folder.
 pub(crate) struct Mesh {
     /// In the order they were started.
@@ -94,16 +131,21 @@ pub(crate) struct Mesh {
     /// Between all of them, with the same order of nodes.
     pub(crate) relay: Option<Relay>,
     dir: tempfile::TempDir,
+    /// Last: given back when the nodes have ended.
+    _turn: Turn,
 }
 
 impl Mesh {
     pub(crate) fn new() -> Self {
-        Self { nodes: Vec::new(), options: Vec::new(), relay: None, dir: tempfile::tempdir().expect("a folder") }
+        let (nodes, options, turn) = (Vec::new(), Vec::new(), Turn::take());
+        Self { nodes, options, relay: None, dir: tempfile::tempdir().expect("a folder"), _turn: turn }
     }
 
     /// Nodes that reach each other through a relay only; `seed` decides which datagrams it loses.
     pub(crate) fn relayed(seed: u64) -> Self {
-        Self { relay: Some(Relay::start(seed).expect("a relay")), ..Self::new() }
+        let mut mesh = Self::new();
+        mesh.relay = Some(Relay::start(seed).expect("a relay"));
+        mesh
     }
 
     /// Starts a node; every one but the first joins the first's mesh. Only the first sees the user's model cache.
@@ -128,7 +170,13 @@ impl Mesh {
         self.dir.path().join(name).join("cache")
     }
 
-    /// Starts a node that joins by this ticket.
+    /// Starts the first node, of a mesh that admits its neighbours.
+    pub(crate) fn open(&mut self, name: &str) {
+        let flags = vec!["--open".to_owned()];
+        self.spawn(LocalNodeOptions { name: name.to_owned(), threads: Some(1), flags, ..LocalNodeOptions::default() });
+    }
+
+    /// Starts a node that joins by this ticket, or at this address.
     pub(crate) fn join(&mut self, name: &str, ticket: &str) {
         let options = LocalNodeOptions {
             name: name.to_owned(),
@@ -158,9 +206,9 @@ impl Mesh {
         self.nodes[node].post("/api/v1/deploy", &deploy(model)).expect("the model is served");
     }
 
-    pub(crate) fn wait_members(&self, count: usize, limit: Duration) {
+    pub(crate) fn wait_members(&self, count: usize) {
         for node in &self.nodes {
-            node.wait_members(count, limit).expect("everybody sees everybody");
+            node.wait_members(count, JOIN_MAX).expect("everybody sees everybody");
         }
     }
 

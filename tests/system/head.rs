@@ -62,7 +62,7 @@ fn the_same_key_completes_elsewhere_when_the_head_is_killed() {
         mesh.give_model(&format!("n{i}"), &solo.model);
         mesh.start(&format!("n{i}"), Some(solo.memory(0.8)));
     }
-    mesh.wait_members(4, Duration::from_secs(20));
+    mesh.wait_members(4);
     mesh.deploy(0, &solo.model);
     let next = mesh.stages_beside(0)[0];
 

@@ -1,5 +1,5 @@
 //! Who gets in and who does not, told in words a person can act on.
-use crate::harness::{Mesh, meshnode};
+use crate::harness::{JOIN_MAX, Mesh, meshnode};
 use std::process::Command;
 use std::time::Duration;
 
@@ -42,6 +42,22 @@ fn tickets_that_do_not_hold_are_refused_with_the_reason() {
     let (code, said) = join(&once);
     assert_eq!(code, Some(4), "{said}");
     assert!(said.contains("used"), "{said}");
+}
+
+/// `--open` admits neighbours without a ticket, but nobody vouched for them: they may not let in others.
+#[test]
+fn an_open_mesh_admits_a_neighbour_that_may_not_invite() {
+    let mut mesh = Mesh::new();
+    mesh.open("first");
+    let address = format!("/ip4/127.0.0.1/tcp/{}", mesh.nodes[0].port);
+    mesh.join("neighbour", &address);
+    mesh.wait_members(2);
+    assert_eq!(mesh.nodes[1].ticket, "");
+    let api = mesh.nodes[1].api.to_string();
+    let output = Command::new(meshnode()).args(["invite", "--api", &api]).output().expect("the node program runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("without the right to invite"), "{said}");
 }
 
 /// A node of one mesh does not enter another by accident.
@@ -93,13 +109,13 @@ fn the_dead_disappear_and_the_restarted_come_back() {
     for name in ["a", "b", "c"] {
         mesh.start(name, None);
     }
-    mesh.wait_members(3, Duration::from_secs(20));
+    mesh.wait_members(3);
     mesh.nodes[2].kill();
     for node in &mesh.nodes[..2] {
-        node.wait_members(2, Duration::from_secs(10)).expect("the dead node disappears");
+        node.wait_members(2, JOIN_MAX).expect("the dead node disappears");
     }
     mesh.restart(2);
-    mesh.wait_members(3, Duration::from_secs(20));
+    mesh.wait_members(3);
 }
 
 /// A page in a browser must not reach the local API through the user's machine.

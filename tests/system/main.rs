@@ -1,8 +1,10 @@
 //! The system tests, one module each: what only the whole repository, or real processes, can show.
+mod administering;
 mod arrows;
 mod bans;
 mod client;
 mod commands;
+mod dist;
 mod faults;
 mod grids;
 mod harness;
@@ -11,5 +13,7 @@ mod joining;
 mod mesh;
 mod openai;
 mod reshape;
+mod serving;
 mod standby;
+mod two_losses;
 mod weights;

@@ -1,13 +1,12 @@
 //! A node that joins under load takes over from one that is far away: no request fails, no token differs, and what moves is
 //! what `plan` said would.
 use crate::client::{Solo, solo, watch};
-use crate::harness::{Mesh, deploy};
+use crate::harness::{JOIN_MAX, Mesh, deploy};
 use serde_json::Value;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use system_tests::relay::Link;
 
-const JOIN_MAX: Duration = Duration::from_secs(20);
 /// Three looks at five seconds, and the time to fetch and load beside a generation.
 const MOVE_MAX: Duration = Duration::from_secs(90);
 /// Tokens of each answer.
@@ -19,7 +18,7 @@ fn far(solo: &Solo) -> Mesh {
     let memory = Some(solo.memory(0.8));
     mesh.start("head", memory);
     mesh.start("far", memory);
-    mesh.wait_members(2, JOIN_MAX);
+    mesh.wait_members(2);
     let relay = mesh.relay.as_ref().expect("a relay");
     for (from, to) in [(0, 1), (1, 0)] {
         relay.link(from, to, Link { latency: Duration::from_millis(30), ..Link::PLAIN });
@@ -28,7 +27,7 @@ fn far(solo: &Solo) -> Mesh {
     mesh.nodes[1].kill();
     mesh.nodes[0].wait_members(1, JOIN_MAX).expect("it is gone");
     mesh.restart(1);
-    mesh.wait_members(2, JOIN_MAX);
+    mesh.wait_members(2);
     let far =
         |state: &Value| state["peers"].as_array().is_some_and(|p| p.iter().any(|p| p["rtt_ms"].as_f64() > Some(50.0)));
     mesh.nodes[0].wait_state(JOIN_MAX, far).expect("the round trip is measured");
@@ -73,7 +72,7 @@ fn a_node_that_joins_under_load_takes_over_from_one_that_is_far_away() {
     assert_eq!(mesh.stages_beside(0), [2], "{job}");
     let moved = job["moved"]["moved_bytes"].as_u64().expect("bytes");
     eprintln!("{answers} answers meanwhile; {job}");
-    assert!(answers >= 2);
+    assert!(answers >= 1, "it moved under load");
     assert!(moved > 0 && planned.contains(&moved), "moved {moved}, planned {planned:?}");
 
     // It may have had the weights already, because it stood by for the same layers; then they came then.

@@ -204,7 +204,7 @@ impl Response {
         let Ok(length) = self.recv.read_u32_le().await else { return RequestError::Cut };
         let mut text = vec![0; (length as usize).min(ERROR_BYTES_MAX)];
         match self.recv.read_exact(&mut text).await {
-            Ok(_) => RequestError::Refused(String::from_utf8_lossy(&text).into_owned()),
+            Ok(_) => RequestError::Refused(crate::wire::printable(&String::from_utf8_lossy(&text), ERROR_BYTES_MAX)),
             Err(_) => RequestError::Cut,
         }
     }

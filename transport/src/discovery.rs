@@ -1,7 +1,12 @@
-//! Finding peers: a libp2p swarm on TCP P with mDNS, identify and ping. It finds, it proves nothing: whoever is found
-//! still has to show a certificate on the data plane. The only user of libp2p's swarm.
+//! Finding peers: a libp2p swarm on TCP P with mDNS, identify and ping. It finds members of this mesh, it proves nothing: a
+//! peer that is found still has to show a certificate on the data plane. The only user of libp2p's swarm.
+//!
+//! A stranger's word is worth little here: of what identify says only the two ports are used, at the address that the
+//! connection really comes from, and only of peers that know this mesh.
+use crate::certificate::MeshId;
 use crate::identity::{Identity, NodeId, PeerId, node_id};
 use crate::socket::BindError;
+use crate::wire::printable;
 use futures::StreamExt;
 use libp2p::{
     Multiaddr, Swarm, SwarmBuilder, connection_limits, identify, mdns, noise, ping,
@@ -13,39 +18,45 @@ use libp2p::{
     tcp, yamux,
 };
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     net::{IpAddr, SocketAddr},
     sync::Arc,
     time::Duration,
 };
-use tokio::{sync::mpsc, task::JoinHandle, time};
+use tokio::{task::JoinHandle, time};
 
 pub use address::{AddressError, PeerAddress};
 
 mod address;
 
-/// Said in identify: only peers that say the same are told.
+/// Sent in identify: only peers that send the same are reported.
 const PROTOCOL: &str = "/meshnode/1";
 /// mDNS asks this often, so that a peer whose first answer was lost is found in seconds (stock: 5 minutes).
 const MDNS_QUERY: Duration = Duration::from_secs(5);
 /// mDNS records live this long without being repeated (stock: 6 minutes, during which a dead peer is still "found").
 const MDNS_TTL: Duration = Duration::from_secs(60);
-/// Peers that are still announced are told again this often, in case the first contact failed.
+/// Peers that are connected or announced by mDNS are reported again at this interval, in case the first contact failed.
 const REPEAT: Duration = Duration::from_secs(10);
 /// After identify nothing more is said.
 const IDLE: Duration = Duration::from_secs(10);
-/// Peers remembered: strangers on the LAN can announce what they like.
+/// Peers remembered: members of a large mesh on one LAN.
 const FOUND_MAX: usize = 1024;
-/// Addresses told per peer.
-const ADDRS_MAX: usize = 8;
+/// Announcements remembered: a few addresses of each. Strangers on the LAN can announce what they like.
+const ANNOUNCED_MAX: usize = 4096;
 /// Connections of strangers.
 const CONNECTIONS_MAX: u32 = 256;
+/// Connections being made to announced addresses.
+const DIALS_MAX: u32 = 64;
+/// Hex digits of the hint in the agent string: few peers of other meshes pass by chance.
+const HINT_DIGITS: usize = 16;
 
 /// What discovery is made from.
 pub struct DiscoveryOptions {
     /// The node's key.
     pub identity: Identity,
+    /// Only members of this mesh are reported.
+    pub mesh: MeshId,
     /// TCP P.
     pub listen: SocketAddr,
     /// UDP P, told to peers.
@@ -59,16 +70,16 @@ pub struct DiscoveryOptions {
 /// What discovery tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiscoveryEvent {
-    /// A meshnode, of whatever mesh. Told again from time to time while it is announced.
+    /// A meshnode that knows this mesh. Reported again at intervals while it is connected or announced.
     PeerFound {
         /// Its key.
         peer_id: PeerId,
         /// Its short name.
         node: NodeId,
         /// Where its gossip may be reached.
-        gossip: Vec<SocketAddr>,
+        gossip: SocketAddr,
         /// Where its data plane may be reached.
-        data: Vec<SocketAddr>,
+        data: SocketAddr,
     },
     /// A meshnode of another protocol version.
     OtherVersion {
@@ -77,19 +88,11 @@ pub enum DiscoveryEvent {
         /// What it speaks.
         found: String,
     },
-    /// An address given by `dial` did not answer.
-    Unreachable {
-        /// The address.
-        addr: String,
-        /// Why.
-        why: String,
-    },
 }
 
 /// The running swarm. Dropping it stops discovery.
 #[derive(Debug)]
 pub struct Discovery {
-    dial: mpsc::Sender<Multiaddr>,
     task: JoinHandle<()>,
     local_addr: SocketAddr,
 }
@@ -121,16 +124,20 @@ impl Discovery {
                 None => return Err(bind_error(io::Error::other("the swarm ended"))),
             }
         };
-        let (dial, dials) = mpsc::channel(64);
-        let finder = Finder { told: Arc::new(told), ips: BTreeMap::new(), found: BTreeMap::new(), asked: Vec::new() };
-        let task = tokio::spawn(finder.run(swarm, dials));
-        Ok(Self { dial, task, local_addr })
+        let finder = Finder {
+            mesh: options.mesh,
+            told: Arc::new(told),
+            ips: BTreeMap::new(),
+            announced: BTreeSet::new(),
+            found: BTreeMap::new(),
+        };
+        let task = tokio::spawn(finder.run(swarm));
+        Ok(Self { task, local_addr })
     }
 
-    /// Looks at an address that a person gave; answered by an event.
-    pub fn dial(&self, addr: &PeerAddress) {
-        // Full only if 64 addresses are being dialed: a person gives them again.
-        let _ = self.dial.try_send(addr.multiaddr());
+    /// Its task, to see whether it runs.
+    pub fn task(&self) -> tokio::task::AbortHandle {
+        self.task.abort_handle()
     }
 
     /// TCP P as bound.
@@ -155,8 +162,13 @@ struct Behaviour {
 
 fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
     let keypair = options.identity.keypair().clone();
-    let agent =
-        format!("meshnode/{} gossip={} data={}", env!("CARGO_PKG_VERSION"), options.gossip_port, options.data_port);
+    let agent = format!(
+        "meshnode/{} gossip={} data={} mesh={}",
+        env!("CARGO_PKG_VERSION"),
+        options.gossip_port,
+        options.data_port,
+        hint(options.mesh, &options.identity.peer_id())
+    );
     let mdns = options.mdns.then(|| {
         let config = mdns::Config { ttl: MDNS_TTL, query_interval: MDNS_QUERY, enable_ipv6: false };
         mdns::tokio::Behaviour::new(config, options.identity.peer_id())
@@ -166,6 +178,7 @@ fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
     let limits = connection_limits::ConnectionLimits::default()
         .with_max_established(Some(CONNECTIONS_MAX))
         .with_max_pending_incoming(Some(64))
+        .with_max_pending_outgoing(Some(DIALS_MAX))
         .with_max_established_per_peer(Some(4));
     let swarm = SwarmBuilder::with_existing_identity(keypair)
         .with_tokio()
@@ -187,33 +200,29 @@ fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
 
 /// The task around the swarm.
 struct Finder {
+    mesh: MeshId,
     told: Arc<dyn Fn(DiscoveryEvent) + Send + Sync>,
     /// Where each connection really goes.
     ips: BTreeMap<ConnectionId, IpAddr>,
-    /// What was told, to be repeated.
-    found: BTreeMap<PeerId, DiscoveryEvent>,
-    /// Dials that a person asked for.
-    asked: Vec<(ConnectionId, Multiaddr)>,
+    /// What mDNS announces at present.
+    announced: BTreeSet<(PeerId, Multiaddr)>,
+    /// Peers that were reported, to be reported again while they are connected or announced.
+    found: BTreeMap<PeerId, Found>,
+}
+
+struct Found {
+    event: DiscoveryEvent,
+    connections: BTreeSet<ConnectionId>,
 }
 
 impl Finder {
-    async fn run(mut self, mut swarm: Swarm<Behaviour>, mut dials: mpsc::Receiver<Multiaddr>) {
+    async fn run(mut self, mut swarm: Swarm<Behaviour>) {
         let mut repeat = time::interval(REPEAT);
         loop {
             tokio::select! {
                 event = swarm.select_next_some() => self.swarm_event(&mut swarm, event),
-                Some(addr) = dials.recv() => self.dial(&mut swarm, addr),
-                _ = repeat.tick() => self.found.values().for_each(|event| (self.told)(event.clone())),
+                _ = repeat.tick() => self.found.values().for_each(|found| (self.told)(found.event.clone())),
             }
-        }
-    }
-
-    fn dial(&mut self, swarm: &mut Swarm<Behaviour>, addr: Multiaddr) {
-        let options = DialOpts::unknown_peer_id().address(addr.clone()).build();
-        let id = options.connection_id();
-        match swarm.dial(options) {
-            Ok(()) => self.asked.push((id, addr)),
-            Err(error) => (self.told)(DiscoveryEvent::Unreachable { addr: addr.to_string(), why: error.to_string() }),
         }
     }
 
@@ -224,16 +233,13 @@ impl Finder {
                 if let Some(addr) = address::socket_addr(endpoint.get_remote_address()) {
                     self.ips.insert(connection_id, addr.ip());
                 }
-                self.asked.retain(|(id, _)| *id != connection_id);
             }
-            SwarmEvent::ConnectionClosed { connection_id, .. } => {
+            SwarmEvent::ConnectionClosed { connection_id, peer_id, .. } => {
                 self.ips.remove(&connection_id);
-            }
-            SwarmEvent::OutgoingConnectionError { connection_id, error, .. } => {
-                if let Some(at) = self.asked.iter().position(|(id, _)| *id == connection_id) {
-                    let addr = self.asked.swap_remove(at).1.to_string();
-                    (self.told)(DiscoveryEvent::Unreachable { addr, why: error.to_string() });
+                if let Some(found) = self.found.get_mut(&peer_id) {
+                    found.connections.remove(&connection_id);
                 }
+                self.forget_if_gone(&peer_id);
             }
             SwarmEvent::Behaviour(BehaviourEvent::Identify(identify::Event::Received {
                 connection_id,
@@ -242,6 +248,9 @@ impl Finder {
             })) => self.identified(connection_id, peer_id, &info),
             SwarmEvent::Behaviour(BehaviourEvent::Mdns(mdns::Event::Discovered(list))) => {
                 for (peer, addr) in list {
+                    if self.announced.len() < ANNOUNCED_MAX {
+                        self.announced.insert((peer, addr.clone()));
+                    }
                     // A dial that runs, or a connection that stands, will identify the peer.
                     let options = DialOpts::peer_id(peer)
                         .condition(PeerCondition::DisconnectedAndNotDialing)
@@ -251,8 +260,9 @@ impl Finder {
                 }
             }
             SwarmEvent::Behaviour(BehaviourEvent::Mdns(mdns::Event::Expired(list))) => {
-                for (peer, _) in list {
-                    self.found.remove(&peer);
+                for announced in list {
+                    self.announced.remove(&announced);
+                    self.forget_if_gone(&announced.0);
                 }
             }
             _ => {}
@@ -262,40 +272,59 @@ impl Finder {
     fn identified(&mut self, connection: ConnectionId, peer_id: PeerId, info: &identify::Info) {
         if info.protocol_version != PROTOCOL {
             if info.protocol_version.starts_with("/meshnode/") {
-                let found = printable(&info.protocol_version);
+                let found = printable(&info.protocol_version, 64);
                 (self.told)(DiscoveryEvent::OtherVersion { peer_id, found });
             }
             return;
         }
         let Some(remote) = self.ips.get(&connection).copied() else { return };
-        let Some((gossip_port, data_port)) = ports(&info.agent_version) else { return };
-        let listed = info.listen_addrs.iter().filter_map(address::socket_addr).map(|addr| addr.ip());
-        // Its loopback is ours only if it is on this machine.
-        let listed = listed.filter(|ip| !ip.is_unspecified() && (!ip.is_loopback() || remote.is_loopback()));
-        let mut ips = vec![remote];
-        for ip in listed {
-            if !ips.contains(&ip) && ips.len() < ADDRS_MAX {
-                ips.push(ip);
-            }
+        let Some(agent) = Agent::read(&info.agent_version) else { return };
+        if agent.hint != hint(self.mesh, &peer_id) {
+            return;
         }
-        let at = |port| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
-        let (gossip, data) = (at(gossip_port), at(data_port));
+        let at = |port| SocketAddr::new(remote, port);
+        let (gossip, data) = (at(agent.gossip_port), at(agent.data_port));
         let event = DiscoveryEvent::PeerFound { peer_id, node: node_id(&peer_id), gossip, data };
         if self.found.len() < FOUND_MAX || self.found.contains_key(&peer_id) {
-            self.found.insert(peer_id, event.clone());
+            let connections = self.found.remove(&peer_id).map(|found| found.connections).unwrap_or_default();
+            let connections = connections.into_iter().chain([connection]).collect();
+            self.found.insert(peer_id, Found { event: event.clone(), connections });
         }
         (self.told)(event);
     }
+
+    /// A peer that is neither connected nor announced is not reported again.
+    fn forget_if_gone(&mut self, peer_id: &PeerId) {
+        let connected = self.found.get(peer_id).is_some_and(|found| !found.connections.is_empty());
+        if !connected && !self.announced.iter().any(|(announced, _)| announced == peer_id) {
+            self.found.remove(peer_id);
+        }
+    }
 }
 
-/// `gossip=` and `data=` of an agent string.
-fn ports(agent: &str) -> Option<(u16, u16)> {
-    let port = |key: &str| agent.split(' ').find_map(|word| word.strip_prefix(key))?.parse().ok();
-    Some((port("gossip=")?, port("data=")?))
+/// What a node says of itself in identify's agent string.
+struct Agent<'a> {
+    gossip_port: u16,
+    data_port: u16,
+    hint: &'a str,
 }
 
-fn printable(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(64).collect()
+impl<'a> Agent<'a> {
+    fn read(agent: &'a str) -> Option<Self> {
+        let word = |key: &str| agent.split(' ').find_map(|word| word.strip_prefix(key));
+        Some(Self {
+            gossip_port: word("gossip=")?.parse().ok()?,
+            data_port: word("data=")?.parse().ok()?,
+            hint: word("mesh=")?,
+        })
+    }
+}
+
+/// Tells members of one mesh from other nodes without naming the mesh: only who knows its id can make or read it, and each
+/// peer has its own.
+fn hint(mesh: MeshId, peer_id: &PeerId) -> String {
+    let key = blake3::derive_key("meshnode v1 discovery hint", &mesh.0);
+    blake3::keyed_hash(&key, &peer_id.to_bytes()).to_hex()[..HINT_DIGITS].to_owned()
 }
 
 fn multiaddr(addr: SocketAddr) -> Multiaddr {
@@ -305,58 +334,104 @@ fn multiaddr(addr: SocketAddr) -> Multiaddr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::sync::mpsc;
 
-    async fn node(mdns: bool) -> (Discovery, Identity, mpsc::UnboundedReceiver<DiscoveryEvent>) {
-        let identity = Identity::generate();
-        let (tell, told) = mpsc::unbounded_channel();
+    const OURS: MeshId = MeshId([7; 32]);
+
+    type Told = mpsc::UnboundedReceiver<DiscoveryEvent>;
+
+    fn options(mesh: MeshId, gossip_port: u16) -> DiscoveryOptions {
         let listen = "127.0.0.1:0".parse().unwrap();
-        let options = DiscoveryOptions { identity: identity.clone(), listen, gossip_port: 1111, data_port: 2222, mdns };
-        let discovery = Discovery::spawn(options, move |event| drop(tell.send(event))).await.unwrap();
-        (discovery, identity, told)
+        DiscoveryOptions { identity: Identity::generate(), mesh, listen, gossip_port, data_port: 2222, mdns: false }
     }
 
-    #[tokio::test]
-    async fn a_dialed_address_tells_who_is_there_on_both_sides() {
-        let (a, a_identity, mut a_told) = node(false).await;
-        let (b, b_identity, mut b_told) = node(false).await;
-        a.dial(&PeerAddress::parse(&b.local_addr().to_string()).unwrap());
-        for (told, identity) in [(&mut a_told, &b_identity), (&mut b_told, &a_identity)] {
-            match told.recv().await.unwrap() {
-                DiscoveryEvent::PeerFound { peer_id, node, gossip, data } => {
-                    assert_eq!((peer_id, node), (identity.peer_id(), identity.node_id()));
-                    assert!(gossip.contains(&"127.0.0.1:1111".parse().unwrap()), "{gossip:?}");
-                    assert!(data.contains(&"127.0.0.1:2222".parse().unwrap()), "{data:?}");
-                }
-                other @ (DiscoveryEvent::OtherVersion { .. } | DiscoveryEvent::Unreachable { .. }) => {
-                    panic!("{other:?}")
-                }
+    async fn node() -> (Discovery, Told) {
+        let (tell, told) = mpsc::unbounded_channel();
+        let discovery = Discovery::spawn(options(OURS, 1), move |event| drop(tell.send(event))).await.unwrap();
+        (discovery, told)
+    }
+
+    /// A swarm that dials the node and greets it with these options; the connection stands while the task runs.
+    fn caller(options: &DiscoveryOptions, node: &Discovery) -> JoinHandle<()> {
+        let mut swarm = build(options).unwrap();
+        swarm.add_external_address("/ip4/198.51.100.1/tcp/1".parse().unwrap());
+        swarm.dial(multiaddr(node.local_addr())).unwrap();
+        tokio::spawn(async move {
+            loop {
+                swarm.select_next_some().await;
             }
+        })
+    }
+
+    /// How often the node tells within a time in which it repeats.
+    async fn tellings(told: &mut Told) -> usize {
+        let mut count = 0;
+        let end = time::Instant::now() + REPEAT + Duration::from_secs(2);
+        while let Ok(Some(_)) = time::timeout_at(end, told.recv()).await {
+            count += 1;
         }
+        count
     }
 
     #[tokio::test]
-    async fn nobody_there_is_told() {
-        let (a, _, mut told) = node(false).await;
-        let (b, _, _) = node(false).await;
-        let nobody = b.local_addr();
-        drop(b);
-        time::sleep(Duration::from_millis(50)).await;
-        a.dial(&PeerAddress::parse(&nobody.to_string()).unwrap());
-        assert!(matches!(told.recv().await.unwrap(), DiscoveryEvent::Unreachable { .. }));
+    async fn of_a_peer_only_the_observed_address_is_told() {
+        let (node, mut told) = node().await;
+        let peer = options(OURS, 1111);
+        let calling = caller(&peer, &node);
+        let expected = DiscoveryEvent::PeerFound {
+            peer_id: peer.identity.peer_id(),
+            node: peer.identity.node_id(),
+            // Not the address that it says it has.
+            gossip: "127.0.0.1:1111".parse().unwrap(),
+            data: "127.0.0.1:2222".parse().unwrap(),
+        };
+        assert_eq!(told.recv().await.unwrap(), expected);
+        calling.abort();
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_does_not_know_the_mesh_is_not_told() {
+        let (node, mut told) = node().await;
+        let stranger = caller(&options(MeshId([8; 32]), 1111), &node);
+        assert_ne!(
+            hint(OURS, &Identity::generate().peer_id()),
+            hint(OURS, &Identity::generate().peer_id()),
+            "overheard"
+        );
+        time::sleep(Duration::from_millis(500)).await;
+        let member = options(OURS, 3333);
+        let member_calls = caller(&member, &node);
+        match told.recv().await.unwrap() {
+            DiscoveryEvent::PeerFound { peer_id, .. } => assert_eq!(peer_id, member.identity.peer_id()),
+            other @ DiscoveryEvent::OtherVersion { .. } => panic!("{other:?}"),
+        }
+        assert_eq!(told.try_recv().ok(), None);
+        [stranger, member_calls].iter().for_each(JoinHandle::abort);
+    }
+
+    #[tokio::test]
+    async fn one_hello_is_not_repeated_after_its_connection_is_gone() {
+        let (node, mut told) = node().await;
+        let calling = caller(&options(OURS, 1111), &node);
+        told.recv().await.unwrap();
+        calling.abort();
+        assert!(tellings(&mut told).await <= 1, "reported again although the peer is gone");
     }
 
     #[tokio::test]
     async fn a_taken_port_is_named_with_the_flag() {
-        let (a, identity, _told) = node(false).await;
-        let options = DiscoveryOptions { identity, listen: a.local_addr(), gossip_port: 1, data_port: 2, mdns: false };
+        let (a, _told) = node().await;
+        let options = DiscoveryOptions { listen: a.local_addr(), ..options(OURS, 1) };
         let error = Discovery::spawn(options, |_| {}).await.unwrap_err().to_string();
         assert!(error.contains("--port"), "{error}");
     }
 
     #[test]
-    fn agents_tell_ports() {
-        assert_eq!(ports("meshnode/0.1.0 gossip=4470 data=4471"), Some((4470, 4471)));
-        assert_eq!(ports("meshnode/0.1.0 gossip=70000 data=1"), None);
-        assert_eq!(ports("go-ipfs/1"), None);
+    fn agents_tell_ports_and_mesh() {
+        let read = |agent| Agent::read(agent).map(|agent| (agent.gossip_port, agent.data_port, agent.hint));
+        assert_eq!(read("meshnode/0.1.0 gossip=4470 data=4471 mesh=ab"), Some((4470, 4471, "ab")));
+        assert_eq!(read("meshnode/0.1.0 gossip=4470 data=4471"), None);
+        assert_eq!(read("meshnode/0.1.0 gossip=70000 data=1 mesh=ab"), None);
+        assert_eq!(read("go-ipfs/1"), None);
     }
 }

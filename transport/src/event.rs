@@ -3,6 +3,7 @@ use crate::frame::{FrameHead, Route};
 use crate::identity::{NodeId, PeerId};
 use crate::join::JoinRequest;
 use crate::quic::Disconnect;
+use crate::revocation::Revocation;
 use bytes::Bytes;
 use std::{net::SocketAddr, ops::Deref, time::Duration};
 use tokio::sync::OwnedSemaphorePermit;
@@ -65,6 +66,9 @@ pub enum Event {
     },
     /// Somebody wants to join through this node.
     Join(JoinRequest),
+    /// A member refused this node because it, or a member that its membership runs through, is banned: the revocation,
+    /// whose signatures hold.
+    Banned(Box<Revocation>),
     /// Something was refused: for the log, and for people who wonder why a peer does not come up.
     Refused {
         /// Who, where known.

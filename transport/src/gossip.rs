@@ -2,6 +2,7 @@
 use crate::identity::NodeId;
 use crate::socket::{self, BindError, Buffers};
 use std::{
+    collections::BTreeMap,
     io,
     net::{IpAddr, SocketAddr, UdpSocket},
     sync::{
@@ -33,6 +34,8 @@ pub struct GossipSocket {
 struct Shared {
     socket: UdpSocket,
     sealer: RwLock<Sealer>,
+    /// Keys that this life sealed with before, by their hash, and how many nonces each has used.
+    retired: Mutex<BTreeMap<[u8; 32], u64>>,
     /// Whose life the seals are of.
     node: NodeId,
     generation: u64,
@@ -81,6 +84,7 @@ impl GossipSocket {
         let shared = Arc::new(Shared {
             socket,
             sealer: RwLock::new(sealer),
+            retired: Mutex::default(),
             node,
             generation,
             next_key: Mutex::default(),
@@ -119,9 +123,19 @@ impl GossipSocket {
     }
 
     /// Seals with this key of the mesh from now on: once the others can be expected to have it too.
+    /// A key that comes back goes on with its nonces, so that none seals twice.
     pub fn seal_with(&self, mesh_key: &[u8; 32]) {
-        let sealer = Sealer::new(mesh_key, self.shared.node, self.shared.generation);
-        *self.shared.sealer.write().unwrap_or_else(PoisonError::into_inner) = sealer;
+        let mut sealer = self.shared.sealer.write().unwrap_or_else(PoisonError::into_inner);
+        let next = Sealer::new(mesh_key, self.shared.node, self.shared.generation);
+        if next.key_hash() == sealer.key_hash() {
+            return;
+        }
+        let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        if retired.len() < RETIRED_MAX || retired.contains_key(&sealer.key_hash()) {
+            retired.insert(sealer.key_hash(), sealer.used());
+            let used = retired.get(&next.key_hash()).copied().unwrap_or(0);
+            *sealer = next.after(used);
+        }
     }
 
     /// An IPv6 socket reaches IPv4 peers by their mapped address.
@@ -130,6 +144,11 @@ impl GossipSocket {
             (SocketAddr::V6(_), IpAddr::V4(ip)) => SocketAddr::new(ip.to_ipv6_mapped().into(), addr.port()),
             (SocketAddr::V6(_) | SocketAddr::V4(_), _) => addr,
         }
+    }
+
+    /// Whether its thread still receives: it ends early only by a panic, also one of what it hands packets to.
+    pub fn runs(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
     /// Where it listens.
@@ -209,6 +228,8 @@ fn is_passing(error: &io::Error) -> bool {
 
 /// How long the last key of the mesh still opens: everybody has the new one by then, or asks for it.
 pub const OVERLAP: Duration = Duration::from_secs(10);
+/// Keys remembered; one more change is not sealed with, because which nonces it used would be forgotten.
+const RETIRED_MAX: usize = 65_536;
 /// How often the thread looks whether it should stop.
 const STOP_CHECK: Duration = Duration::from_millis(50);
 /// Longest wait for room in the kernel's send buffer.
@@ -273,6 +294,18 @@ mod tests {
     }
 
     #[test]
+    fn a_socket_whose_thread_has_panicked_says_so() {
+        let a = GossipSocket::spawn(local(), [1; 16], 1, &KEY, |_, _, _| panic!("on purpose")).unwrap();
+        let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
+        assert!(a.runs());
+        while a.runs() {
+            b.send(&[1; 16], a.local_addr(), b"hello").unwrap();
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(b.runs());
+    }
+
+    #[test]
     fn a_new_key_is_taken_over_without_a_gap() {
         const NEXT: [u8; 32] = [9; 32];
         let (tell, told) = mpsc::channel();
@@ -296,6 +329,23 @@ mod tests {
         say(&b, b"newer");
         assert_eq!(told.recv().unwrap(), b"newer");
         assert_eq!(a.stats().refused, 1);
+    }
+
+    #[test]
+    fn a_key_that_comes_back_reuses_no_nonce() {
+        let (tell, told) = mpsc::channel();
+        let a =
+            GossipSocket::spawn(local(), [1; 16], 1, &KEY, move |_, _, payload| tell.send(payload).unwrap()).unwrap();
+        let b = GossipSocket::spawn(local(), [2; 16], 1, &KEY, |_, _, _| {}).unwrap();
+        let say = |what: &[u8]| b.send(&[1; 16], a.local_addr(), what).unwrap();
+        say(b"first");
+        assert_eq!(told.recv().unwrap(), b"first");
+        b.seal_with(&KEY);
+        b.seal_with(&[9; 32]);
+        b.seal_with(&KEY);
+        // A nonce used twice would be taken for a replay.
+        say(b"second");
+        assert_eq!(told.recv().unwrap(), b"second");
     }
 
     #[test]

@@ -59,6 +59,12 @@ impl Identity {
         self.keypair.sign(bytes).unwrap_or_default()
     }
 
+    /// 32 bytes that only the holder of this key can compute, for one purpose.
+    pub fn derived_key(&self, context: &str) -> [u8; 32] {
+        let keypair = self.keypair.clone().try_into_ed25519().expect("an identity holds Ed25519 keys only");
+        blake3::derive_key(context, keypair.secret().as_ref())
+    }
+
     /// The key itself, for the TLS and noise configurations of this crate.
     pub(crate) fn keypair(&self) -> &Keypair {
         &self.keypair
@@ -72,27 +78,39 @@ impl Identity {
     fn from_file(path: &Path, bytes: &[u8]) -> Result<Self, IdentityError> {
         check_private(path)?;
         let malformed = |why: String| IdentityError::Malformed { path: path.to_owned(), why };
-        let keypair = Keypair::from_protobuf_encoding(bytes).map_err(|e| malformed(e.to_string()))?;
-        if keypair.clone().try_into_ed25519().is_err() {
-            return Err(malformed("it holds another kind of key".into()));
-        }
+        // libp2p's own errors name features of its build.
+        let keypair = Keypair::from_protobuf_encoding(bytes).ok().filter(|key| key.clone().try_into_ed25519().is_ok());
+        let keypair =
+            keypair.ok_or_else(|| malformed("expected an Ed25519 key in libp2p's protobuf encoding".into()))?;
         Ok(Self::from_keypair(keypair))
     }
 
-    /// Writes beside and renames, so that a crash leaves either no key or a whole one.
     fn write(&self, dir: &Path, path: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)?;
-        let bytes = self.keypair.to_protobuf_encoding().map_err(io::Error::other)?;
-        let new = path.with_extension("new");
-        let mut options = fs::OpenOptions::new();
-        options.write(true).create(true).truncate(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let mut file = options.open(&new)?;
-        file.write_all(&bytes)?;
-        file.sync_all()?;
-        fs::rename(&new, path)
+        write_private(path, &self.keypair.to_protobuf_encoding().map_err(io::Error::other)?)
     }
+}
+
+/// Replaces a file, readable by this user only: a crash or a power cut leaves the old one or the whole new one.
+///
+/// # Errors
+/// The disk refused; the old file, or the new one, is whole.
+pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let new = path.with_extension("new");
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let written = options.open(&new).and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()));
+    let renamed = written.and_then(|()| fs::rename(&new, path));
+    if let Err(error) = renamed {
+        let _ = fs::remove_file(&new);
+        return Err(error);
+    }
+    // The rename itself is only on the disk once the folder is.
+    #[cfg(unix)]
+    fs::File::open(path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))?.sync_all()?;
+    Ok(())
 }
 
 impl std::fmt::Debug for Identity {
@@ -203,6 +221,19 @@ mod tests {
     }
 
     #[test]
+    fn a_private_file_is_replaced_whole_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        write_private(&path, b"old").unwrap();
+        // Left by a write that a crash tore.
+        fs::write(path.with_extension("new"), b"half of something much longer").unwrap();
+        write_private(&path, b"new").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside it");
+        assert!(write_private(&dir.path().join("no such folder/secret"), b"x").is_err());
+    }
+
+    #[test]
     fn a_damaged_key_is_refused_and_kept() {
         let dir = tempfile::tempdir().unwrap();
         Identity::load_or_create(dir.path()).unwrap();
@@ -210,8 +241,19 @@ mod tests {
         let mut bytes = fs::read(&path).unwrap();
         bytes.truncate(10);
         fs::write(&path, &bytes).unwrap();
-        assert!(matches!(Identity::load_or_create(dir.path()), Err(IdentityError::Malformed { .. })));
+        let error = Identity::load_or_create(dir.path()).unwrap_err();
+        assert!(matches!(error, IdentityError::Malformed { .. }));
+        assert!(error.to_string().contains("expected an Ed25519 key"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), bytes);
+    }
+
+    #[test]
+    fn derived_keys_are_stable_and_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Identity::load_or_create(dir.path()).unwrap().derived_key("one");
+        assert_eq!(Identity::load_or_create(dir.path()).unwrap().derived_key("one"), first);
+        assert_ne!(Identity::load_or_create(dir.path()).unwrap().derived_key("two"), first);
+        assert_ne!(Identity::generate().derived_key("one"), first);
     }
 
     #[test]

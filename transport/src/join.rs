@@ -3,7 +3,7 @@
 use crate::certificate::{CHAIN_BYTES_MAX, Chain, MeshCredentials, MeshId};
 use crate::identity::PeerId;
 use crate::ticket::ticket_id;
-use crate::wire::{Reader, put_long, put_short};
+use crate::wire::{Reader, printable, put_long, put_short};
 use bytes::Bytes;
 use std::{fmt, net::SocketAddr};
 use thiserror::Error;
@@ -118,7 +118,8 @@ pub enum JoinRefusal {
     Busy = 7,
     /// It was banned.
     #[error(
-        "this node was banned from the mesh; a member can let its machine in again under a new key (a fresh --data-dir)"
+        "this node was banned from the mesh, and the key in its data directory stays banned: get a ticket from a member and \
+         join with a new identity (`meshnode join TICKET --data-dir NEW`)"
     )]
     Banned = 8,
 }
@@ -158,18 +159,13 @@ impl Ask {
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut r = Reader::new(bytes);
-        let name = printable(r.short(NAME_BYTES_MAX)?);
+        let name = printable(&String::from_utf8_lossy(r.short(NAME_BYTES_MAX)?), NAME_BYTES_MAX);
         if r.end().is_some() {
             return Some(Self { name, ticket: None });
         }
         let ticket = Some((MeshId(r.array()?), r.array()?, r.array()?));
         r.end().map(|()| Self { name, ticket })
     }
-}
-
-/// A stranger's text goes to logs and terminals: no control characters.
-fn printable(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).chars().filter(|c| !c.is_control()).collect()
 }
 
 pub(crate) fn encode_answer(answer: &Result<Admission, JoinRefusal>) -> Vec<u8> {
@@ -224,7 +220,7 @@ mod tests {
         let mut bytes = Vec::new();
         long.encode(&mut bytes);
         assert_eq!(Ask::decode(&bytes).unwrap().name, "ö".repeat(NAME_BYTES_MAX / 2));
-        assert_eq!(printable(b"a\x1b[31mb\n"), "a[31mb");
+        assert_eq!(printable("a\x1b[31mb\n", NAME_BYTES_MAX), "a[31mb");
         for answer in [Ok(admission()), Err(JoinRefusal::UsedUp), Err(JoinRefusal::NotApproved)] {
             assert_eq!(decode_answer(&encode_answer(&answer)), Some(answer));
         }

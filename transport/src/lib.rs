@@ -39,3 +39,4 @@ pub use quic::{
 pub use revocation::Revocation;
 pub use socket::{BindError, Buffers};
 pub use ticket::{Ticket, TicketError, ticket_id};
+pub use wire::printable;

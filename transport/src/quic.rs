@@ -9,16 +9,17 @@ use crate::frame::{Expectation, FrameHead, PAYLOAD_BYTES_MAX, Route};
 use crate::identity::{Identity, NodeId, PeerId, node_id};
 use crate::lane::LaneError;
 use crate::probe::{self, Link};
+use crate::revocation::Revocation;
 use crate::socket::{self, BindError, Buffers};
 use bytes::Bytes;
 use config::Configs;
 use peer::Peer;
 use slots::{Outgoing, Slots};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     io,
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use thiserror::Error;
@@ -72,9 +73,13 @@ struct Inner {
     /// Random: tells this life of the endpoint from the last.
     instance: u64,
     slots: Mutex<Slots>,
-    /// Nobody of these, nor whom they certified, is let in.
-    banned: RwLock<BTreeSet<PeerId>>,
+    /// Nobody of these is let in, nor a member that one of them certified; each with the revocation that says so.
+    banned: RwLock<BTreeMap<PeerId, Revocation>>,
+    /// Strangers being greeted, by where they come from.
+    handshakes: Arc<accept::Handshakes>,
     expectations: RwLock<BTreeMap<u64, BTreeMap<Route, Expectation>>>,
+    /// The task that accepts connections.
+    accepting: OnceLock<tokio::task::AbortHandle>,
 }
 
 impl Endpoint {
@@ -109,13 +114,22 @@ impl Endpoint {
             instance: u64::from_le_bytes(instance),
             slots: Mutex::default(),
             banned: RwLock::default(),
+            handshakes: Arc::default(),
             expectations: RwLock::default(),
+            accepting: OnceLock::new(),
         });
         if let Some(advice) = inner.buffers.advice() {
             tracing::warn!("{advice}");
         }
-        inner.runtime.spawn(accept::run(inner.clone()));
+        let accepting = inner.runtime.spawn(accept::run(inner.clone()));
+        // Nothing else sets it.
+        let _ = inner.accepting.set(accepting.abort_handle());
         Ok(Self(inner))
+    }
+
+    /// Whether new connections are accepted: that ends before the endpoint is closed only by a panic.
+    pub fn accepts(&self) -> bool {
+        self.0.accepting.get().is_some_and(|accepting| !accepting.is_finished())
     }
 
     /// Where it listens.
@@ -134,8 +148,9 @@ impl Endpoint {
         *self.0.credentials.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(credentials));
     }
 
-    /// From now on these are out, and whoever was certified by one of them: their connections end, and no other is made.
-    pub fn ban(&self, banned: BTreeSet<PeerId>) {
+    /// From now on these are banned, and every member that one of them certified: their connections end, and no other is
+    /// made. A banned node that dials receives the revocation.
+    pub fn ban(&self, banned: BTreeMap<PeerId, Revocation>) {
         *self.0.banned.write().unwrap_or_else(PoisonError::into_inner) = banned;
         let peers: Vec<_> = self.0.slots().peers().cloned().collect();
         for peer in peers {
@@ -300,7 +315,11 @@ impl Inner {
     /// The first of these that is banned.
     fn banned_of(&self, peers: impl IntoIterator<Item = PeerId>) -> Option<PeerId> {
         let banned = self.banned.read().unwrap_or_else(PoisonError::into_inner);
-        peers.into_iter().find(|peer| banned.contains(peer))
+        peers.into_iter().find(|peer| banned.contains_key(peer))
+    }
+
+    fn revocation_of(&self, peer: &PeerId) -> Option<Revocation> {
+        self.banned.read().unwrap_or_else(PoisonError::into_inner).get(peer).cloned()
     }
 
     fn expected(&self, route: &Route) -> Option<Expectation> {

@@ -4,16 +4,21 @@
 //! or by one of those, is out with it, and has to be invited anew by somebody else.
 use crate::certificate::{CHAIN_BYTES_MAX, CertificateError, Chain, MeshCredentials, MeshId};
 use crate::identity::{self, Identity, PeerId};
-use crate::wire::{Reader, put_long, put_short};
+use crate::wire::{Reader, printable, put_long, put_short};
 use libp2p_identity::ed25519;
 
 /// `PeerId` bytes of an Ed25519 key are 38; others are never longer than this.
 const PEER_BYTES_MAX: usize = 64;
+/// Longest name.
+const NAME_BYTES_MAX: usize = 64;
 /// Largest encoded revocation.
-pub const REVOCATION_BYTES_MAX: usize = 1 + 1 + PEER_BYTES_MAX + 8 + 4 + CHAIN_BYTES_MAX + 64;
+pub const REVOCATION_BYTES_MAX: usize =
+    1 + 1 + PEER_BYTES_MAX + 8 + 2 * (1 + NAME_BYTES_MAX) + 4 + CHAIN_BYTES_MAX + 64;
 /// How far ahead of this node's clock another's may be.
 const AHEAD_SECONDS_MAX: u64 = 24 * 3600;
-const VERSION: u8 = 1;
+/// Without names, as the first version of the program made them.
+const UNNAMED: u8 = 1;
+const NAMED: u8 = 2;
 
 /// A membership taken back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,45 +27,60 @@ pub struct Revocation {
     pub banned: PeerId,
     /// Since when, unix seconds: of two members that ban each other the first one's word holds.
     pub at: u64,
+    /// What the banned node called itself when it was banned; empty where that is not known.
+    pub banned_name: String,
+    /// What the issuer called itself; empty where that is not known.
+    pub issuer_name: String,
     /// What makes the issuer a member; `None` is the mesh's root key itself, whose word comes before all others'.
     issuer: Option<Chain>,
     signature: [u8; 64],
 }
 
 impl Revocation {
-    /// Takes back the membership of `banned`: with the root key where this node is the founder.
+    /// Takes back the membership of `banned`: with the root key where this node is the founder. `names`: of the banned node
+    /// and of this one, human-readable.
     ///
     /// # Errors
     /// This node may not invite, so it may not take back either.
-    pub fn issue(held: &MeshCredentials, me: &Identity, banned: PeerId, now: u64) -> Result<Self, CertificateError> {
+    pub fn issue(
+        held: &MeshCredentials,
+        me: &Identity,
+        banned: PeerId,
+        now: u64,
+        names: (&str, &str),
+    ) -> Result<Self, CertificateError> {
         let root = held.root();
         if root.is_none() && !held.chain.own().is_some_and(|own| own.roles.may_invite()) {
             return Err(CertificateError::MayNotInvite { depth: 0 });
         }
         let issuer = root.is_none().then(|| held.chain.clone());
-        let mut revocation = Self { banned, at: now, issuer, signature: [0; 64] };
+        let (banned_name, issuer_name) = (short_name(names.0), short_name(names.1));
+        let mut revocation = Self { banned, at: now, banned_name, issuer_name, issuer, signature: [0; 64] };
         let bytes = revocation.signed_bytes(held.mesh);
         let signature = root.map_or_else(|| me.sign(&bytes), |root| root.sign(&bytes));
         revocation.signature = signature.as_slice().try_into().unwrap_or([0; 64]);
         Ok(revocation)
     }
 
-    /// Whether it is a member's word, not the root key's.
-    pub fn is_members(&self) -> bool {
-        self.issuer.is_some()
+    /// The member that signed it; `None` where the root key did. Nothing is verified here.
+    pub fn issuer(&self) -> Option<PeerId> {
+        self.issuer.as_ref().and_then(Chain::own).map(|own| own.subject)
+    }
+
+    /// Whether it is dated further ahead than clocks differ. To be asked when it is first heard, never afterwards: a clock
+    /// that falls back must not end a ban.
+    pub fn is_from_the_future(&self, now: u64) -> bool {
+        self.at > now.saturating_add(AHEAD_SECONDS_MAX)
     }
 
     /// Checks the signature and the issuer's right, as they were when it was issued; returns the issuer, `None` for the
-    /// root key.
+    /// root key. The clock has no part in it.
     ///
     /// # Errors
     /// What is wrong with it.
-    pub fn verify(&self, mesh: MeshId, now: u64) -> Result<Option<PeerId>, CertificateError> {
+    pub fn verify(&self, mesh: MeshId) -> Result<Option<PeerId>, CertificateError> {
         let bytes = self.signed_bytes(mesh);
         let forged = CertificateError::Forged { depth: 0 };
-        if self.at > now.saturating_add(AHEAD_SECONDS_MAX) {
-            return Err(forged);
-        }
         let Some(chain) = &self.issuer else {
             let root = ed25519::PublicKey::try_from_bytes(&mesh.0);
             let signed = root.is_ok_and(|root| root.verify(&bytes, &self.signature));
@@ -82,16 +102,27 @@ impl Revocation {
         out.extend_from_slice(&mesh.0);
         put_short(&mut out, &self.banned.to_bytes());
         out.extend_from_slice(&self.at.to_le_bytes());
-        let issuer = self.issuer.as_ref().and_then(Chain::own).map(|own| own.subject.to_bytes());
-        put_short(&mut out, &issuer.unwrap_or_default());
+        put_short(&mut out, &self.issuer().map(PeerId::to_bytes).unwrap_or_default());
+        if self.version() == NAMED {
+            put_short(&mut out, self.banned_name.as_bytes());
+            put_short(&mut out, self.issuer_name.as_bytes());
+        }
         out
+    }
+
+    fn version(&self) -> u8 {
+        if self.banned_name.is_empty() && self.issuer_name.is_empty() { UNNAMED } else { NAMED }
     }
 
     /// Bytes for the wire and the disk, at most [`REVOCATION_BYTES_MAX`].
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = vec![VERSION];
+        let mut out = vec![self.version()];
         put_short(&mut out, &self.banned.to_bytes());
         out.extend_from_slice(&self.at.to_le_bytes());
+        if self.version() == NAMED {
+            put_short(&mut out, self.banned_name.as_bytes());
+            put_short(&mut out, self.issuer_name.as_bytes());
+        }
         put_long(&mut out, &self.issuer.as_ref().map(Chain::encode).unwrap_or_default());
         out.extend_from_slice(&self.signature);
         out
@@ -107,18 +138,32 @@ impl Revocation {
 
     fn read(bytes: &[u8]) -> Option<Self> {
         let mut r = Reader::new(bytes);
-        if r.u8()? != VERSION {
-            return None;
-        }
+        let version = r.u8().filter(|version| [UNNAMED, NAMED].contains(version))?;
         let banned = PeerId::from_bytes(r.short(PEER_BYTES_MAX)?).ok()?;
         let at = r.u64()?;
+        let (banned_name, issuer_name) =
+            if version == NAMED { (read_name(&mut r)?, read_name(&mut r)?) } else { (String::new(), String::new()) };
         let issuer = match r.long(CHAIN_BYTES_MAX)? {
             [] => None,
             chain => Some(Chain::decode(chain).ok()?),
         };
-        let revocation = Self { banned, at, issuer, signature: r.array()? };
-        r.end().map(|()| revocation)
+        let revocation = Self { banned, at, banned_name, issuer_name, issuer, signature: r.array()? };
+        // One encoding each: with and without names would be two revocations of one meaning.
+        r.end().filter(|()| revocation.version() == version).map(|()| revocation)
     }
+}
+
+/// A name as far as it may be shown and sent.
+fn short_name(name: &str) -> String {
+    let mut name = printable(name, NAME_BYTES_MAX);
+    let end = (0..=name.len().min(NAME_BYTES_MAX)).rev().find(|n| name.is_char_boundary(*n)).unwrap_or(0);
+    name.truncate(end);
+    name
+}
+
+fn read_name(r: &mut Reader<'_>) -> Option<String> {
+    let name = std::str::from_utf8(r.short(NAME_BYTES_MAX)?).ok()?;
+    (printable(name, NAME_BYTES_MAX) == name).then(|| name.to_owned())
 }
 
 #[cfg(test)]
@@ -128,6 +173,7 @@ mod tests {
     use crate::fuzz::Noise;
 
     const NOW: u64 = 1_000_000;
+    const NAMES: (&str, &str) = ("the \u{1b}[31mculprit", "the founder");
 
     /// The founder's credentials, and a member's with these roles.
     fn two(roles: Roles) -> (Identity, MeshCredentials, Identity, MeshCredentials) {
@@ -142,45 +188,59 @@ mod tests {
     fn a_members_word_and_the_roots_word_hold() {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let out = Identity::generate().peer_id();
-        let by_member = Revocation::issue(&held, &member, out, NOW).unwrap();
-        assert_eq!(by_member.verify(mesh.mesh, NOW), Ok(Some(member.peer_id())));
-        assert_eq!(by_member.verify(mesh.mesh, NOW + 1_000_000), Ok(Some(member.peer_id())), "it outlives its issuer");
-        let by_root = Revocation::issue(&mesh, &founder, out, NOW).unwrap();
-        assert_eq!(by_root.verify(mesh.mesh, NOW), Ok(None));
+        let by_member = Revocation::issue(&held, &member, out, NOW, NAMES).unwrap();
+        assert_eq!(by_member.verify(mesh.mesh), Ok(Some(member.peer_id())));
+        let by_root = Revocation::issue(&mesh, &founder, out, NOW, NAMES).unwrap();
+        assert_eq!(by_root.verify(mesh.mesh), Ok(None));
         for revocation in [by_member, by_root] {
             let bytes = revocation.encode();
             assert!(bytes.len() <= REVOCATION_BYTES_MAX);
-            assert_eq!(Revocation::decode(&bytes), Ok(revocation));
+            assert_eq!(Revocation::decode(&bytes), Ok(revocation.clone()));
+            assert_eq!(
+                (revocation.banned_name.as_str(), revocation.issuer_name.as_str()),
+                ("the [31mculprit", NAMES.1)
+            );
         }
+        let unnamed = Revocation::issue(&mesh, &founder, out, NOW, ("", "")).unwrap();
+        assert_eq!(
+            (unnamed.encode()[0], unnamed.verify(mesh.mesh)),
+            (UNNAMED, Ok(None)),
+            "as the first version made them"
+        );
+        assert_eq!(Revocation::decode(&unnamed.encode()), Ok(unnamed));
+        let long = "ä".repeat(100);
+        let long = Revocation::issue(&mesh, &founder, out, NOW, (long.as_str(), long.as_str())).unwrap();
+        assert!(long.encode().len() <= REVOCATION_BYTES_MAX && Revocation::decode(&long.encode()) == Ok(long));
     }
 
     #[test]
     fn what_does_not_hold_is_refused() {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let out = Identity::generate().peer_id();
-        let good = Revocation::issue(&held, &member, out, NOW).unwrap();
+        let good = Revocation::issue(&held, &member, out, NOW, NAMES).unwrap();
         let (_, other, _, _) = two(Roles::INVITER);
-        assert!(good.verify(other.mesh, NOW).is_err(), "of another mesh");
-        assert!(Revocation { banned: founder.peer_id(), ..good.clone() }.verify(mesh.mesh, NOW).is_err(), "changed");
-        assert!(Revocation { at: NOW - 1, ..good.clone() }.verify(mesh.mesh, NOW).is_err(), "dated back");
-        assert!(Revocation { issuer: None, ..good.clone() }.verify(mesh.mesh, NOW).is_err(), "not the root's");
-        assert!(good.verify(mesh.mesh, NOW - AHEAD_SECONDS_MAX - 1).is_err(), "from the future");
+        assert!(good.verify(other.mesh).is_err(), "of another mesh");
+        assert!(Revocation { banned: founder.peer_id(), ..good.clone() }.verify(mesh.mesh).is_err(), "changed");
+        assert!(Revocation { at: NOW - 1, ..good.clone() }.verify(mesh.mesh).is_err(), "dated back");
+        assert!(Revocation { issuer: None, ..good.clone() }.verify(mesh.mesh).is_err(), "not the root's");
+        assert!(Revocation { banned_name: "other".into(), ..good.clone() }.verify(mesh.mesh).is_err(), "renamed");
+        assert!(good.is_from_the_future(NOW - AHEAD_SECONDS_MAX - 1) && !good.is_from_the_future(NOW - 60));
         let stranger = Identity::generate();
-        let by_stranger = Revocation::issue(&held, &stranger, out, NOW).unwrap();
-        assert!(by_stranger.verify(mesh.mesh, NOW).is_err(), "with another's chain");
+        let by_stranger = Revocation::issue(&held, &stranger, out, NOW, NAMES).unwrap();
+        assert!(by_stranger.verify(mesh.mesh).is_err(), "with another's chain");
         let (_, mesh, guest, held) = two(Roles::MEMBER);
-        assert!(Revocation::issue(&held, &guest, out, NOW).is_err(), "without the right");
+        assert!(Revocation::issue(&held, &guest, out, NOW, NAMES).is_err(), "without the right");
         assert_eq!(mesh.chain.own().unwrap().roles, Roles::INVITER);
     }
 
     #[test]
     fn noise_never_panics_nor_passes() {
         let (_, mesh, member, held) = two(Roles::INVITER);
-        let good = Revocation::issue(&held, &member, Identity::generate().peer_id(), NOW).unwrap().encode();
+        let good = Revocation::issue(&held, &member, Identity::generate().peer_id(), NOW, NAMES).unwrap().encode();
         let mut noise = Noise::new(6);
         for _ in 0..5_000 {
             let bytes = noise.mangle(&good);
-            let passed = Revocation::decode(&bytes).is_ok_and(|revocation| revocation.verify(mesh.mesh, NOW).is_ok());
+            let passed = Revocation::decode(&bytes).is_ok_and(|revocation| revocation.verify(mesh.mesh).is_ok());
             assert!(bytes == good || !passed);
         }
     }

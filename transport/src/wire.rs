@@ -1,5 +1,10 @@
 //! Reading fixed little-endian fields from bytes that anybody may have written: every take is checked, nothing panics.
 
+/// A stranger's text as it may be shown: logs and terminals obey control characters, so these are left out.
+pub fn printable(text: &str, chars_max: usize) -> String {
+    text.chars().filter(|c| !c.is_control()).take(chars_max).collect()
+}
+
 /// What is left of a byte string.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
@@ -65,4 +70,15 @@ pub(crate) fn put_long(out: &mut Vec<u8>, bytes: &[u8]) {
     let n = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
     out.extend_from_slice(&n.to_le_bytes());
     out.extend_from_slice(&bytes[..n as usize]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strangers_text_cannot_control_a_terminal() {
+        assert_eq!(printable("\u{1b}[2J\u{9b}31mn6\r\n\u{7}", 64), "[2J31mn6");
+        assert_eq!(printable("ääää", 3), "äää");
+    }
 }

@@ -146,6 +146,9 @@ fn cuda_devices() -> Result<Vec<Device>, String> {
     for i in 0..count {
         let device = result::device::get(i).map_err(error)?;
         let name = result::device::get_name(device).map_err(error)?;
+        let integrated = cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
+        // SAFETY: the device was just found.
+        let own_memory = unsafe { result::device::get_attribute(device, integrated) }.map_err(error)? == 0;
         // SAFETY: the device was just found; its context is current on this thread until it is released below.
         let (free, total) = unsafe {
             let context = result::primary_ctx::retain(device).map_err(error)?;
@@ -154,7 +157,7 @@ fn cuda_devices() -> Result<Vec<Device>, String> {
             memory.map_err(error)?
         };
         let id = DeviceId::Cuda(u32::try_from(i).unwrap_or_default());
-        devices.push(Device { id, name, memory_total: total as u64, memory_free: free as u64 });
+        devices.push(Device { id, name, memory_total: total as u64, memory_free: free as u64, own_memory });
     }
     Ok(devices)
 }
@@ -200,7 +203,8 @@ fn vulkan_devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
                 _ => WgpuDevice::Cpu,
             };
             let id = DeviceId::Vulkan(u32::try_from(numbered.len()).unwrap_or(u32::MAX));
-            numbered.push((Device { id, name: name.clone(), memory_total: *total, memory_free: *free }, wgpu));
+            let (memory_total, memory_free) = (*total, *free);
+            numbered.push((Device { id, name: name.clone(), memory_total, memory_free, own_memory: rank == 0 }, wgpu));
         }
     }
     Ok(numbered)

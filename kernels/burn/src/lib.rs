@@ -17,5 +17,5 @@ pub mod suite;
 pub use backend::{Matrix, MeshBackend};
 pub use device::{Probe, answer_probe, probe, probe_report};
 pub use grid::grid_tile;
-pub use load::{bench_gpu, copy_speed, load_gpu_stage, selftest};
+pub use load::{GpuSpeed, bench_gpu, gpu_speed, load_gpu_stage, selftest};
 pub use stage::BurnStage;

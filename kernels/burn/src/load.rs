@@ -1,17 +1,19 @@
 //! Where a device's name meets a backend's type: loading a stage, and the self-test of a device.
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use burn::backend::cuda::CudaDevice;
 use burn::backend::wgpu::WgpuDevice;
 use burn::backend::{Cuda, Flex, Vulkan};
+use kernels::bench::Speed;
 use kernels::device::{Device, DeviceId};
-use kernels::gpu::bench::{Figure, copy_figure, product_figure};
+use kernels::gpu::bench::{Figure, copy_figure, product_figure, speed};
 use kernels::quant::QuantType;
 use kernels::stage::{Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
 
 use crate::device::{probe_report, wgpu_device};
-use crate::stage::BurnStage;
+use crate::stage::{BurnStage, panic_text};
 use crate::suite::{self, Check, Own, Plain};
 
 /// Loads layers of a model onto a GPU.
@@ -74,22 +76,42 @@ pub fn bench_gpu(device: DeviceId) -> Result<Vec<Figure>, String> {
     }
 }
 
-/// Bytes a second that a copy in a GPU's memory reads and writes: what its tiles of grids come close to.
+/// What a GPU showed when it was measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GpuSpeed {
+    /// How fast the products of stages are, or why that could not be measured.
+    pub products: Result<Speed, String>,
+    /// Bytes a second that a copy in its memory reads and writes, which tiles of grids come close to; or why not.
+    pub copy_bytes_s: Result<u64, String>,
+}
+
+/// Measures a GPU with the kernels that it will run: under half a second beside their compilation, with 256 MiB of its memory.
 ///
 /// # Errors
-/// The device is not here or fails.
-pub fn copy_speed(device: DeviceId) -> Result<u64, String> {
-    fn measured<R: cubecl::Runtime>(device: &R::Device) -> Result<u64, String> {
-        let client = R::client(device);
-        let bytes = if is_slow(&client) { COPY_BYTES / 64 } else { COPY_BYTES / 4 };
-        let figure = copy_figure(&client, bytes);
+/// The device is not here.
+pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
+    fn measured<R: cubecl::Runtime>(device: &R::Device) -> GpuSpeed {
+        let client = match caught(|| Ok(R::client(device))) {
+            Ok(client) => client,
+            Err(why) => return GpuSpeed { products: Err(why.clone()), copy_bytes_s: Err(why) },
+        };
+        let slow = is_slow(&client);
+        let products = caught(|| speed(&client, slow));
+        client.memory_cleanup(); // before the copy takes as much
+        let bytes = if slow { COPY_BYTES / 64 } else { COPY_BYTES / 10 };
+        let copy = caught(|| copy_figure(&client, bytes));
         client.memory_cleanup();
-        figure.map(|figure| figure.bytes_per_second as u64)
+        GpuSpeed { products, copy_bytes_s: copy.map(|figure| figure.bytes_per_second as u64) }
     }
-    match backend(device)? {
+    Ok(match backend(device)? {
         Gpu::Cuda(gpu) => measured::<cubecl::cuda::CudaRuntime>(&gpu),
         Gpu::Vulkan(gpu) => measured::<cubecl::wgpu::WgpuRuntime>(&gpu),
-    }
+    })
+}
+
+/// cubecl reports kernels that do not compile and devices that are lost by panicking.
+fn caught<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panic_text(panic.as_ref())))
 }
 
 /// Software drivers share the host's memory and cores: a part of what is usual shows as much.

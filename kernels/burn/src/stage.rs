@@ -25,6 +25,10 @@ mod weights;
 /// Rows of one pass through the layers: bounds scratch memory, and is far below what a launch can take.
 const PASS_ROWS: usize = 256;
 
+/// Stays free beside a stage: pools round up. The driver's context and kernels are there already when a stage is loaded; what a
+/// node offers leaves room for both.
+const SPARE_BYTES: u64 = 256 << 20;
+
 /// A loaded stage on a backend's device.
 #[derive(Debug)]
 pub struct BurnStage<B: MeshBackend> {
@@ -374,11 +378,13 @@ pub(crate) fn read<B: MeshBackend>(rows: Tensor<B, 2>, device: &B::Device) -> Re
 
 /// burn and cubecl report a lost device by panicking.
 fn guarded<T>(work: impl FnOnce() -> Result<T, StageError>) -> Result<T, StageError> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<String>().map(String::as_str);
-        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
-        Err(StageError::Device(text.to_owned()))
-    })
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(StageError::Device(panic_text(panic.as_ref()))))
+}
+
+/// What a panic said.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
 }
 
 fn input(text: impl Into<String>) -> StageError {
@@ -411,14 +417,14 @@ fn check_memory(file: &ModelFile, options: &StageOptions, free: Option<u64>) -> 
     let caches = cache_bytes(config, options) * options.sequences as u64;
     let scratch = scratch_bytes(config);
     let total = weights + caches + scratch;
-    // A tenth stays free: pools round up, and the driver keeps kernels and a context there too.
-    if total > free - free / 10 {
+    let room = free - SPARE_BYTES.min(free / 10);
+    if total > room {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         return Err(input(format!(
             "the device has {} MiB free, {} less than needed: {} MiB of weights, {} of caches ({} sequences of {} \
              positions), {} of scratch; give it fewer layers, a shorter context or fewer sequences",
             mib(free),
-            mib(total - (free - free / 10)),
+            mib(total - room),
             mib(weights),
             mib(caches),
             options.sequences,

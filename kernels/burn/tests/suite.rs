@@ -5,13 +5,14 @@
 mod grid;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kernels::device::DeviceId;
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
 use kernels::weights::testing::{TinyModel, real_model_path};
 use kernels_burn::suite::Check;
-use kernels_burn::{bench_gpu, load_gpu_stage, probe, probe_report, selftest};
+use kernels_burn::{bench_gpu, gpu_speed, load_gpu_stage, probe, probe_report, selftest};
 
 const VULKAN: DeviceId = DeviceId::Vulkan(0);
 
@@ -49,6 +50,25 @@ fn vulkan_passes_the_suite() {
     if vulkan() {
         assert_all_pass(&selftest(VULKAN).unwrap());
     }
+}
+
+/// Its own products are measured, in bounded time even where a software driver computes them on a busy processor.
+#[test]
+fn a_gpu_shows_its_own_speed() {
+    if !vulkan() {
+        return;
+    }
+    let start = Instant::now();
+    let shown = gpu_speed(VULKAN).expect("it is there");
+    let (products, copy_bytes_s) = (shown.products.expect("products"), shown.copy_bytes_s.expect("a copy"));
+    eprintln!("{products:?}, copies {copy_bytes_s} B/s, in {:?} with compilation", start.elapsed());
+    let gigabytes = |bytes: u64| bytes as f64 / 1e9;
+    // From a software driver on one busy core to what no device reaches.
+    assert!((0.001..50_000.0).contains(&gigabytes(products.weight_bytes_s)), "{products:?}");
+    assert!((0.001..5_000_000.0).contains(&gigabytes(products.flops_s)), "{products:?}");
+    assert!((1_000..5_000_000_000).contains(&products.step_ns), "{products:?}");
+    assert!((0.01..50_000.0).contains(&gigabytes(copy_bytes_s)));
+    assert!(gpu_speed(DeviceId::Vulkan(77)).is_err_and(|why| why.contains("vulkan:77")));
 }
 
 #[test]

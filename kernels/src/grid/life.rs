@@ -12,7 +12,7 @@ use crate::cpu::simd::{Kernel, Simd};
 use crate::cpu::words::{One, Words};
 use crate::grid::rule::aligned_frame;
 
-pub use pattern::Pattern;
+pub use pattern::{Pattern, RUNS_MAX, Run};
 
 mod pattern;
 

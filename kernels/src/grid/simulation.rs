@@ -56,8 +56,10 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
-/// Bytes of a job with all its files at most: it goes to every node in one message.
-pub const SIMULATION_MAX: usize = 8 << 20;
+/// Bytes of a job with all its files at most: every node that computes it fetches and keeps them.
+pub const SIMULATION_MAX: usize = 64 << 20;
+/// Bytes of the job file itself at most: what it is parsed into takes many times as much.
+pub const JOB_TEXT_MAX: usize = 2 << 20;
 /// Cells of a grid at most: what is counted in cells and bytes stays far from the ends of 64 bits.
 const CELLS_MAX: u64 = 1 << 40;
 /// Steps at most: numbers that other programs read from JSON are exact up to it.
@@ -134,6 +136,16 @@ impl Simulation {
         self.files.pack()
     }
 
+    /// The same in pieces, as long as they are wanted (`each` is true): none is copied.
+    pub fn pack(&self, each: &mut dyn FnMut(&[u8]) -> bool) {
+        self.files.pack_into(each);
+    }
+
+    /// Bytes that [`Self::to_bytes`] gives.
+    pub fn packed_len(&self) -> usize {
+        self.files.packed_len()
+    }
+
     /// What [`Self::to_bytes`] gave.
     ///
     /// # Errors
@@ -206,7 +218,7 @@ impl Simulation {
             warnings,
             identity,
         };
-        let bytes = simulation.to_bytes().len();
+        let bytes = simulation.packed_len();
         if bytes > SIMULATION_MAX {
             let what = format!("with its files it has {bytes} bytes, at most {SIMULATION_MAX} are possible");
             return Err(SimulationError::File { path: file.into(), what });

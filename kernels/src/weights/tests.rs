@@ -228,7 +228,7 @@ fn files_that_cannot_be_mapped() {
     let dir = tempfile::tempdir().expect("a directory");
     let missing = dir.path().join("missing.gguf");
     assert!(ModelFile::open(&missing).expect_err("missing").to_string().contains("missing.gguf"));
-    assert!(ModelFile::open(dir.path()).expect_err("a directory").to_string().contains("is a directory without"));
+    assert!(ModelFile::open(dir.path()).expect_err("a directory").to_string().contains("is a folder without"));
     let empty = dir.path().join("empty.gguf");
     std::fs::write(&empty, b"").expect("written");
     assert!(ModelFile::open(&empty).expect_err("empty").to_string().contains("truncated"));

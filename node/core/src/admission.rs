@@ -20,6 +20,30 @@ pub struct Invite {
     pub expiry: u64,
     /// Admissions left.
     pub uses_left: u32,
+    /// Unix seconds when it was made; 0 where an earlier version did not record it.
+    #[serde(default)]
+    pub issued: u64,
+}
+
+/// What let a joiner in, and so what it may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admitted {
+    /// A ticket.
+    Invited,
+    /// A member's approval by name.
+    Approved,
+    /// The mesh is open to the local network: nobody vouched for it, so it may not let in others.
+    Open,
+}
+
+impl Admitted {
+    /// Whether the new member may certify others.
+    pub fn may_invite(self) -> bool {
+        match self {
+            Admitted::Invited | Admitted::Approved => true,
+            Admitted::Open => false,
+        }
+    }
 }
 
 /// What a joiner brings.
@@ -57,15 +81,15 @@ pub struct Revoked {
     pub banned: NodeId,
 }
 
-/// Who is out, of all that was said: the same for everybody who heard the same, in whatever order. The root's word holds
-/// before all others', then the earlier one; whoever is out has nothing to say.
-pub fn in_force(said: impl IntoIterator<Item = Revoked>) -> BTreeSet<NodeId> {
+/// Who is banned, and by which revocation: the same on every node that holds the same revocations, in whatever order. The
+/// root's revocations hold before all others, then the earlier one; those of banned members have no effect.
+pub fn in_force(said: impl IntoIterator<Item = Revoked>) -> BTreeMap<NodeId, Revoked> {
     let mut said: Vec<Revoked> = said.into_iter().collect();
     said.sort_by_key(|revoked| (revoked.by.is_some(), revoked.at, revoked.by, revoked.banned));
-    let mut out = BTreeSet::new();
-    for Revoked { by, banned, .. } in said {
-        if by.is_none_or(|by| !out.contains(&by)) {
-            out.insert(banned);
+    let mut out = BTreeMap::new();
+    for revoked in said {
+        if revoked.by.is_none_or(|by| !out.contains_key(&by)) {
+            out.entry(revoked.banned).or_insert(revoked);
         }
     }
     out
@@ -81,7 +105,7 @@ pub struct InviteBook {
 }
 
 impl InviteBook {
-    /// A book with the invitations that survived the last life; `open` admits everybody.
+    /// A book with the invitations that survived the last life; `open` admits every peer of the local network.
     pub fn new(invites: impl IntoIterator<Item = ([u8; 16], Invite)>, open: bool) -> Self {
         Self { invites: invites.into_iter().take(INVITES_MAX).collect(), open, ..Self::default() }
     }
@@ -96,11 +120,12 @@ impl InviteBook {
         self.invites.insert(id, invite);
     }
 
-    /// Decides, and spends a use where a ticket admits.
+    /// Decides, and spends a use where a ticket admits. `local`: the peer asks from this machine or its local network.
     ///
     /// # Errors
     /// Why the peer stays outside.
-    pub fn decide(&mut self, peer: NodeId, claim: Claim, now_unix: u64) -> Result<(), Refusal> {
+    pub fn decide(&mut self, peer: NodeId, claim: Claim, local: bool, now_unix: u64) -> Result<Admitted, Refusal> {
+        let open = self.open && local;
         match claim {
             Claim::Secret(id) => {
                 let invite = self.invites.get_mut(&id).ok_or(Refusal::Unknown)?;
@@ -108,11 +133,19 @@ impl InviteBook {
                     return Err(Refusal::Expired);
                 }
                 invite.uses_left = invite.uses_left.checked_sub(1).ok_or(Refusal::UsedUp)?;
-                Ok(())
+                Ok(Admitted::Invited)
             }
-            Claim::UnknownSecret if !self.open => Err(Refusal::Unknown),
-            Claim::UnknownSecret | Claim::Nothing => self.decide_by_name(peer),
+            Claim::UnknownSecret if !open => Err(Refusal::Unknown),
+            Claim::UnknownSecret | Claim::Nothing => self.decide_by_name(peer, open),
         }
+    }
+
+    /// Revokes every invitation made until `issued_unix`; returns those that would still have admitted a node.
+    pub fn void(&mut self, issued_unix: u64, now_unix: u64) -> Vec<Invite> {
+        let (void, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            core::mem::take(&mut self.invites).into_iter().partition(|(_, invite)| invite.issued <= issued_unix);
+        self.invites = kept;
+        void.into_values().filter(|invite| invite.uses_left > 0 && now_unix <= invite.expiry).collect()
     }
 
     /// Lets a peer in the next time it asks.
@@ -131,9 +164,12 @@ impl InviteBook {
         self.invites.iter().map(|(id, invite)| (*id, *invite)).collect()
     }
 
-    fn decide_by_name(&mut self, peer: NodeId) -> Result<(), Refusal> {
-        if self.open || self.approved.remove(&peer) {
-            return Ok(());
+    fn decide_by_name(&mut self, peer: NodeId, open: bool) -> Result<Admitted, Refusal> {
+        if self.approved.remove(&peer) {
+            return Ok(Admitted::Approved);
+        }
+        if open {
+            return Ok(Admitted::Open);
         }
         if !self.waiting.contains(&peer) {
             if self.waiting.len() >= WAITING_MAX {
@@ -151,37 +187,39 @@ mod tests {
 
     const PEER: NodeId = NodeId([1; 16]);
     const TICKET: [u8; 16] = [9; 16];
+    const FAR: bool = false;
+    const LOCAL: bool = true;
 
     fn book() -> InviteBook {
-        InviteBook::new([(TICKET, Invite { expiry: 100, uses_left: 1 })], false)
+        InviteBook::new([(TICKET, Invite { expiry: 100, uses_left: 1, issued: 10 })], false)
     }
 
     #[test]
     fn a_ticket_admits_as_often_as_it_says() {
         let mut book = book();
-        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), 50), Ok(()));
-        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), 50), Err(Refusal::UsedUp));
+        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Ok(Admitted::Invited));
+        assert_eq!(book.decide(PEER, Claim::Secret(TICKET), FAR, 50), Err(Refusal::UsedUp));
         assert_eq!(book.invites()[0].1.uses_left, 0);
     }
 
     #[test]
     fn a_ticket_ends() {
-        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), 100), Ok(()));
-        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), 101), Err(Refusal::Expired));
-        assert_eq!(book().decide(PEER, Claim::Secret([8; 16]), 50), Err(Refusal::Unknown));
-        assert_eq!(book().decide(PEER, Claim::UnknownSecret, 50), Err(Refusal::Unknown));
+        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 100), Ok(Admitted::Invited));
+        assert_eq!(book().decide(PEER, Claim::Secret(TICKET), FAR, 101), Err(Refusal::Expired));
+        assert_eq!(book().decide(PEER, Claim::Secret([8; 16]), FAR, 50), Err(Refusal::Unknown));
+        assert_eq!(book().decide(PEER, Claim::UnknownSecret, FAR, 50), Err(Refusal::Unknown));
     }
 
     #[test]
     fn approval_is_for_one_peer_and_one_admission() {
         let mut book = book();
-        assert_eq!(book.decide(PEER, Claim::Nothing, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
         assert_eq!(book.waiting().collect::<Vec<_>>(), [PEER]);
         book.approve(PEER);
         assert_eq!(book.waiting().count(), 0);
-        assert_eq!(book.decide(NodeId([2; 16]), Claim::Nothing, 50), Err(Refusal::NotApproved));
-        assert_eq!(book.decide(PEER, Claim::Nothing, 50), Ok(()));
-        assert_eq!(book.decide(PEER, Claim::Nothing, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(NodeId([2; 16]), Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Ok(Admitted::Approved));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 50), Err(Refusal::NotApproved));
     }
 
     #[test]
@@ -190,8 +228,8 @@ mod tests {
         for i in 0..1000u16 {
             let mut id = [0; 16];
             id[..2].copy_from_slice(&i.to_le_bytes());
-            assert_eq!(book.decide(NodeId(id), Claim::Nothing, 0), Err(Refusal::NotApproved));
-            book.issue(id, Invite { expiry: u64::from(i), uses_left: 1 });
+            assert_eq!(book.decide(NodeId(id), Claim::Nothing, FAR, 0), Err(Refusal::NotApproved));
+            book.issue(id, Invite { expiry: u64::from(i), uses_left: 1, issued: 10 });
         }
         assert_eq!(book.waiting().count(), WAITING_MAX);
         assert!(book.invites().len() <= INVITES_MAX);
@@ -213,15 +251,31 @@ mod tests {
         ];
         for (said, out) in cases {
             let expected: BTreeSet<NodeId> = out.iter().copied().map(node).collect();
-            assert_eq!(in_force(said.iter().copied()), expected, "{said:?}");
-            assert_eq!(in_force(said.iter().rev().copied()), expected, "{said:?} the other way round");
+            let (there, back) = (in_force(said.iter().copied()), in_force(said.iter().rev().copied()));
+            assert_eq!(there.keys().copied().collect::<BTreeSet<_>>(), expected, "{said:?}");
+            assert_eq!(back, there, "{said:?} the other way round");
         }
     }
 
     #[test]
-    fn an_open_mesh_admits_everybody() {
+    fn an_open_mesh_admits_only_the_local_network_and_without_the_right_to_invite() {
         let mut book = InviteBook::new([], true);
-        assert_eq!(book.decide(PEER, Claim::Nothing, 0), Ok(()));
-        assert_eq!(book.decide(PEER, Claim::UnknownSecret, 0), Ok(()));
+        assert_eq!(book.decide(PEER, Claim::Nothing, FAR, 0), Err(Refusal::NotApproved));
+        assert_eq!(book.decide(PEER, Claim::UnknownSecret, FAR, 0), Err(Refusal::Unknown));
+        assert_eq!(book.decide(PEER, Claim::Nothing, LOCAL, 0), Ok(Admitted::Open));
+        assert_eq!(book.decide(PEER, Claim::UnknownSecret, LOCAL, 0), Ok(Admitted::Open));
+        assert!(!Admitted::Open.may_invite() && Admitted::Invited.may_invite());
+        book.approve(PEER);
+        assert_eq!(book.decide(PEER, Claim::Nothing, LOCAL, 0), Ok(Admitted::Approved), "a member vouched for it");
+    }
+
+    #[test]
+    fn a_ban_voids_the_tickets_made_before_it() {
+        let invite = |uses_left, expiry, issued| Invite { expiry, uses_left, issued };
+        let made = [invite(3, 100, 10), invite(0, 100, 10), invite(1, 40, 10), invite(2, 100, 60)];
+        let mut book = InviteBook::new(made.iter().enumerate().map(|(i, invite)| ([i as u8; 16], *invite)), false);
+        assert_eq!(book.void(50, 50), [invite(3, 100, 10)], "neither the used up nor the expired");
+        assert_eq!(book.decide(PEER, Claim::Secret([0; 16]), FAR, 50), Err(Refusal::Unknown));
+        assert_eq!(book.decide(PEER, Claim::Secret([3; 16]), FAR, 61), Ok(Admitted::Invited), "made after the ban");
     }
 }

@@ -1,5 +1,6 @@
 //! What a node is told at start; nothing here changes while it runs.
 use crate::id::{Generation, NodeId};
+use crate::limits::{OWN_MEMORY_KEPT, SHARED_MEMORY_KEPT_PERCENT};
 use alloc::{string::String, vec::Vec};
 use core::net::SocketAddr;
 
@@ -29,18 +30,82 @@ pub struct Capacity {
     pub machine: u64,
     /// "cpu", "cuda:0 NVIDIA H200", …: for people.
     pub device: String,
-    /// Bytes the node may use in all.
+    /// Bytes that stages and tiles may take in all: plans fill them whole.
     pub memory_total: u64,
     /// Bytes not yet taken.
     pub memory_free: u64,
-    /// Measured weight bytes per second in decode.
+    /// Quantised weight bytes per second in decode, as the device's own products showed. 0: not measured.
     pub bytes_per_second: u64,
-    /// Measured flops per second in prefill.
+    /// Flops per second in prefill, as they showed. 0: not measured.
     pub flops_per_second: u64,
+    /// Bytes per second that steps of a grid read and write in its memory. 0: not measured.
+    pub copy_bytes_per_second: u64,
     /// Fixed cost of one stage step, nanoseconds.
     pub step_ns: u64,
     /// Kernel set whose results agree bit for bit.
     pub numerics: u64,
     /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.
     pub pass_steps: u32,
+}
+
+/// A device as its machine found it and measured it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// See [`Capacity::machine`].
+    pub machine: u64,
+    /// See [`Capacity::device`].
+    pub device: String,
+    /// Bytes of its memory that are free.
+    pub memory_free: u64,
+    /// The memory is its own, and not the machine's.
+    pub own_memory: bool,
+    /// What it showed. Figures that it could not show are 0, never another device's.
+    pub speed: Speed,
+    /// See [`Capacity::numerics`].
+    pub numerics: u64,
+    /// See [`Capacity::pass_steps`].
+    pub pass_steps: u32,
+}
+
+/// How fast a device is, as it showed itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Speed {
+    /// See [`Capacity::bytes_per_second`].
+    pub bytes_per_second: u64,
+    /// See [`Capacity::flops_per_second`].
+    pub flops_per_second: u64,
+    /// See [`Capacity::copy_bytes_per_second`].
+    pub copy_bytes_per_second: u64,
+    /// See [`Capacity::step_ns`].
+    pub step_ns: u64,
+}
+
+impl Capacity {
+    /// What a node with this device offers. `wish` is how much of the memory its owner gives, if that was said.
+    ///
+    /// The only place where memory is kept back: all that a node offers, plans may fill. Of a device with memory of its own,
+    /// [`OWN_MEMORY_KEPT`] is never offered. Where the memory is the machine's, [`SHARED_MEMORY_KEPT_PERCENT`] of what is free
+    /// is kept back unless the owner says how much to give.
+    #[must_use]
+    pub fn of(device: Measured, wish: Option<u64>) -> Self {
+        let free = device.memory_free;
+        let offered = match (device.own_memory, wish) {
+            (true, wish) => free.saturating_sub(OWN_MEMORY_KEPT).min(wish.unwrap_or(u64::MAX)),
+            (false, Some(wish)) => wish,
+            (false, None) => free / 100 * (100 - SHARED_MEMORY_KEPT_PERCENT),
+        };
+        let Speed { bytes_per_second, flops_per_second, copy_bytes_per_second, step_ns } = device.speed;
+        Self {
+            machine: device.machine,
+            device: device.device,
+            memory_total: offered,
+            memory_free: offered,
+            bytes_per_second,
+            flops_per_second,
+            copy_bytes_per_second,
+            step_ns,
+            numerics: device.numerics,
+            pass_steps: device.pass_steps,
+        }
+    }
 }

@@ -85,7 +85,7 @@ impl Failover {
         if guard.participants.contains(&silent.0) {
             self.lose(now, job, silent.0, silent.1);
         } else {
-            self.out.push_back(FailoverOutput::Replan { job });
+            self.replan(job);
         }
     }
 
@@ -184,7 +184,7 @@ impl Failover {
         let what = format!("stage of job {:x} failed: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
         self.out.push_back(FailoverOutput::Strike { job, reason });
-        self.out.push_back(FailoverOutput::Replan { job });
+        self.replan(job);
     }
 
     /// A participant could not hold its stage.
@@ -195,7 +195,7 @@ impl Failover {
         let what = format!("cannot hold a stage of job {:x}: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
         if owns {
-            self.out.push_back(FailoverOutput::Replan { job });
+            self.replan(job);
         }
     }
 
@@ -213,7 +213,14 @@ impl Failover {
         guard.excluded.insert(node, now + EXCLUDED);
         let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
         self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
-        self.out.push_back(FailoverOutput::Replan { job });
+        self.replan(job);
+    }
+
+    /// Once for all losses noticed together: a second request would find nothing lost in the plan that the first one made.
+    fn replan(&mut self, job: JobId) {
+        let replan = FailoverOutput::Replan { job };
+        self.out.retain(|output| *output != replan);
+        self.out.push_back(replan);
     }
 
     /// Who must not be in the job's next plan.
@@ -278,6 +285,25 @@ mod tests {
         assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![A]);
         failover.handle_peer_up(A);
         assert_eq!(failover.excluded(at(3), JOB).count(), 0);
+    }
+
+    #[test]
+    fn losses_noticed_together_are_replanned_together() {
+        let mut failover = guarded();
+        failover.handle_silent(at(0), JOB, A, LEASE);
+        failover.handle_silent(at(0), JOB, B, LEASE);
+        let outputs = outputs(&mut failover);
+        assert!(
+            matches!(
+                outputs[..],
+                [
+                    FailoverOutput::Lost { node: A, .. },
+                    FailoverOutput::Lost { node: B, .. },
+                    FailoverOutput::Replan { .. }
+                ]
+            ),
+            "{outputs:?}"
+        );
     }
 
     #[test]

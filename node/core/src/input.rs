@@ -20,7 +20,14 @@ pub enum Input {
     // ---- membership
     /// Discovery or a ticket found an address of a peer that is (or was) a member; not a proof of anything.
     /// `peer_id` is the key behind `node`, to be pinned by the connection.
-    PeerFound { node: NodeId, peer_id: Vec<u8>, gossip: Vec<SocketAddr>, data: Vec<SocketAddr> },
+    PeerFound {
+        node: NodeId,
+        peer_id: Vec<u8>,
+        gossip: Vec<SocketAddr>,
+        data: Vec<SocketAddr>,
+        /// From a ticket or a previous run, not from the network: the node keeps trying to reach it.
+        remembered: bool,
+    },
     /// A sealed gossip datagram was opened: its sender holds the mesh key.
     Datagram { from: NodeId, source: SocketAddr, bytes: Vec<u8> },
     /// A certified data-plane connection to a member stands.
@@ -74,12 +81,8 @@ pub enum Input {
     // ---- simulations
     /// About a grid job: this node as coordinator or as participant.
     Grid(GridInput),
-
-    // ---- disk
-    /// `Output::Persist` of this sequence number is on disk.
-    Persisted { seq: u64 },
-    /// It could not be written, and why: what depends on it does not happen.
-    PersistFailed { seq: u64, reason: String },
+    /// A local caller wants the mesh as plans see it, with what this job holds counted as free (answer: `Event::Fleet`).
+    Survey { call: CallId, job: Option<JobId> },
 }
 
 /// What happens to simulations.

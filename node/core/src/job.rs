@@ -15,39 +15,50 @@ use crate::id::{CallId, Epoch, Generation, Ids, JobId, NodeId, RequestId};
 use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::message::{FrameHeader, Message, Position};
-use crate::output::{DoneReason, Event, Record};
+use crate::output::{DoneReason, Event};
 use crate::time::{Duration, Instant};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 use model_job::ModelJob;
-pub use model_job::{JobState, JobView, Moved};
+pub use model_job::{JobState, JobView, Moved, StageView};
 use partitioner::{Plan, PlanError, Work};
 pub use standbys::StandbyView;
 
-/// Top byte of this machine's `Plan` tokens and `Persist` sequence numbers, so that the router knows whose answer comes.
-pub const JOB_TAG: u64 = 2 << 56;
+/// Top byte of this machine's `Plan` tokens.
+const JOB_TAG: u64 = 2 << 56;
+
+/// Bytes that nodes hold for a job.
+pub type Holdings = Vec<(NodeId, u64)>;
 
 /// What the jobs want done.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobOutput {
     /// Plan for a caller who only wants to know. If the model is served already: by which job, and the bytes that it holds.
-    PlanOnly { token: u64, work: Box<Work>, served: Option<(JobId, Vec<(NodeId, u64)>)> },
+    PlanOnly { token: u64, work: Box<Work>, served: Option<(JobId, Holdings)> },
     /// Tell the caller what was found, and who would stand by.
     PlanFound {
         call: CallId,
         result: Result<Box<Plan>, PlanError>,
         work: Box<Work>,
-        /// Where the model is served already.
-        present: Option<Box<Plan>>,
+        /// Where the model is served already: by which job, the bytes that it holds, and as what plan.
+        served: Option<(JobId, Holdings, Box<Plan>)>,
     },
     /// As `Plan`, for a job that runs as `present`: say what that takes on the same fleet (`handle_present`), then plan afresh,
     /// or `repair` it.
     Look { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, present: Box<Plan>, repair: bool },
-    /// A node took so long for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of these layers, the way there and back
-    /// included, and made rows of that digest.
-    Measured { job: JobId, node: NodeId, work: Box<Work>, layers: core::ops::Range<u32>, took: Duration, digest: u64 },
+    /// A node took this long for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of these layers, the way there and back
+    /// included. `digest`: the nonce of the challenge, and the digest of its rows. `quiet`: no request of the job ran meanwhile.
+    Measured {
+        job: JobId,
+        node: NodeId,
+        work: Box<Work>,
+        layers: core::ops::Range<u32>,
+        took: Duration,
+        quiet: bool,
+        digest: (u64, u64),
+    },
     /// Plan this job on the present fleet, but for the nodes `without`. `resident` bytes of a node are the job's own, and
     /// free for its next plan; `repair` is the plan whose stages may still be held.
     Plan {
@@ -58,8 +69,6 @@ pub enum JobOutput {
         without: BTreeSet<NodeId>,
         repair: Option<Box<Plan>>,
     },
-    /// Write a record; nothing depends on it until `handle_persisted`.
-    Persist { seq: u64, record: Record },
     /// A message to a participant.
     Message { to: NodeId, message: Message },
     /// Tokens into the first stage.
@@ -131,7 +140,7 @@ impl Jobs {
         self.jobs.insert(id, job);
     }
 
-    /// Hash of (head, its generation, a counter): no other node or life makes the same.
+    /// Hash of (head, its generation, a counter): no other node or life makes the same, so epochs need not survive this life.
     fn job_id(&self, counter: u64) -> JobId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.me.0).update(&self.generation.0.to_le_bytes()).update(&counter.to_le_bytes());
@@ -143,9 +152,12 @@ impl Jobs {
     /// The planner answered.
     pub fn handle_planned(&mut self, now: Instant, token: u64, result: Result<Box<Plan>, PlanError>) {
         if let Some((call, model)) = self.plan_calls.remove(&token) {
-            let present = self.jobs.values().find_map(|job| job.present(&model)).cloned().map(Box::new);
+            let served = self.jobs.values().find_map(|job| {
+                let (id, holdings) = job.holds();
+                Some((id, holdings, Box::new(job.present(&model)?.clone())))
+            });
             let work = Box::new(model.work);
-            return self.out.push_back(JobOutput::PlanFound { call, result, work, present });
+            return self.out.push_back(JobOutput::PlanFound { call, result, work, served });
         }
         if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_plan(token)) {
             job.handle_planned(now, result, &mut self.ids, &mut self.out);
@@ -171,7 +183,7 @@ impl Jobs {
         result: Result<u64, String>,
     ) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_fetched(now, from, epoch, result, &mut self.ids, &mut self.out);
+            job.handle_fetched(now, from, epoch, result, &mut self.out);
         }
     }
 
@@ -192,20 +204,6 @@ impl Jobs {
     /// A member is gone, for whatever reason.
     pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
-    }
-
-    /// A record is on disk.
-    pub fn handle_persisted(&mut self, now: Instant, seq: u64) {
-        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_disk(seq)) {
-            job.handle_persisted(now, &mut self.out);
-        }
-    }
-
-    /// A record could not be written: the job that waits for it cannot be placed now.
-    pub fn handle_persist_failed(&mut self, now: Instant, seq: u64, reason: String) {
-        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_disk(seq)) {
-            job.degrade(now, reason, &mut self.out);
-        }
     }
 
     /// A participant holds its stage, and in its caches so many positions.
@@ -359,6 +357,13 @@ impl Jobs {
         }
     }
 
+    /// A participant that was lost is heard again. Returns whether the job waits for the others that are `lost` before it looks
+    /// for a plan. Where this node itself stood still, they are heard within the next heartbeats, and their stages need not be
+    /// loaded elsewhere.
+    pub fn awaits_others(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) -> bool {
+        self.jobs.get_mut(&job).is_some_and(|job| job.awaits_others(now, lost))
+    }
+
     /// A member joined, or memory became free: degraded jobs look for a plan again.
     pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
         for job in self.jobs.values_mut() {
@@ -397,10 +402,7 @@ impl Jobs {
     /// A caller ends a job.
     pub fn handle_undeploy(&mut self, id: JobId) {
         if let Some(mut job) = self.jobs.remove(&id) {
-            job.end(
-                "the model is not served any more, or anew with other options: send the request again",
-                &mut self.out,
-            );
+            job.end("the model was stopped or restarted with other options: retry", &mut self.out);
         }
     }
 
@@ -438,6 +440,11 @@ impl Jobs {
             self.end_idle_when_leaving();
         }
         Some(output)
+    }
+
+    /// What nodes hold for a job, as they reported.
+    pub fn holdings(&self, job: JobId) -> Holdings {
+        self.jobs.get(&job).map(|job| job.holds().1).unwrap_or_default()
     }
 
     /// Whether this node heads no job.

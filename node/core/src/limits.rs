@@ -26,15 +26,20 @@ pub const SEQUENCES_MAX: u32 = 64;
 pub const QUEUE_MAX: usize = 64;
 /// Tokens of one request, prompt and answer: the longest context of the models we know.
 pub const CONTEXT_MAX: u32 = 1 << 20;
-/// Positions in one prefill chunk: large enough to saturate matrix products, small enough that decode of other
-/// requests waits no more than one chunk.
+/// Positions in one prefill chunk, and in one batch of chunks: large enough to saturate matrix products, small enough that
+/// decode of other requests waits no more than one chunk.
 pub const CHUNK_POSITIONS_MAX: u32 = 512;
-/// Prefill chunks in flight per request: enough to keep every stage of a deep pipeline busy.
-pub const CHUNKS_IN_FLIGHT_MAX: u32 = 4;
-/// Frames a stage keeps for a request it does not know yet (its `Open` travels on another stream).
-pub const PARKED_FRAMES_MAX: usize = 64;
+/// Positions of one request's chunk in the deepest pipelines: fewer rows would not share the weights that each pass reads.
+pub const CHUNK_POSITIONS_MIN: u32 = 16;
+/// Prefill chunks in flight per request: a pipeline that is deeper waits for some of them.
+pub const CHUNKS_IN_FLIGHT_MAX: u32 = 64;
+/// Frames a stage keeps for requests it has no place for yet (their `Open`, or another's `Close`, travels on another stream):
+/// the chunks in flight of two.
+pub const PARKED_FRAMES_MAX: usize = 2 * CHUNKS_IN_FLIGHT_MAX as usize;
 /// Frames a stage accepts ahead of its executor: all chunks in flight of all sequences, and a decode step each.
 pub const STAGE_QUEUE_MAX: usize = SEQUENCES_MAX as usize * (CHUNKS_IN_FLIGHT_MAX as usize + 1);
+/// And positions of these frames: six whole chunks of each sequence, more than are ever in flight.
+pub const STAGE_QUEUE_POSITIONS_MAX: u64 = 6 * SEQUENCES_MAX as u64 * CHUNK_POSITIONS_MAX as u64;
 /// Ended requests a stage remembers, so that their late frames open no cache: far more than can be on the way at once.
 pub const CLOSED_REQUESTS_MAX: usize = 512;
 /// Bytes of hidden rows a stage keeps so that they can be sent again: a few thousand tokens of a wide model. What a stage's
@@ -50,6 +55,12 @@ pub const RESUME_QUIET: Duration = Duration::from_millis(500);
 pub const STANDBY_LAG_MAX: u32 = 48;
 /// How often a job without all its standbys looks for them.
 pub const STANDBY_RETRY: Duration = Duration::from_secs(1);
+/// Bytes of a GPU's own memory that no plan fills: the driver's context and the compiled kernels take about half of it, what
+/// allocators round up the rest.
+pub const OWN_MEMORY_KEPT: u64 = 1 << 30;
+/// Percent of a machine's free memory that its node keeps back when it is not told how much to offer: the user's programs, this
+/// process, and what allocators round up.
+pub const SHARED_MEMORY_KEPT_PERCENT: u64 = 25;
 /// How often peers that share a job tell each other that they live.
 pub const HEARTBEAT: Duration = Duration::from_millis(50);
 /// Silence after which a neighbour counts as crashed: a stall of 250 ms (a slow disk, a collector, a scheduler) just after a
@@ -97,9 +108,17 @@ pub const CHALLENGE_SOON: Duration = Duration::from_secs(1);
 pub const CHALLENGE_EVERY: Duration = Duration::from_secs(60);
 /// How long an answer may take before the challenge counts as lost.
 pub const CHALLENGE_MAX: Duration = Duration::from_secs(10);
-/// From how many times the time it should take on a node is planned with what was measured: below that the difference may be
-/// the mesh's own load.
+/// From how many times the time it should take on a node is planned with what was timed even if requests ran beside it: below
+/// that the difference may be their load, and only a challenge that met none counts.
 pub const SLOWER_TIMES: u64 = 3;
+/// Least percent of the time it says that a node is planned with: its advert was made on a busy machine then. What is beyond
+/// that did not compute.
+pub const FASTER_PERCENT_MIN: u64 = 25;
+/// Most percent that a node never timed is planned with because others took as much: what attention, norms and launches add to
+/// the products of a model large enough to be shared.
+pub const UNTIMED_PERCENT_MAX: u64 = 150;
+/// Most percent: such a node is used by no plan that has another, so more exact figures serve nothing.
+pub const SLOWER_PERCENT_MAX: u64 = 100_000;
 /// How long a broken connection of a running job may take to stand again before the head is told: a few round trips, and less
 /// than a caller would call a pause.
 pub const LINK_BROKEN: Duration = Duration::from_millis(500);
@@ -107,8 +126,11 @@ pub const LINK_BROKEN: Duration = Duration::from_millis(500);
 pub const LINK_CUT: Duration = Duration::from_secs(1);
 /// Steps of a simulation: a step's number shares a frame's 32 bits with the strip's length.
 pub const GRID_STEPS_MAX: u32 = 1 << 31;
-/// A job file with the files it names: it travels in a control message, once to each participant and epoch.
-pub const SIMULATION_BYTES_MAX: usize = 3 << 20;
+/// A job file with the files it names: masks of 8192 x 8192 pixels compress to a few megabytes, patterns of millions of cells to
+/// tens. Each participant holds it once.
+pub const SIMULATION_BYTES_MAX: u64 = 64 << 20;
+/// Tiles' parts of checkpoints that the coordinator fetches at once: one comes while the other is forced to the disk.
+pub const CHECKPOINT_PARTS_AT_ONCE: usize = 2;
 /// Bytes of strips a tile keeps so that they can be sent again: what neighbours' standbys may lag behind.
 pub const HALO_LOG_BYTES_MAX: u64 = 256 << 20;
 /// Strips sent to a standby that it has not yet said to hold: a few round trips' worth on a fast link.
@@ -117,7 +139,8 @@ pub const HALO_WINDOW_BYTES: u64 = 8 << 20;
 pub const FEEDS_MAX: usize = 4;
 /// Strips that wait at a tile for their step: those of the next exchange, and a standby's window of small ones.
 pub const STRIPS_WAITING_MAX: usize = 16_384;
-/// Saved states of a kind that wait to be fetched before the tile waits with them: one on its way and one made meanwhile.
+/// Frames of an output that wait to be fetched before the tile waits with them: one on its way and one made meanwhile. Of full
+/// states one of each kind is kept, which is what the planner counts.
 pub const SAVES_WAITING_MAX: usize = 2;
 /// Reports a tile keeps, to say them again under another coordinator's epoch.
 pub const REPORTS_KEPT: usize = 16;
@@ -160,3 +183,19 @@ pub const RECUT_EVERY: Duration = Duration::from_secs(30);
 pub const SEARCH_MOST: Duration = Duration::from_secs(120);
 /// Checkpoints and frames that cannot be written are tried again.
 pub const COLLECT_RETRY: Duration = Duration::from_secs(2);
+
+/// Positions of one request's prefill chunk in a pipeline of `stages` stages. A prompt is through after (chunks + stages) steps
+/// of the slowest stage, and a step takes as long as its chunk is large: deeper pipelines want smaller chunks.
+#[must_use]
+pub const fn chunk_positions(stages: u32) -> u32 {
+    let positions = CHUNK_POSITIONS_MAX / if stages > 4 { stages.div_ceil(4) } else { 1 };
+    if positions > CHUNK_POSITIONS_MIN { positions } else { CHUNK_POSITIONS_MIN }
+}
+
+/// Prefill chunks of one request in flight in a pipeline of `stages` stages: one at each, one on its way in and one whose
+/// acknowledgement is on its way back.
+#[must_use]
+pub const fn chunks_in_flight(stages: u32) -> u32 {
+    let chunks = stages.saturating_add(2);
+    if chunks < CHUNKS_IN_FLIGHT_MAX { chunks } else { CHUNKS_IN_FLIGHT_MAX }
+}

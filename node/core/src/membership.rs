@@ -24,6 +24,7 @@ mod view;
 mod adverts;
 mod claims;
 mod health;
+mod probes;
 mod reach;
 mod swim;
 
@@ -75,8 +76,10 @@ pub struct Membership {
     connected: BTreeMap<NodeId, Link>,
     /// Out for good: nothing of them or about them is heard.
     banned: BTreeSet<NodeId>,
-    /// When this node last tried to connect.
+    /// When this node last tried to connect: to members and contacts only.
     dialled: BTreeMap<NodeId, Instant>,
+    /// Dials to contacts that are no members, in flight, and since when; at most `STRANGER_DIALS_MAX`.
+    reaching: BTreeMap<NodeId, Instant>,
     rng: ChaCha8Rng,
     output: VecDeque<MembershipOutput>,
     next_announce: Instant,
@@ -108,6 +111,12 @@ struct Found {
     gossip: Vec<SocketAddr>,
     data: Vec<SocketAddr>,
     at: Instant,
+    /// Attempts to reach it since it was last heard, if ever.
+    tries: u32,
+    /// Not to be tried before.
+    next: Instant,
+    /// It was a member, connected, or named by a ticket: its address is not only a stranger's word.
+    answered: bool,
 }
 
 impl Membership {
@@ -125,6 +134,7 @@ impl Membership {
             connected: BTreeMap::new(),
             banned: BTreeSet::new(),
             dialled: BTreeMap::new(),
+            reaching: BTreeMap::new(),
             rng,
             output: VecDeque::new(),
             next_announce: now,
@@ -155,13 +165,19 @@ impl Membership {
         if NodeId::of_peer(&peer_id) != node {
             return self.refuse(node, "a found peer whose key is not its own");
         }
-        self.keep_contact(node, Found { peer_id, gossip, data, at: now });
-        if !self.is_alive(node) {
-            self.announce_to(now, node);
+        self.keep_contact(now, node, peer_id, gossip, data);
+        if self.is_alive(node) {
+            if self.connected.len() < FULL_MESH_MAX {
+                self.connect(now, node);
+            }
+        } else {
+            self.try_contact(now, node, self.connected.len() < FULL_MESH_MAX);
         }
-        if self.connected.len() < FULL_MESH_MAX {
-            self.connect(now, node);
-        }
+    }
+
+    /// A peer that was found is known from a ticket or a former life.
+    pub fn handle_remembered(&mut self, now: Instant, node: NodeId) {
+        self.contact_answered(now, node);
     }
 
     /// A membership packet; `from` is proven by its seal.
@@ -276,7 +292,7 @@ impl Membership {
         let banned: BTreeSet<NodeId> = nodes.into_iter().filter(|node| *node != self.node).collect();
         for node in banned.difference(&core::mem::take(&mut self.banned)) {
             self.handle_leaving(now, *node);
-            self.contacts.remove(node);
+            self.drop_contact(*node);
             self.adverts.forget(*node);
         }
         self.banned = banned;
@@ -287,6 +303,7 @@ impl Membership {
         let bytes_per_second =
             self.connected.get(&node).map_or(UNMEASURED.bytes_per_second, |link| link.bytes_per_second);
         self.connected.insert(node, Link { rtt_ns, bytes_per_second });
+        self.contact_answered(now, node);
         if self.adverts.get(node).is_none() && self.is_alive(node) {
             self.arm_repair(now);
         }
@@ -295,7 +312,10 @@ impl Membership {
     /// It is gone; tried again later if the peer still counts as alive.
     pub fn handle_disconnected(&mut self, now: Instant, node: NodeId) {
         self.connected.remove(&node);
-        self.dialled.insert(node, now);
+        self.reaching.remove(&node);
+        if self.peers.contains_key(&node) || self.contacts.contains_key(&node) {
+            self.dialled.insert(node, now);
+        }
     }
 
     /// A link was measured.
@@ -462,6 +482,7 @@ impl Membership {
         let source = known.filter(|peer| peer.down.is_none()).and_then(|peer| peer.source);
         let refused = known.map_or(0, |peer| peer.refused);
         self.peers.insert(life.node, Peer { life, down: None, source, tries: 0, refused });
+        self.contact_answered(now, life.node);
         if known.is_some_and(|peer| peer.down.is_none()) {
             return; // the same member under a new generation: what it held is judged by its leases
         }
@@ -484,7 +505,7 @@ impl Membership {
         self.output.push_back(MembershipOutput::PeerDown { node: life.node, reason });
         match reason {
             DownReason::Left => {
-                self.contacts.remove(&life.node);
+                self.drop_contact(life.node);
                 self.output.push_back(MembershipOutput::Disconnect { node: life.node });
             }
             // The connection may still stand; it says so itself when it breaks.
@@ -506,21 +527,14 @@ impl Membership {
         let (gossip, contact) = (self.gossip_addr(node), self.data_contact(node));
         if let (DownReason::Failed, Some((peer_id, data))) = (reason, contact) {
             let at = self.contacts.get(&node).map_or(Instant(0), |found| found.at);
-            self.keep_contact(node, Found { peer_id, gossip: gossip.into_iter().collect(), data, at });
+            self.keep_contact(at, node, peer_id, gossip.into_iter().collect(), data);
+            self.contact_answered(at, node);
         }
         self.peers.remove(&node);
         self.adverts.forget(node);
         self.connected.remove(&node);
         self.dialled.remove(&node);
         self.output.push_back(MembershipOutput::Disconnect { node });
-    }
-
-    fn keep_contact(&mut self, node: NodeId, found: Found) {
-        if !self.contacts.contains_key(&node) && self.contacts.len() >= CONTACTS_MAX {
-            let oldest = self.contacts.iter().min_by_key(|(_, found)| found.at).map(|(node, _)| *node);
-            oldest.map(|node| self.contacts.remove(&node));
-        }
-        self.contacts.insert(node, found);
     }
 
     /// The table of members follows SWIM's bound.
@@ -633,6 +647,9 @@ impl Membership {
 const UNMEASURED: Link = Link { rtt_ns: 500_000, bytes_per_second: 110_000_000 };
 /// Contacts kept to find the mesh again: a few would do.
 const CONTACTS_MAX: usize = 256;
+/// Dials in flight to contacts that are no members: an invented address costs this node, and the
+/// machine at that address, no more than that.
+const STRANGER_DIALS_MAX: usize = 8;
 /// Up to this many members everybody is connected to everybody.
 const FULL_MESH_MAX: usize = 16;
 /// Members told of a goodbye directly; beyond that gossip tells the rest.
@@ -648,5 +665,7 @@ const MISSING: Duration = Duration::from_secs(2);
 /// Changes of the member list are persisted this much later, together.
 const REMEMBER: Duration = Duration::from_secs(5);
 
+#[cfg(test)]
+mod fleets;
 #[cfg(test)]
 mod tests;

@@ -8,19 +8,19 @@ use crate::config::Config;
 use crate::failover::Failover;
 use crate::id::{Epoch, JobId, NodeId, TensorId};
 use crate::input::Input;
-use crate::job::{JOB_TAG, JobOutput, JobView, Jobs};
+use crate::job::{JobOutput, JobView, Jobs};
 use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
-use crate::membership::{Member, Membership, MembershipOutput, TOKEN_TAG};
+use crate::membership::{Member, Membership, MembershipOutput};
 use crate::message::{FrameHeader, Message};
-use crate::output::{Change, DownReason, Event, Output, Payload, Record};
+use crate::output::{Change, DownReason, Event, Output, Payload};
 use crate::pipeline::{Pipeline, PipelineOutput};
 use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
 use crate::speeds::Speeds;
-use crate::tiles::{GRID_TAG, Grids, Tiles};
+use crate::tiles::{Grids, Tiles};
 use crate::time::{Duration, Instant};
-use alloc::collections::VecDeque;
+use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 
 mod grids;
@@ -47,8 +47,6 @@ pub struct Node {
     links: Links,
     /// This node's executor does not get on, and the jobs headed here know.
     stuck: bool,
-    /// Sequence number of the last `Persist` asked by membership.
-    remembered: u64,
     /// What this node said to itself and has not heard yet.
     to_self: VecDeque<ToSelf>,
     out: VecDeque<Output>,
@@ -77,7 +75,6 @@ impl Node {
             now: Instant::default(),
             links: Links::default(),
             stuck: false,
-            remembered: 0,
             to_self: VecDeque::new(),
             out: VecDeque::new(),
         }
@@ -192,8 +189,11 @@ impl Node {
                 self.grids.handle_wakeup(now);
                 self.look_after_links();
             }
-            Input::PeerFound { node, peer_id, gossip, data } => {
+            Input::PeerFound { node, peer_id, gossip, data, remembered } => {
                 self.membership.handle_peer_found(now, node, peer_id, gossip, data);
+                if remembered {
+                    self.membership.handle_remembered(now, node);
+                }
             }
             Input::Datagram { from, source, bytes } => self.route_datagram(from, source, &bytes),
             Input::Connected { node, rtt_ns } => {
@@ -212,9 +212,11 @@ impl Node {
             }
             Input::Disconnected { node } => {
                 self.membership.handle_disconnected(now, node);
+                let needed = self.liveness.jobs_with(node).next().is_some();
+                // A stranger that cannot be reached leaves no entry: only members hold running work.
+                let known = needed || self.membership.member(node).is_some();
                 // Work waits for it: the smaller id dials at once, the other one if that does not help.
-                let broke = self.links.handle_disconnected(node);
-                if broke && self.me < node && self.liveness.jobs_with(node).next().is_some() {
+                if known && self.links.handle_disconnected(node) && needed && self.me < node {
                     self.membership.reconnect(now, node);
                 }
             }
@@ -249,6 +251,11 @@ impl Node {
                 self.membership.handle_drain(now, draining);
             }
             Input::Deploy { call, model, plan_only } => self.jobs.handle_deploy(now, call, *model, plan_only),
+            Input::Survey { call, job } => {
+                let resident = job.map(|job| self.jobs.holdings(job)).unwrap_or_default();
+                let fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
+                self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
+            }
             Input::Planned { token, result } => self.jobs.handle_planned(now, token, result),
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
@@ -263,18 +270,6 @@ impl Node {
                 self.route_frame(from, header, Payload::Tensor(tensor));
             }
             Input::Computed { work, results } => self.pipeline.handle_computed(now, work, results),
-            Input::Persisted { seq } => {
-                if seq >> 56 == JOB_TAG >> 56 {
-                    self.jobs.handle_persisted(now, seq);
-                } else if seq >> 56 == GRID_TAG >> 56 {
-                    self.grids.handle_persisted(now, seq);
-                }
-            }
-            // Of records that are not a job's nothing depends on the disk.
-            Input::PersistFailed { seq, reason } => {
-                self.grids.handle_persist_failed(now, seq, &reason);
-                self.jobs.handle_persist_failed(now, seq, reason);
-            }
             Input::Grid(input) => self.route_grid_input(input),
         }
     }
@@ -324,7 +319,7 @@ impl Node {
             Message::Stale { job, mine } => {
                 self.placement.handle_stale(from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
-                self.grids.handle_stale(from, job, mine);
+                self.grids.handle_stale(now, from, job, mine);
             }
             Message::Standby { job, epoch, stage, node } => {
                 if self.is_admitted(from, job, epoch) && from == epoch.minter {
@@ -474,11 +469,7 @@ impl Node {
             }
             MembershipOutput::PeerDown { node, reason } => self.peer_down(node, reason),
             MembershipOutput::AdvertChanged { node: _ } => self.fleet_changed(),
-            MembershipOutput::Remember { peers } => {
-                self.remembered += 1;
-                let seq = (u64::from(TOKEN_TAG) << 56) | self.remembered;
-                self.out.push_back(Output::Persist { seq, record: Record::Peers(peers) });
-            }
+            MembershipOutput::Remember { peers } => self.out.push_back(Output::Remember { peers }),
             MembershipOutput::Refused { from, what } => self.refused(Some(from), what.into()),
         }
     }
@@ -529,7 +520,10 @@ impl Node {
             LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
             LivenessOutput::Back { job, node } if self.own_epoch(job).is_some() => {
                 self.failover.handle_back(job, node);
-                self.fleet_changed();
+                let lost: BTreeSet<NodeId> = self.failover.excluded(now, job).collect();
+                if !self.jobs.awaits_others(now, job, &lost) {
+                    self.fleet_changed();
+                }
             }
             // Heartbeats come through; what is sent does not.
             LivenessOutput::Back { node, .. } if self.links.is_told(node) => {}
@@ -545,9 +539,10 @@ impl Node {
                 let options = self.plan_options(true);
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair: None });
             }
-            JobOutput::PlanFound { call, result, work, present } => {
-                let (fleet, options) = (self.fleet(), self.plan_options(true));
-                let change = present.zip(result.as_ref().ok()).and_then(|(present, next)| {
+            JobOutput::PlanFound { call, result, work, served } => {
+                let held = served.as_ref().map(|(job, resident, _)| self.fleet_for(*job, resident));
+                let (fleet, options) = (held.unwrap_or_else(|| self.fleet()), self.plan_options(true));
+                let change = served.zip(result.as_ref().ok()).and_then(|((_, _, present), next)| {
                     let before_ns = self.token_ns(&present, &work, &fleet)?;
                     let bytes = partitioner::moved_bytes(&present, next, &work);
                     Some(Change { before_ns, after_ns: next.token_ns(), bytes })
@@ -570,10 +565,9 @@ impl Node {
                 let repair = repair.then_some(present);
                 self.out.push_back(Output::Plan { token, work, fleet, options, repair });
             }
-            JobOutput::Measured { job, node, work, layers, took, digest } => {
-                self.measured(job, node, &work, &layers, took, digest);
+            JobOutput::Measured { job, node, work, layers, took, quiet, digest } => {
+                self.measured(job, node, &work, &layers, (took, quiet), digest);
             }
-            JobOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             JobOutput::Message { to, message } => self.send(to, message),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
             JobOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),

@@ -2,7 +2,7 @@
 use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
 use crate::membership::Contact;
 use crate::message::{FrameHeader, Sampling};
-use crate::tiles::order::{SaveKind, TileOrder};
+use crate::tiles::order::{SaveKind, SimulationId, TileOrder};
 use crate::tiles::{GridEvent, TileWork};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
@@ -59,8 +59,8 @@ pub enum Output {
     Discard { tensor: TensorId },
     /// About a simulation.
     Grid(GridCommand),
-    /// Write a record and sync (answer: `Persisted`).
-    Persist { seq: u64, record: Record },
+    /// Write down the peers to announce to after a restart, in place of those written before. Nothing waits for the disk.
+    Remember { peers: Vec<Contact> },
 
     // ---- what people and callers see
     /// Something worth telling.
@@ -95,7 +95,7 @@ pub enum GridCommand {
     KeepCheckpoint { job: JobId, step: u32 },
     /// Fetch another coordinator's checkpoint, in these parts of at most so many bytes, and keep it beside what this node may
     /// have to go on with (answer: `Mirrored`).
-    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: Vec<u8> },
+    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: SimulationId },
 }
 
 /// What a frame carries.
@@ -114,6 +114,8 @@ pub enum Payload {
 pub struct StageSpec {
     /// Which model.
     pub content: ContentId,
+    /// What its user calls it.
+    pub name: String,
     /// Layers `start..end`; layer 0 brings the embedding, the last layer the output head.
     pub layers: Range<u32>,
     /// Layers of the whole model.
@@ -162,16 +164,6 @@ pub struct SampleSpec {
     pub history: Vec<u32>,
 }
 
-/// What must survive a crash.
-#[allow(missing_docs)] // of fields: each variant says what they are
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Record {
-    /// Highest epoch minted for a job: never minted twice.
-    Epoch { job: JobId, epoch: Epoch },
-    /// Peers to announce to after a restart.
-    Peers(Vec<Contact>),
-}
-
 /// Something a caller, a log or a checker wants to know.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -183,9 +175,11 @@ pub enum Event {
     /// Answer to `Deploy` with `plan_only`: the plan, and who would stand by.
     /// Where the model is served already: what going from that placement to this plan would mean.
     PlanReady { call: CallId, result: Result<Box<Plan>, PlanError>, standbys: Vec<Standby>, change: Option<Change> },
+    /// Answer to `Input::Survey`: the mesh as plans see it, and how they are made.
+    Fleet { call: CallId, fleet: Box<Fleet>, options: Options },
     /// A job that runs is to run elsewhere, because that is better or because a node leaves: the weights are fetched first.
     Reshaping { job: JobId, change: Change },
-    /// A node computes this many percent of the time it says it would take (over 100), or as it says again (100).
+    /// A node takes this many percent of the time that its advert claims: above 100 it is slower, below 100 faster.
     Measured { node: NodeId, percent: u32 },
     /// A job has a new placement and is loading.
     JobPlaced { job: JobId, epoch: Epoch, plan: Box<Plan> },

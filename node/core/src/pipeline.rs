@@ -37,6 +37,8 @@ pub struct Route {
     pub sequences: u32,
     /// Positions per sequence.
     pub context: u32,
+    /// Stages of the route: how many positions of one request are computed in one pass.
+    pub stages: u32,
     /// Hidden rows kept to be sent again.
     pub ring_rows: u64,
     /// This is the stage's standby.

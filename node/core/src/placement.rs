@@ -468,6 +468,7 @@ fn spec(me: NodeId, head: NodeId, prepare: &Prepare) -> StageSpec {
     let others = prepare.route.iter().map(|&(node, _)| node).filter(|&node| node != head && node != me);
     StageSpec {
         content: prepare.content,
+        name: prepare.name.clone(),
         layers: prepare.route[usize::from(prepare.stage)].1.clone(),
         layers_total: prepare.route.last().map_or(0, |(_, layers)| layers.end),
         stage: prepare.stage,
@@ -491,6 +492,7 @@ fn route(me: NodeId, epoch: Epoch, prepare: &Prepare) -> Route {
         next: prepare.route.get(at + 1).map(|&(node, _)| node),
         sequences: prepare.sequences,
         context: prepare.context,
+        stages: u32::try_from(prepare.route.len()).unwrap_or(u32::MAX),
         ring_rows: RING_BYTES_MAX / (4 * u64::from(prepare.width.max(1))),
         shadow: prepare.standby,
     }

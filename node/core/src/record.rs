@@ -11,7 +11,7 @@ use alloc::{string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
 /// What a recording begins with. The last byte is the version of its format.
-pub const MARK: &[u8; 8] = b"MESHREC\x01";
+pub const MARK: &[u8; 8] = b"MESHREC\x02";
 /// Longest entry: the longest message and what stands around it.
 pub const ENTRY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 4096;
 
@@ -194,6 +194,7 @@ mod tests {
             memory_free: 1,
             bytes_per_second: 3,
             flops_per_second: 4,
+            copy_bytes_per_second: 8,
             step_ns: 5,
             numerics: 6,
             pass_steps: 1,

@@ -14,19 +14,19 @@ mod run;
 mod shadow;
 mod succession;
 
-pub use grids::{CANCELLED, GRID_TAG, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
+pub use grids::{CANCELLED, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
 pub use run::{TileMade, TileWork};
 pub use succession::{Inheritance, Will, WilledTile};
 
 use crate::id::{Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
-use crate::limits::{JOBS_MAX, ORPHAN_MAX, TILE_BEGINS, TILE_HELD, TILE_PROGRESS};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX, ORPHAN_MAX, TILE_BEGINS, TILE_HELD, TILE_PROGRESS};
 use crate::message::{FrameHeader, Message};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use log::Feed;
 use message::TileMessage;
-use order::{SaveKind, TileOrder, TileStart};
+use order::{SaveKind, SimulationId, TileOrder, TileStart};
 use partitioner::tiles::Block;
 use run::{Names, State, TILES_TAG, TileRun};
 use succession::Succession;
@@ -60,7 +60,7 @@ pub enum TilesOutput {
     /// The coordinator is silent, and this node's turn has come: take the job over.
     Succeed(Box<Inheritance>),
     /// Fetch the coordinator's checkpoint, in these parts of at most so many bytes (answer: `handle_mirrored`).
-    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: Vec<u8> },
+    Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: SimulationId },
     /// A message under an epoch.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: TileMessage },
     /// Somebody's epoch is out of date.
@@ -117,6 +117,11 @@ impl Held {
     }
 }
 
+/// Whether a successor claims an epoch that no coordinator can have minted meanwhile: it would leave none to the next.
+fn leaps(mine: Epoch, theirs: Epoch) -> bool {
+    theirs.counter.saturating_sub(mine.counter) > EPOCHS_FORGOTTEN_MAX
+}
+
 /// A tile as it is held, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldTile {
@@ -132,6 +137,8 @@ pub struct HeldTile {
     pub standby: bool,
     /// Steps made.
     pub step: u32,
+    /// Steps in all.
+    pub steps: u32,
     /// Bytes it takes.
     pub bytes: u64,
 }
@@ -162,6 +169,7 @@ impl Tiles {
                 tile: run.tile(),
                 standby: run.is_shadow(),
                 step: run.step,
+                steps: run.order.schedule.steps,
                 bytes: run.bytes,
             })
         })
@@ -265,6 +273,8 @@ impl Tiles {
             Some(format!("epoch minted by {} but sent by {from}", epoch.minter))
         } else if self.jobs.get(&job).is_some_and(|held| !held.obeys(epoch.minter)) {
             Some(format!("{from} is not among those who may coordinate job {:016x}", job.0))
+        } else if known.is_some_and(|mine| mine.minter != from && leaps(mine, epoch)) {
+            Some(format!("epoch {} of job {:016x} cannot have been reached", epoch.counter, job.0))
         } else if known.is_none() && self.draining {
             Some(format!("node {} takes no new work", self.me))
         } else if known.is_none() && self.jobs.len() >= JOBS_MAX {
@@ -307,7 +317,9 @@ impl Tiles {
             }
             before => {
                 if let Some(mut run) = before {
+                    // With what a run that is under way puts aside.
                     run.end(job, &mut self.out);
+                    self.out.push_back(TilesOutput::Drop { job, tile });
                 }
                 if order.start == TileStart::Continue {
                     let what = String::from("this node does not have the tile");
@@ -486,6 +498,12 @@ impl Tiles {
         }
         for (job, epoch, tile, to, step) in lost {
             self.say(node, job, epoch, TileMessage::Held { tile, to, step, live: true, again: true });
+        }
+        // A tile waits at its next checkpoint until the coordinator has taken the one before.
+        for (&job, held) in self.jobs.iter().filter(|(_, held)| held.epoch.minter == node) {
+            for run in held.runs.values().filter(|run| !run.is_shadow()) {
+                run.tell_all(job, &mut self.out);
+            }
         }
     }
 

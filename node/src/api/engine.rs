@@ -1,7 +1,7 @@
 //! What the API needs of a node, narrow enough that its tests can drive the API without a mesh.
 use crate::handle::{
-    GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView, TokenEvent,
-    TokenStream,
+    BanReport, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView,
+    TokenEvent, TokenStream,
 };
 use crate::submissions::Submissions;
 use kernels::chat_template::ChatMessage;
@@ -29,6 +29,28 @@ pub trait Engine: Clone + Send + Sync + 'static {
     fn has(&self, name: &str) -> bool;
     /// Serves it and waits until it is ready.
     fn serve_on_demand(&self, name: &str) -> impl Future<Output = Result<Served, NodeError>> + Send;
+    /// Serves a model for one run: it is unloaded when nothing uses it any more.
+    fn deploy_temporarily(
+        &self,
+        model: ModelRef,
+        options: ModelOptions,
+    ) -> impl Future<Output = Result<Served, NodeError>> + Send {
+        self.deploy(model, options)
+    }
+    /// Names of other members that serve a model of that name.
+    fn also_served_by(&self, name: &str) -> impl Future<Output = Vec<String>> + Send {
+        let _ = name;
+        std::future::ready(Vec::new())
+    }
+    /// Where a model is served that is not served here, human-readable.
+    fn served_elsewhere(&self, name: &str) -> impl Future<Output = Option<String>> + Send {
+        let _ = name;
+        std::future::ready(None)
+    }
+    /// Models that are to be served again after a restart, and are not yet.
+    fn starting(&self) -> Vec<Starting> {
+        Vec::new()
+    }
     /// Stops serving a model.
     fn undeploy(&self, model: &str) -> impl Future<Output = Result<(), NodeError>> + Send;
     /// Plans a model.
@@ -43,8 +65,8 @@ pub trait Engine: Clone + Send + Sync + 'static {
     fn invite(&self, ttl: Duration, uses: u32) -> impl Future<Output = Result<String, NodeError>> + Send;
     /// Lets a waiting peer in.
     fn approve(&self, peer: String) -> impl Future<Output = Result<(), NodeError>> + Send;
-    /// Bans a member: its PeerId, and those of members that are out with it.
-    fn ban(&self, peer: String) -> impl Future<Output = Result<(String, Vec<String>), NodeError>> + Send;
+    /// Bans a member, and the members that it certified.
+    fn ban(&self, peer: String) -> impl Future<Output = Result<BanReport, NodeError>> + Send;
     /// The simulations submitted here; none where there is no such thing.
     fn submissions(&self) -> Option<Arc<Submissions>> {
         None
@@ -79,6 +101,15 @@ pub struct Served {
     pub text: Arc<dyn Text>,
 }
 
+/// A model that will be served as soon as it is placed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Starting {
+    /// Name in requests.
+    pub name: String,
+    /// Tokens of context per request.
+    pub context: u32,
+}
+
 /// Text to tokens and back. Calls may take milliseconds for long texts: not for async threads.
 pub trait Text: Send + Sync {
     /// Ids of a prompt, control tokens parsed, with what the model wants in front.
@@ -86,11 +117,12 @@ pub trait Text: Send + Sync {
     /// # Errors
     /// Says why the text cannot be encoded.
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
-    /// The prompt of a conversation, or `None` where the model has no chat template.
+    /// Ids of a conversation's prompt, or `None` where the model has no chat template. What messages spell is text, never a
+    /// control token.
     ///
     /// # Errors
     /// The template refuses the conversation.
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>>;
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>>;
     /// Whether the model has a chat template.
     fn chats(&self) -> bool;
     /// The bytes that a token adds to the text.
@@ -106,9 +138,9 @@ impl Text for ModelText {
         self.0.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
     }
 
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>> {
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>> {
         let template = self.0.template.as_ref().filter(|_| self.chats())?;
-        Some(template.render(messages, true).map_err(|e| e.to_string()))
+        Some(template.encode(&self.0.tokenizer, messages, true).map_err(|e| e.to_string()))
     }
 
     fn chats(&self) -> bool {
@@ -158,6 +190,23 @@ impl Engine for NodeHandle {
         NodeHandle::serve_on_demand(self, name).await.map(served)
     }
 
+    async fn deploy_temporarily(&self, model: ModelRef, options: ModelOptions) -> Result<Served, NodeError> {
+        NodeHandle::deploy_temporarily(self, model, options).await.map(served)
+    }
+
+    async fn also_served_by(&self, name: &str) -> Vec<String> {
+        self.serving_members(name).await.into_iter().map(|(member, _)| member).collect()
+    }
+
+    async fn served_elsewhere(&self, name: &str) -> Option<String> {
+        NodeHandle::served_elsewhere(self, name).await
+    }
+
+    fn starting(&self) -> Vec<Starting> {
+        let starting = self.starting_models();
+        starting.into_iter().map(|(name, context)| Starting { name, context }).collect()
+    }
+
     async fn undeploy(&self, model: &str) -> Result<(), NodeError> {
         NodeHandle::undeploy(self, model).await
     }
@@ -178,7 +227,7 @@ impl Engine for NodeHandle {
         NodeHandle::approve(self, peer).await
     }
 
-    async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
+    async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
         NodeHandle::ban(self, peer).await
     }
 

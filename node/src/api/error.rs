@@ -4,6 +4,8 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use node_core::output::DoneReason;
 use serde_json::{Value, json};
+use std::borrow::Cow;
+use std::time::Duration;
 
 /// An answer that is not the one hoped for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,7 +13,7 @@ pub(crate) struct ApiError {
     pub(crate) status: StatusCode,
     pub(crate) kind: &'static str,
     pub(crate) code: Option<&'static str>,
-    pub(crate) param: Option<&'static str>,
+    pub(crate) param: Option<Cow<'static, str>>,
     pub(crate) message: String,
 }
 
@@ -22,8 +24,14 @@ impl ApiError {
 
     /// 400: the request is wrong, and in which field.
     pub(crate) fn invalid(param: impl Into<Option<&'static str>>, message: impl Into<String>) -> Self {
+        let param: Option<&'static str> = param.into();
         let error = Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", None, message);
-        Self { param: param.into(), ..error }
+        Self { param: param.map(Cow::Borrowed), ..error }
+    }
+
+    /// 400: the request is wrong, in a place inside a field, as in `messages[0].content`.
+    pub(crate) fn invalid_at(place: String, message: impl Into<String>) -> Self {
+        Self { param: Some(Cow::Owned(place)), ..Self::invalid(None, message) }
     }
 
     /// 400: a field that OpenAI has and this server has not.
@@ -51,6 +59,11 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", Some(code), message)
     }
 
+    /// 404 for a model: which field named it, as OpenAI's clients expect.
+    pub(crate) fn no_model(message: impl Into<String>) -> Self {
+        Self { param: Some(Cow::Borrowed("model")), ..Self::not_found("model_not_found", message) }
+    }
+
     pub(crate) fn method(message: impl Into<String>) -> Self {
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", Some("method_not_allowed"), message)
     }
@@ -58,6 +71,18 @@ impl ApiError {
     pub(crate) fn too_large(bytes_max: usize) -> Self {
         let message = format!("the body is larger than {bytes_max} bytes");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", Some("body_too_large"), message)
+    }
+
+    /// 408: the body did not arrive.
+    pub(crate) fn too_slow(limit: Duration) -> Self {
+        let message = format!("the body did not arrive within {} s", limit.as_secs());
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", Some("body_too_slow"), message)
+    }
+
+    /// 503: every place of the API is taken by a running request.
+    pub(crate) fn crowded() -> Self {
+        let message = "too many requests run on this node's API at once: try again in a moment";
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", Some("too_many_connections"), message)
     }
 
     pub(crate) fn media_type() -> Self {
@@ -70,7 +95,7 @@ impl ApiError {
         let message = "this Idempotency-Key came with another request before: send a new key with a new request";
         let code = Some("idempotency_key_reused");
         let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_request_error", code, message);
-        Self { param: Some("Idempotency-Key"), ..error }
+        Self { param: Some(Cow::Borrowed("Idempotency-Key")), ..error }
     }
 
     /// 409: the request that came first is still being answered.
@@ -79,7 +104,7 @@ impl ApiError {
             "the request with this Idempotency-Key is still running on this node: ask again when it has ended";
         let code = Some("idempotency_key_running");
         let error = Self::new(StatusCode::CONFLICT, "invalid_request_error", code, message);
-        Self { param: Some("Idempotency-Key"), ..error }
+        Self { param: Some(Cow::Borrowed("Idempotency-Key")), ..error }
     }
 
     /// 409: what is to be ended has ended.

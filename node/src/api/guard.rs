@@ -1,39 +1,103 @@
-//! Who may call: programs on this machine, or whoever has the key; never a web page that a browser here has open.
+//! Who may call: any program of this machine may read and ask models; what administers the node wants the node's key, so that
+//! another user of the machine cannot; and never a web page that a browser here has open.
 //!
 //! A page can make a browser send requests to 127.0.0.1. Such a request carries an `Origin` (or `Sec-Fetch-Site`) of
 //! elsewhere, or, after DNS rebinding, a `Host` that is not this machine's own name; each of these is refused.
 use super::error::ApiError;
+use super::listener::Connection;
+use super::sessions::Sessions;
+use crate::api_key::ApiKey;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
+/// What a route demands of its callers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// Nothing: it holds nothing, or checks its callers itself.
+    Public,
+    /// To be a program of this machine, or to have the key where one is set for all callers.
+    Open,
+    /// The node's key: it changes what the node does, writes, or lets in.
+    Administer,
+}
+
+/// The keys of an API; each of them opens everything.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Keys {
+    /// That of the data directory, for what administers.
+    pub(crate) node: Option<ApiKey>,
+    /// That of `--api-key`: present, nobody may call without one.
+    pub(crate) everyone: Option<ApiKey>,
+}
+
 /// What is demanded of callers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Guard {
-    /// Present: every request but `/healthz` must carry it as a bearer token, and but the page that shows simulations: it
-    /// holds nothing, and asks for the key itself.
-    pub(crate) key: Option<Arc<str>>,
+    keys: Arc<Keys>,
+    /// Pages that were opened by a link of `meshnode open`.
+    pub(crate) sessions: Arc<Sessions>,
 }
 
-pub(crate) async fn check(State(guard): State<Guard>, request: Request, next: Next) -> Response {
-    match guard.admits(request.headers(), request.uri().path()) {
-        Ok(()) => next.run(request).await,
-        Err(error) => {
-            tracing::warn!(path = request.uri().path(), reason = error.message, "refused a request to the local API");
-            error.into_response()
+/// What a request has proved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Caller {
+    /// It came with a key, or from a page that was given one.
+    pub(crate) has_key: bool,
+}
+
+/// Before everything else: no web page of elsewhere; who the caller is.
+pub(crate) async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
+    match guard.origin(request.headers()) {
+        Ok(()) => {
+            let caller = guard.caller(request.headers());
+            request.extensions_mut().insert(caller);
+            next.run(request).await
         }
+        Err(error) => refuse(&request, error),
     }
 }
 
+/// Before a route: what it demands.
+pub(crate) async fn admit(State((guard, access)): State<(Guard, Access)>, request: Request, next: Next) -> Response {
+    let caller = request.extensions().get::<Caller>().copied().unwrap_or(Caller { has_key: false });
+    let reserved = request.extensions().get::<Arc<Connection>>().is_some_and(|c| c.is_reserved());
+    // The last places are reserved for callers with the key: many streams must not lock administration out. What is public is
+    // short, and commands need it first: they ask the node to prove that it knows the key which they found.
+    let admitted = if reserved && !caller.has_key && !matches!(access, Access::Public) {
+        Err(ApiError::crowded())
+    } else {
+        guard.admits(access, caller, request.headers())
+    };
+    match admitted {
+        Ok(()) => next.run(request).await,
+        Err(error) => refuse(&request, error),
+    }
+}
+
+fn refuse(request: &Request, error: ApiError) -> Response {
+    tracing::warn!(path = request.uri().path(), reason = error.message, "refused a request to the local API");
+    error.into_response()
+}
+
 impl Guard {
-    fn admits(&self, headers: &HeaderMap, path: &str) -> Result<(), ApiError> {
+    pub(crate) fn new(keys: Keys) -> Self {
+        Self { keys: Arc::new(keys), sessions: Arc::default() }
+    }
+
+    /// What the node answers to a caller that wants to know whether it has the key.
+    pub(crate) fn proof(&self, address: std::net::SocketAddr, nonce: &str) -> Option<String> {
+        self.keys.node.as_ref().map(|key| key.proof(address, nonce))
+    }
+
+    fn origin(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         let text = |name: header::HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
         let host = text(header::HOST).unwrap_or("");
         // With a key the caller has proved more than a host name can, and the name others know this machine by is not
         // ours to guess.
-        if self.key.is_none() && !is_loopback(host) {
+        if self.keys.everyone.is_none() && !is_loopback(host) {
             return Err(ApiError::forbidden(format!(
                 "the host `{host}` is not this machine: use http://127.0.0.1, or start the node with an --api-key"
             )));
@@ -48,25 +112,36 @@ impl Guard {
         {
             return Err(ApiError::forbidden(format!("web pages may not use this API (sec-fetch-site: {site})")));
         }
-        match &self.key {
-            Some(key) if path != "/healthz" && path != "/" && !path.starts_with("/watch/") => {
-                check_key(key, text(header::AUTHORIZATION))
-            }
-            Some(_) | None => Ok(()),
+        Ok(())
+    }
+
+    fn caller(&self, headers: &HeaderMap) -> Caller {
+        let given = bearer(headers).unwrap_or("");
+        let keys = [&self.keys.node, &self.keys.everyone];
+        let known = keys.into_iter().flatten().any(|key| key.is(given));
+        Caller { has_key: !given.is_empty() && (known || self.sessions.holds(given)) }
+    }
+
+    fn admits(&self, access: Access, caller: Caller, headers: &HeaderMap) -> Result<(), ApiError> {
+        let wanted = match access {
+            Access::Public => false,
+            Access::Open => self.keys.everyone.is_some(),
+            Access::Administer => true,
+        };
+        match (wanted && !caller.has_key, bearer(headers)) {
+            (false, _) => Ok(()),
+            (true, Some(_)) => Err(ApiError::unauthorised("the API key is not this node's")),
+            (true, None) if access == Access::Administer => Err(ApiError::unauthorised(
+                "this administers the node and wants its key: send `Authorization: Bearer KEY`, with the key in `api.key` of the \
+                 node's data directory",
+            )),
+            (true, None) => Err(ApiError::unauthorised("this node wants an API key: send `Authorization: Bearer KEY`")),
         }
     }
 }
 
-fn check_key(key: &str, authorization: Option<&str>) -> Result<(), ApiError> {
-    let Some(given) = authorization.and_then(|a| a.strip_prefix("Bearer ")) else {
-        return Err(ApiError::unauthorised("this node wants an API key: send `Authorization: Bearer KEY`"));
-    };
-    // Hashes of both are compared, so that the time taken tells nothing about the key.
-    if blake3::hash(given.trim().as_bytes()) == blake3::hash(key.as_bytes()) {
-        Ok(())
-    } else {
-        Err(ApiError::unauthorised("the API key is not this node's"))
-    }
+fn bearer(headers: &HeaderMap) -> Option<&str> {
+    headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ").map(str::trim)
 }
 
 /// `127.0.0.1:9470`, `localhost`, `[::1]:80`; any port, because forwarded ports differ.
@@ -97,18 +172,21 @@ mod tests {
         pairs.iter().map(|(k, v)| (k.parse().unwrap(), v.parse().unwrap())).collect()
     }
 
-    fn status(guard: &Guard, pairs: &[(&'static str, &str)], path: &str) -> u16 {
-        guard.admits(&headers(pairs), path).map_or_else(|e| e.status.as_u16(), |()| 200)
+    fn status(guard: &Guard, pairs: &[(&'static str, &str)], access: Access) -> u16 {
+        let headers = headers(pairs);
+        let admitted = guard.origin(&headers).and_then(|()| guard.admits(access, guard.caller(&headers), &headers));
+        admitted.map_or_else(|e| e.status.as_u16(), |()| 200)
     }
 
     #[test]
     fn only_this_machine_and_no_page() {
         let guard = Guard::default();
+        let status = |pairs: &[(&'static str, &str)]| status(&guard, pairs, Access::Open);
         let local = ("host", "127.0.0.1:9470");
-        assert_eq!(status(&guard, &[local], "/v1/models"), 200);
-        assert_eq!(status(&guard, &[("host", "localhost:1")], "/"), 200);
-        assert_eq!(status(&guard, &[("host", "[::1]:9470")], "/"), 200);
-        assert_eq!(status(&guard, &[local, ("origin", "http://127.0.0.1:9470")], "/"), 200);
+        assert_eq!(status(&[local]), 200);
+        assert_eq!(status(&[("host", "localhost:1")]), 200);
+        assert_eq!(status(&[("host", "[::1]:9470")]), 200);
+        assert_eq!(status(&[local, ("origin", "http://127.0.0.1:9470")]), 200);
         for host in [
             "evil.example",
             "evil.example:9470",
@@ -119,28 +197,49 @@ mod tests {
             "10.0.0.1",
             "127.0.0.1:9470:1",
         ] {
-            assert_eq!(status(&guard, &[("host", host)], "/"), 403, "{host}");
+            assert_eq!(status(&[("host", host)]), 403, "{host}");
         }
-        assert_eq!(status(&guard, &[], "/"), 403);
+        assert_eq!(status(&[]), 403);
         for origin in
             ["https://evil.example", "null", "http://127.0.0.1:8000", "http://localhost:9470", "127.0.0.1:9470"]
         {
-            assert_eq!(status(&guard, &[local, ("origin", origin)], "/v1/completions"), 403, "{origin}");
+            assert_eq!(status(&[local, ("origin", origin)]), 403, "{origin}");
         }
-        assert_eq!(status(&guard, &[local, ("sec-fetch-site", "cross-site")], "/"), 403);
-        assert_eq!(status(&guard, &[local, ("sec-fetch-site", "none")], "/"), 200);
+        assert_eq!(status(&[local, ("sec-fetch-site", "cross-site")]), 403);
+        assert_eq!(status(&[local, ("sec-fetch-site", "none")]), 200);
     }
 
     #[test]
     fn a_key_is_demanded_where_there_is_one() {
-        let guard = Guard { key: Some("s3cret".into()) };
+        let everyone = Some(ApiKey::given("s3cret"));
+        let guard = Guard::new(Keys { node: Some(ApiKey::given("node's")), everyone });
         let host = ("host", "box.lan:9470");
-        assert_eq!(status(&guard, &[host], "/v1/models"), 401);
-        assert_eq!(status(&guard, &[host], "/healthz"), 200);
-        assert_eq!(status(&guard, &[host, ("authorization", "Bearer wrong")], "/v1/models"), 401);
-        assert_eq!(status(&guard, &[host, ("authorization", "s3cret")], "/v1/models"), 401);
-        assert_eq!(status(&guard, &[host, ("authorization", "Bearer s3cret")], "/v1/models"), 200);
-        let page = [host, ("authorization", "Bearer s3cret"), ("origin", "https://evil.example")];
-        assert_eq!(status(&guard, &page, "/v1/models"), 403);
+        let bearer = |text| ("authorization", text);
+        for access in [Access::Open, Access::Administer] {
+            assert_eq!(status(&guard, &[host], access), 401);
+            assert_eq!(status(&guard, &[host, bearer("Bearer wrong")], access), 401);
+            assert_eq!(status(&guard, &[host, bearer("s3cret")], access), 401);
+            assert_eq!(status(&guard, &[host, bearer("Bearer s3cret")], access), 200);
+            assert_eq!(status(&guard, &[host, bearer("Bearer node's")], access), 200);
+        }
+        assert_eq!(status(&guard, &[host], Access::Public), 200);
+        let page = [host, bearer("Bearer s3cret"), ("origin", "https://evil.example")];
+        assert_eq!(status(&guard, &page, Access::Open), 403);
+    }
+
+    #[test]
+    fn on_loopback_only_what_administers_wants_the_key_of_the_node() {
+        let guard = Guard::new(Keys { node: Some(ApiKey::given("node's")), everyone: None });
+        let (host, key) = (("host", "127.0.0.1:9470"), ("authorization", "Bearer node's"));
+        // OpenAI's clients always send some key.
+        let any = ("authorization", "Bearer sk-none");
+        assert_eq!(status(&guard, &[host], Access::Open), 200);
+        assert_eq!(status(&guard, &[host, any], Access::Open), 200);
+        assert_eq!(status(&guard, &[host], Access::Administer), 401);
+        assert_eq!(status(&guard, &[host, any], Access::Administer), 401);
+        assert_eq!(status(&guard, &[host, ("authorization", "Bearer ")], Access::Administer), 401);
+        assert_eq!(status(&guard, &[host, key], Access::Administer), 200);
+        // Without any key, no request may administer the node.
+        assert_eq!(status(&Guard::default(), &[host, key], Access::Administer), 401);
     }
 }

@@ -1,13 +1,16 @@
 //! `/api/v1/…`: what the commands ask a running node for. And `/healthz`, `/readyz`, `/metrics` for monitors.
 use super::engine::Engine;
 use super::error::ApiError;
+use super::fields::Field;
 use super::generation::{Figures, Generation, Order, Step};
+use super::guard::Caller;
 use super::openai::{find, find_or_serve};
-use super::request::{MessageBody, Prompt, Settings, chat_prompt};
+use super::request::{self, MessageBody, Prompt, Settings, chat_prompt};
 use super::{App, body, off_thread};
 use crate::handle::{ModelOptions, ModelRef};
 use crate::telemetry::Metrics;
 use crate::transfer::WeightsView;
+use axum::Extension;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -20,7 +23,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 /// Longest life of an invitation: a forgotten one should not be a door for ever.
-const INVITE_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+pub(crate) const INVITE_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Most uses of one invitation: a rack of machines.
 const INVITE_USES_MAX: u32 = 1000;
 
@@ -35,7 +38,7 @@ pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
     let waiting: Vec<Value> = state
         .jobs
         .iter()
-        .filter(|job| matches!(job.state.as_str(), "planning" | "loading" | "degraded"))
+        .filter(|job| matches!(job.state.as_str(), "starting" | "planning" | "loading" | "degraded"))
         .map(|job| json!({"job": job.job, "model": job.model, "state": job.state}))
         .collect();
     let status = if waiting.is_empty() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
@@ -46,7 +49,7 @@ pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
     let metrics = &app.metrics;
     metrics.gauge("info", "What runs here.", &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)], 1.0);
-    for label in ["alive", "suspect", "down", "left"] {
+    for label in ["alive", "suspect", "down", "left", "banned"] {
         let count = state.peers.iter().filter(|p| p.state == label).count();
         metrics.gauge("peers", "Members known, this node included.", &[("state", label)], count as f64);
     }
@@ -95,31 +98,63 @@ pub(crate) async fn jobs<E: Engine>(State(app): State<App<E>>) -> Response {
     Json(app.engine.state().await.jobs).into_response()
 }
 
+const MODEL: &[Field] = &[Field::text("model").required(), Field::object("options"), Field::bool("temporary")];
+
 #[derive(Deserialize)]
 struct ModelBody {
     model: String,
     #[serde(default)]
     options: ModelOptions,
+    /// Of `deploy`: for one run, to be unloaded when nothing uses it any more.
+    #[serde(default)]
+    temporary: bool,
 }
 
-pub(crate) async fn plan<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let wanted: ModelBody = body(request).await?;
+pub(crate) async fn plan<E: Engine>(
+    State(app): State<App<E>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let wanted: ModelBody = body(request, MODEL).await?;
+    // It would tell another user of this machine which files this one has.
+    if wanted.model.contains('/') && !wanted.model.starts_with("hf:") && !caller.has_key {
+        return Err(ApiError::unauthorised(format!(
+            "`{}` is a path: to plan a file of the node's user send the node's key; a model's name needs none",
+            wanted.model
+        )));
+    }
     Ok(Json(app.engine.plan(ModelRef(wanted.model), wanted.options).await?).into_response())
 }
 
 pub(crate) async fn deploy<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let wanted: ModelBody = body(request).await?;
-    let served = app.engine.deploy(ModelRef(wanted.model), wanted.options).await?;
-    Ok(Json(json!({"model": served.name, "context": served.context})).into_response())
+    let wanted: ModelBody = body(request, MODEL).await?;
+    let model = ModelRef(wanted.model);
+    if wanted.temporary {
+        let served = app.engine.deploy_temporarily(model, wanted.options).await?;
+        return Ok(Json(json!({"model": served.name, "context": served.context})).into_response());
+    }
+    let served = app.engine.deploy(model, wanted.options).await?;
+    let others = app.engine.also_served_by(&served.name).await;
+    Ok(Json(json!({"model": served.name, "context": served.context, "also_served_by": others})).into_response())
 }
 
 pub(crate) async fn undeploy<E: Engine>(
     State(app): State<App<E>>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let model = find(&app, Some(&name))?.name;
+    let starting = || app.engine.starting().into_iter().find(|model| model.name == name).map(|model| model.name);
+    let model = find(&app, Some(&name))
+        .map(|model| model.name)
+        .or_else(|_| starting().ok_or_else(|| nothing_to_stop(&app, &name)))?;
     app.engine.undeploy(&model).await?;
     Ok(Json(json!({"model": model, "served": false})))
+}
+
+fn nothing_to_stop<E: Engine>(app: &App<E>, name: &str) -> ApiError {
+    let models = app.engine.models();
+    let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();
+    let served = if names.is_empty() { "no model".to_owned() } else { names.join(", ") };
+    ApiError::no_model(format!("`{name}` is not served by this node, so there is nothing to stop: it serves {served}"))
 }
 
 #[derive(Deserialize)]
@@ -129,13 +164,15 @@ struct InviteBody {
 }
 
 pub(crate) async fn invite<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: InviteBody = body(request).await?;
+    let fields = [Field::long("ttl_s").required(), Field::count("uses").required()];
+    let wanted: InviteBody = body(request, &fields).await?;
     let ttl = Duration::from_secs(wanted.ttl_s);
     if ttl.is_zero() || ttl > INVITE_TTL_MAX {
-        return Err(ApiError::invalid("ttl_s", format!("an invitation lives 1 s to {} s", INVITE_TTL_MAX.as_secs())));
+        let days = INVITE_TTL_MAX.as_secs() / 86_400;
+        return Err(ApiError::invalid("ttl_s", format!("`ttl_s` must be from 1 second to {days} days, in seconds")));
     }
     if !(1..=INVITE_USES_MAX).contains(&wanted.uses) {
-        return Err(ApiError::invalid("uses", format!("an invitation has 1 to {INVITE_USES_MAX} uses")));
+        return Err(ApiError::invalid("uses", format!("`uses` must be from 1 to {INVITE_USES_MAX}")));
     }
     let ticket = app.engine.invite(ttl, wanted.uses).await?;
     Ok(Json(json!({"ticket": ticket, "ttl_s": wanted.ttl_s, "uses": wanted.uses})))
@@ -147,13 +184,12 @@ struct PeerBody {
 }
 
 pub(crate) async fn ban<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: PeerBody = body(request).await?;
-    let (banned, with_it) = app.engine.ban(wanted.peer).await?;
-    Ok(Json(json!({"banned": banned, "with_it": with_it})))
+    let wanted: PeerBody = body(request, &[Field::text("peer").required()]).await?;
+    Ok(Json(json!(app.engine.ban(wanted.peer).await?)))
 }
 
 pub(crate) async fn approve<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: PeerBody = body(request).await?;
+    let wanted: PeerBody = body(request, &[Field::text("peer").required()]).await?;
     app.engine.approve(wanted.peer.clone()).await?;
     Ok(Json(json!({"approved": wanted.peer})))
 }
@@ -164,15 +200,15 @@ struct DrainBody {
 }
 
 pub(crate) async fn drain<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let wanted: DrainBody = body(request).await?;
+    let wanted: DrainBody = body(request, &[Field::bool("on").required()]).await?;
     app.engine.drain(wanted.on);
     Ok(Json(json!({"draining": wanted.on})))
 }
 
 pub(crate) async fn leave<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Json<Value>, ApiError> {
-    let _: Value = body(request).await?; // JSON is demanded here too: a form of a web page cannot send it
+    let _: Value = body(request, &[]).await?; // JSON is demanded here too: a form of a web page cannot send it
     app.engine.leave().await;
-    Ok(Json(json!({"left": true})))
+    Ok(Json(json!({"left": true, "process": crate::process::own()})))
 }
 
 /// `messages`, or `prompt` (text or tokens): with `raw` as it is, else as one user turn where the model has a chat
@@ -190,7 +226,7 @@ struct GenerateBody {
 
 /// Answers in JSON lines: one for the start, one for each token, one for the end or the error.
 pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
-    let wanted: GenerateBody = body(request).await?;
+    let wanted: GenerateBody = body(request, request::BODY).await?;
     let model = find_or_serve(&app, Some(&wanted.model)).await?;
     let for_order = model.clone();
     let (order, templated): (Order, bool) = off_thread(move || {

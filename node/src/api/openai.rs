@@ -3,8 +3,8 @@ use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::generation::{Figures, Generation, Order, Step};
 use super::idempotency::{self, Begun, Fingerprint, Key, Turn};
-use super::request::Body;
-use super::{App, body_bytes, off_thread, parse};
+use super::request::{self, Body};
+use super::{App, body_bytes, fields, off_thread};
 use axum::Json;
 use axum::extract::{Path, Request, State};
 use axum::http::HeaderValue;
@@ -19,15 +19,34 @@ use std::time::Duration;
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 pub(crate) async fn models<E: Engine>(State(app): State<App<E>>) -> Json<Value> {
-    let data: Vec<Value> = app.engine.models().iter().map(model_view).collect();
-    Json(json!({"object": "list", "data": data}))
+    Json(json!({"object": "list", "data": listed(&app).await}))
 }
 
 pub(crate) async fn model<E: Engine>(
     State(app): State<App<E>>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    Ok(Json(model_view(&find(&app, Some(&name))?)))
+    // The name of a served model may be given as the path of its file.
+    let name = find(&app, Some(&name)).map(|model| model.name).or_else(|error| {
+        let starting = app.engine.starting().into_iter().any(|model| model.name == name);
+        if starting { Ok(name) } else { Err(error) }
+    })?;
+    let view = listed(&app).await.into_iter().find(|view| view["id"] == name.as_str());
+    view.map(Json).ok_or_else(|| ApiError::not_found("model_not_found", format!("`{name}` was stopped just now")))
+}
+
+/// What can be asked for: what is served, and after a restart what will be as soon as it is placed; a request for that waits.
+async fn listed<E: Engine>(app: &App<E>) -> Vec<Value> {
+    let jobs = app.engine.state().await.jobs;
+    let state = |name: &str| jobs.iter().find(|job| job.head && job.model == name).map(|job| job.state.clone());
+    // A job is shown by the first name of its model; under another name it is as ready.
+    let served = app.engine.models().into_iter().map(|model| {
+        model_view(&model.name, model.context, model.created, &state(&model.name).unwrap_or_else(|| "ready".into()))
+    });
+    let starting = app.engine.starting().into_iter().map(|model| {
+        model_view(&model.name, model.context, 0, &state(&model.name).unwrap_or_else(|| "starting".into()))
+    });
+    served.chain(starting).collect()
 }
 
 pub(crate) async fn chat<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
@@ -40,18 +59,19 @@ pub(crate) async fn completion<E: Engine>(State(app): State<App<E>>, request: Re
 
 /// The served model of that name; the path (or hub reference) of its file is as good.
 pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served, ApiError> {
-    let name = name.ok_or_else(|| ApiError::invalid("model", "`model` is missing"))?;
+    let name = name.filter(|name| !name.is_empty());
+    let name = name.ok_or_else(|| ApiError::invalid("model", "`model` is missing or empty: name a model"))?;
     let models = app.engine.models();
     let stem = name.strip_suffix(".gguf").and_then(|n| n.rsplit('/').next());
     if let Some(model) = models.iter().find(|m| m.name == name || Some(m.name.as_str()) == stem) {
         return Ok(model.clone());
     }
     let names: Vec<&str> = models.iter().map(|m| m.name.as_str()).collect();
-    let served = if names.is_empty() { "none is".into() } else { format!("served are: {}", names.join(", ")) };
-    Err(ApiError::not_found(
-        "model_not_found",
-        format!("the model `{name}` is not served here ({served}); serve it with `meshnode serve {name}`"),
-    ))
+    let served = match names.as_slice() {
+        [] => "it serves none; `meshnode serve MODEL` adds one".into(),
+        names => format!("it serves {}; `meshnode serve MODEL` adds another", names.join(", ")),
+    };
+    Err(ApiError::no_model(format!("the model `{name}` is not served by this node: {served}")))
 }
 
 /// As [`find`]; a model that is not served but could be is served first. This is how another member takes over the
@@ -59,6 +79,10 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
 pub(crate) async fn find_or_serve<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served, ApiError> {
     match (find(app, name), name) {
         (Err(_), Some(name)) if app.engine.has(name) => Ok(app.engine.serve_on_demand(name).await?),
+        (Err(error), Some(name)) => match app.engine.served_elsewhere(name).await {
+            Some(message) => Err(ApiError { message, ..error }),
+            None => Err(error),
+        },
         (found, _) => found,
     }
 }
@@ -81,7 +105,7 @@ impl Shape {
 async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Result<Response, ApiError> {
     let key = Key::of(request.headers())?;
     let bytes = body_bytes(request).await?;
-    let mut body: Body = parse(&bytes)?;
+    let mut body: Body = fields::read(&bytes, request::BODY)?;
     let (streaming, include_usage) = (body.stream.unwrap_or(false), body.include_usage());
     let mut record = Record::default();
     if let Some(key) = key {
@@ -341,9 +365,9 @@ fn usage(figures: &Figures) -> Value {
     json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
 }
 
-fn model_view(model: &Served) -> Value {
+fn model_view(name: &str, context: u32, created: u64, state: &str) -> Value {
     json!({
-        "id": model.name, "object": "model", "created": model.created, "owned_by": "meshnode",
-        "context_length": model.context,
+        "id": name, "object": "model", "created": created, "owned_by": "meshnode", "context_length": context,
+        "state": state,
     })
 }

@@ -1,6 +1,7 @@
 //! OpenAI's request bodies, read strictly: what this server cannot do is refused by name, never silently ignored.
 use super::engine::Served;
 use super::error::ApiError;
+use super::fields::Field;
 use super::generation::Order;
 use kernels::chat_template::ChatMessage;
 use node_core::message::Sampling;
@@ -13,6 +14,33 @@ const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
 /// What OpenAI's legacy endpoint generates when it is not told.
 const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+
+/// What is checked of [`Body`] before it is parsed.
+pub(crate) const BODY: &[Field] = &[
+    Field::text("model").required(),
+    Field::messages("messages"),
+    Field::prompt("prompt"),
+    Field::bool("stream"),
+    Field::object("stream_options"),
+    Field::long("n"),
+    Field::long("best_of"),
+    Field::bool("echo"),
+    Field::text("suffix"),
+    Field::long("top_logprobs"),
+    Field::number("presence_penalty"),
+    Field::number("frequency_penalty"),
+    Field::texts("modalities"),
+    Field::count("max_tokens"),
+    Field::count("max_completion_tokens"),
+    Field::number("temperature"),
+    Field::number("top_p"),
+    Field::signed("top_k"),
+    Field::number("min_p"),
+    Field::number("repetition_penalty"),
+    Field::signed("seed"),
+    Field::texts("stop"),
+    Field::bool("ignore_eos"),
+];
 
 /// The body of `/v1/chat/completions` and `/v1/completions`; fields that are not here (`user`, `store`, `metadata`, …)
 /// change nothing about the answer and are ignored.
@@ -212,7 +240,7 @@ pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<
     }
     let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
     match model.text.chat(&messages) {
-        Some(Ok(prompt)) => encode(&prompt, model, "messages"),
+        Some(Ok(prompt)) => Ok(prompt),
         Some(Err(error)) => Err(ApiError::invalid("messages", format!("the model's chat template refused: {error}"))),
         None => Err(ApiError::invalid("messages", "this model has no chat template: use /v1/completions")),
     }
@@ -301,15 +329,24 @@ impl Settings {
     fn stops(&self) -> Result<Vec<String>, ApiError> {
         let stops = match &self.stop {
             None => vec![],
+            // How some programs say that there is none.
+            Some(Stop::One(stop)) if stop.is_empty() => vec![],
             Some(Stop::One(stop)) => vec![stop.clone()],
             Some(Stop::Many(stops)) => stops.clone(),
         };
         if stops.len() > STOPS_MAX {
-            return Err(ApiError::invalid("stop", format!("at most {STOPS_MAX} stop strings")));
+            let message = format!("`stop` has {} strings, at most {STOPS_MAX} are allowed", stops.len());
+            return Err(ApiError::invalid("stop", message));
         }
-        match stops.iter().any(|s| s.is_empty() || s.len() > STOP_BYTES_MAX) {
-            true => Err(ApiError::invalid("stop", format!("a stop string has 1 to {STOP_BYTES_MAX} bytes"))),
-            false => Ok(stops),
+        match stops.iter().position(|s| s.is_empty() || s.len() > STOP_BYTES_MAX) {
+            Some(at) => {
+                let found = stops[at].len();
+                Err(ApiError::invalid(
+                    "stop",
+                    format!("`stop[{at}]` has {found} bytes, expected 1 to {STOP_BYTES_MAX}"),
+                ))
+            }
+            None => Ok(stops),
         }
     }
 }

@@ -1,7 +1,9 @@
 //! The API over real HTTP, with a pretended node behind it: words are tokens, and what it generates is written down.
 use super::engine::{Served, Text, Tokens};
 use super::*;
-use crate::handle::{GenerateRequest, JobView, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent};
+use crate::handle::{
+    BanReport, GenerateRequest, JobView, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent,
+};
 use kernels::chat_template::ChatMessage;
 use node_core::output::DoneReason;
 use serde_json::{Value, json};
@@ -12,6 +14,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
+mod access;
+mod idempotency;
+
 /// One token a byte: token = byte.
 struct Bytes;
 
@@ -19,10 +24,10 @@ impl Text for Bytes {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(text.bytes().map(u32::from).collect())
     }
-    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<String, String>> {
+    fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>> {
         Some(match messages.last().map(|m| m.role.as_str()) {
             Some("assistant") => Err("the last turn must be the user's".into()),
-            _ => Ok(messages.iter().map(|m| format!("<{}>{}", m.role, m.content)).collect()),
+            _ => self.encode(&messages.iter().map(|m| format!("<{}>{}", m.role, m.content)).collect::<String>()),
         })
     }
     fn chats(&self) -> bool {
@@ -132,7 +137,7 @@ impl Engine for Pretended {
     }
 
     async fn plan(&self, _: ModelRef, _: ModelOptions) -> Result<PlanReport, NodeError> {
-        Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, missing: 6 }))
+        Err(NodeError::Plan(partitioner::PlanError::Memory { need: 10, offered: 4, missing: 6 }.to_string()))
     }
 
     async fn state(&self) -> StateView {
@@ -142,9 +147,9 @@ impl Engine for Pretended {
             peer_id: "12D3".into(),
             mesh: "m".into(),
             membership_ends: 0,
+            banned: None,
             peers: vec![],
             jobs: self.jobs.lock().unwrap().clone(),
-            grids: vec![],
             waiting: vec![],
             weights: crate::transfer::WeightsView::default(),
             boundary: crate::boundary::BoundaryView::default(),
@@ -159,8 +164,8 @@ impl Engine for Pretended {
         Err(NodeError::NotFound(format!("no peer {peer} waits")))
     }
 
-    async fn ban(&self, peer: String) -> Result<(String, Vec<String>), NodeError> {
-        Ok((peer, vec!["12D3guest".into()]))
+    async fn ban(&self, peer: String) -> Result<BanReport, NodeError> {
+        Ok(BanReport { banned: peer, with_it: vec!["12D3guest".into()], ..BanReport::default() })
     }
 
     fn drain(&self, draining: bool) {
@@ -169,6 +174,9 @@ impl Engine for Pretended {
 
     async fn leave(&self) {}
 }
+
+/// What administers the servers here.
+const KEY: &str = "the key of the node's data directory";
 
 /// Serves `engine` on a free port until dropped.
 struct Server {
@@ -185,6 +193,7 @@ fn start_with_key(engine: Pretended, key: Option<&str>) -> Server {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let api = runtime.block_on(Api::bind("127.0.0.1:0".parse().unwrap(), key.map(str::to_owned))).unwrap();
     let address = api.address().unwrap();
+    let api = api.administered_with(ApiKey::given(KEY));
     runtime.spawn(api.serve(engine.clone(), Metrics::default(), std::future::pending()));
     Server { address, engine, _runtime: runtime }
 }
@@ -195,10 +204,13 @@ impl Server {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let host = if head.contains("Host:") { String::new() } else { format!("Host: {}\r\n", self.address) };
         let media = if head.contains("Content-Type:") { "" } else { "Content-Type: application/json\r\n" };
+        // A test that is about keys brings its own, or an empty one.
+        let key =
+            if head.contains("Authorization:") { String::new() } else { format!("Authorization: Bearer {KEY}\r\n") };
         let (line, rest) = head.split_once("\r\n").unwrap_or((head, ""));
         write!(
             stream,
-            "{line} HTTP/1.1\r\n{host}{media}{rest}Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
+            "{line} HTTP/1.1\r\n{host}{media}{key}{rest}Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
             body.len()
         )
         .unwrap();
@@ -370,6 +382,11 @@ fn what_is_wrong_is_named() {
         (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages"),
         (json!({"messages": [{"role": "assistant", "content": "x"}]}), "messages"),
         (json!({"messages": [{"role": "user", "content": "x".repeat(80)}]}), "messages"),
+        (json!({"messages": [{"content": "x"}]}), "messages[0].role"),
+        (json!({"max_tokens": -1}), "max_tokens"),
+        (json!({"max_tokens": 1e20}), "max_tokens"),
+        (json!({"stream": "yes"}), "stream"),
+        (json!({"model": ""}), "model"),
     ] {
         let (status, answer) = server.post("/v1/chat/completions", chat_body(extra.clone()));
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{extra} gave {answer}");
@@ -377,6 +394,7 @@ fn what_is_wrong_is_named() {
     }
     for extra in [
         json!({"n": 1, "logprobs": false, "tools": [], "user": "me", "response_format": {"type": "text"}}),
+        json!({"stop": ""}),
         json!({"logprobs": null, "stop": null, "temperature": null, "presence_penalty": 0, "stream_options": null}),
         json!({"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]}),
     ] {
@@ -391,6 +409,11 @@ fn what_is_wrong_is_named() {
     assert_eq!(wrong(json!({"prompt": "x"})).0, 400);
     let (status, answer) = wrong(json!({"model": "gpt-4", "prompt": "x"}));
     assert_eq!((status, &answer["error"]["code"]), (404, &json!("model_not_found")));
+    assert_eq!(answer["error"]["param"], "model");
+    let said = answer["error"]["message"].as_str().unwrap();
+    assert!(said.contains("it serves tiny") && !said.contains("serve gpt-4"), "{said}");
+    let (status, _, said) = server.call("DELETE /api/v1/models/nosuch", "");
+    assert!(status == 404 && said.contains("nothing to stop"), "{said}");
 }
 
 #[test]
@@ -409,35 +432,31 @@ fn bodies_that_are_not_json_are_refused() {
     assert_eq!(server.call("POST /v1/completions", &large).0, 413);
 }
 
+/// 400 sockets that send nothing, or half a request, must not keep others out.
 #[test]
-fn a_web_page_cannot_post() {
-    let server = start(Pretended::says("x"));
-    let body = chat_body(json!({})).to_string();
-    let page = "POST /v1/chat/completions\r\nOrigin: https://evil.example\r\n";
-    let (status, _, text) = server.call(page, &body);
-    assert_eq!(status, 403, "{text}");
-    let rebound = "POST /api/v1/leave\r\nHost: evil.example:9470\r\n";
-    assert_eq!(server.call(rebound, "{}").0, 403);
-    assert_eq!(server.call("OPTIONS /v1/chat/completions\r\nOrigin: https://evil.example\r\n", "").0, 403);
-    assert!(server.engine.requests.lock().unwrap().is_empty());
-}
-
-#[test]
-fn other_addresses_need_a_key() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let error = runtime.block_on(Api::bind("0.0.0.0:0".parse().unwrap(), Some(String::new()))).err().unwrap();
-    assert!(error.to_string().contains("--api-key"), "{error}");
-    let server = start_with_key(Pretended::says("x"), Some("k"));
-    assert_eq!(server.call("GET /v1/models", "").0, 401);
-    assert_eq!(server.call("GET /v1/models\r\nAuthorization: Bearer k\r\n", "").0, 200);
-    // Pages have nothing in them before they have asked for it, with the key.
-    for page in ["/", "/watch/12"] {
-        let (status, _, text) = server.call(&format!("GET {page}"), "");
-        assert!(status == 200 && text.contains("<!doctype html>"), "{page}: {status}");
+fn silent_sockets_do_not_keep_others_out_and_streams_are_not_cut() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).expect("800 sockets at once");
+    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+    let body = chat_body(json!({"stream": true})).to_string();
+    let mut stream = server.send("POST /v1/chat/completions", &body);
+    stream.read_exact(&mut [0; 512]).unwrap();
+    let crowd: Vec<TcpStream> = (0..400)
+        .map(|i| {
+            let mut silent = TcpStream::connect(server.address).unwrap();
+            if i % 2 == 0 {
+                silent.write_all(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le").unwrap();
+            }
+            silent
+        })
+        .collect();
+    for _ in 0..5 {
+        assert_eq!(server.call("GET /healthz", "").0, 200);
+        assert_eq!(server.call("GET /api/v1/state", "").0, 200);
     }
-    assert_eq!(server.call("GET /api/v1/state", "").0, 401);
-    let taken = runtime.block_on(Api::bind(server.address, None)).err().unwrap();
-    assert!(taken.to_string().contains("is a node running already"), "{taken}");
+    stream.read_exact(&mut [0; 4096]).expect("the stream goes on");
+    drop(crowd);
 }
 
 #[test]
@@ -458,10 +477,10 @@ fn monitors_and_commands_get_their_answers() {
     assert_eq!(server.post("/api/v1/invite", json!({"ttl_s": 60, "uses": 0})).0, 400);
     assert_eq!(server.post("/api/v1/approve", json!({"peer": "12D3"})).0, 404);
     let (status, banned) = server.post("/api/v1/ban", json!({"peer": "12D3"}));
-    assert_eq!((status, banned), (200, json!({"banned": "12D3", "with_it": ["12D3guest"]})));
+    assert_eq!((status, &banned["banned"], &banned["with_it"]), (200, &json!("12D3"), &json!(["12D3guest"])));
     let (status, answer) = server.post("/api/v1/plan", json!({"model": "tiny"}));
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("no_plan")));
-    assert!(answer["error"]["message"].as_str().unwrap().contains("6 bytes are missing"), "{answer}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("6 B are missing"), "{answer}");
     assert_eq!(server.post("/api/v1/deploy", json!({"model": "other"})).0, 404);
     assert_eq!(server.call("GET /api/v1/state", "").0, 200);
 }
@@ -539,102 +558,4 @@ fn a_model_that_this_node_has_is_served_when_it_is_asked_for() {
     let (status, answer) = server.post("/v1/chat/completions", chat_body(json!({"model": "cached"})));
     assert_eq!((status, &answer["model"]), (200, &json!("cached")), "{answer}");
     assert_eq!(server.call("GET /v1/models/cached", "").0, 404, "only a request for work serves it");
-}
-
-#[test]
-fn a_request_sent_again_with_its_key_gets_the_first_answer() {
-    let server = start(Pretended::says("naïve"));
-    for (path, extra) in [
-        ("/v1/chat/completions", json!({})),
-        ("/v1/chat/completions", json!({"stream": true, "stream_options": {"include_usage": true}})),
-        ("/v1/completions", json!({"messages": null, "prompt": "x", "stream": true})),
-    ] {
-        let (body, key) =
-            (chat_body(extra).to_string(), format!("key-{}", server.engine.requests.lock().unwrap().len()));
-        let before = server.engine.requests.lock().unwrap().len();
-        let first = server.call(&keyed(path, &key), &body);
-        let again = server.call(&keyed(path, &key), &body);
-        assert_eq!((first.0, again.0), (200, 200), "{}", first.2);
-        assert!(
-            again.1.contains("idempotent-replayed: true") && !first.1.contains("idempotent-replayed"),
-            "{}",
-            again.1
-        );
-        assert_eq!(server.engine.requests.lock().unwrap().len(), before + 1, "it ran once");
-        assert_eq!(gist(&first.2), gist(&again.2));
-        let other = server.call(&keyed(path, &key), &body.replacen('{', "{\"user\": \"me\", ", 1));
-        assert_eq!(other.0, 422, "{}", other.2);
-        assert!(other.2.contains("idempotency_key_reused"), "{}", other.2);
-    }
-}
-
-/// Id, text, reasons and counts of an answer, whole or in chunks.
-fn gist(text: &str) -> (String, String, Vec<Value>) {
-    let chunks: Vec<Value> =
-        text.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("data: ").unwrap_or(l)).ok()).collect();
-    let choice = |c: &Value| c["choices"][0].clone();
-    let words = |c: &Value| {
-        let choice = choice(c);
-        let places = [&choice["delta"]["content"], &choice["message"]["content"], &choice["text"]];
-        places.iter().find_map(|p| p.as_str()).unwrap_or_default().to_owned()
-    };
-    let rest = chunks.iter().flat_map(|c| [choice(c)["finish_reason"].clone(), c["usage"].clone()]);
-    let id = chunks[0]["id"].as_str().unwrap().to_owned();
-    (id, chunks.iter().map(words).collect(), rest.filter(|v| !v.is_null()).collect())
-}
-
-#[test]
-fn a_key_is_taken_while_its_request_runs_and_free_when_its_client_is_gone() {
-    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
-    let body = chat_body(json!({"stream": true})).to_string();
-    let mut connection = server.send(&keyed("/v1/chat/completions", "k"), &body);
-    connection.read_exact(&mut [0; 512]).unwrap();
-    let (status, head, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
-    assert_eq!(status, 409, "{text}");
-    assert!(head.contains("retry-after: 1") && text.contains("idempotency_key_running"), "{head}\n{text}");
-    drop(connection);
-    wait_until_idle(&server.engine);
-    wait_until(|| {
-        let mut connection = server.send(&keyed("/v1/chat/completions", "k"), &body);
-        let mut start = [0; 12];
-        connection.read_exact(&mut start).unwrap();
-        start.ends_with(b"200")
-    });
-}
-
-#[test]
-fn a_request_that_failed_may_be_sent_again() {
-    let server = start(Pretended { done: DoneReason::Failed("a stage died".into()), ..Pretended::says("abc") });
-    for stream in [false, true, false] {
-        let body = chat_body(json!({"stream": stream})).to_string();
-        let (_, _, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
-        assert!(text.contains("a stage died"), "{text}");
-    }
-    assert_eq!(server.engine.requests.lock().unwrap().len(), 3);
-}
-
-#[test]
-fn the_key_is_the_seed_on_every_node_unless_the_client_chose_one() {
-    let seed = |key: &str, extra: Value| {
-        let server = start(Pretended::says("x"));
-        assert_eq!(server.call(&keyed("/v1/chat/completions", key), &chat_body(extra).to_string()).0, 200);
-        let requests = server.engine.requests.lock().unwrap();
-        requests[0].sampling.seed
-    };
-    assert_eq!(seed("a", json!({})), seed("a", json!({"user": "me"})));
-    assert_ne!(seed("a", json!({})), seed("b", json!({})));
-    assert_eq!(seed("a", json!({"seed": 5})), 5);
-}
-
-#[test]
-fn keys_that_are_none_are_refused() {
-    let server = start(Pretended::says("x"));
-    let body = chat_body(json!({})).to_string();
-    let long = "k".repeat(256);
-    for key in ["", "two words", "schlüssel", long.as_str(), "a\r\nIdempotency-Key: b"] {
-        let (status, _, text) = server.call(&keyed("/v1/chat/completions", key), &body);
-        assert_eq!(status, 400, "{key}: {text}");
-        assert!(text.contains("Idempotency-Key"), "{text}");
-    }
-    assert!(server.engine.requests.lock().unwrap().is_empty());
 }

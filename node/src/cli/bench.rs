@@ -4,18 +4,23 @@ use super::model::fetch;
 use super::progress::Spinner;
 use super::table::{render, row};
 use super::{Failure, Global, answer, remark};
+use crate::config::UpOptions;
 use serde_json::{Value, json};
+use std::path::PathBuf;
 
 mod grid;
 mod net;
+mod sampler;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
   meshnode bench decode                    tokens per second, and their share of what the memory gives
   meshnode bench decode --threads 1 --json
+  meshnode bench device --device cuda:0    what a node would tell the mesh about this GPU
   meshnode bench lbm --json                cell updates per second of a fluid, and their share of a copy's bandwidth
   meshnode bench life --threads 2
+  meshnode bench sampler                   milliseconds to choose a token from a vocabulary
   meshnode bench net                       the data plane over this machine's loopback")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
@@ -26,10 +31,14 @@ pub(super) struct BenchArgs {
 enum Bench {
     /// Decode and prefill speed of a model on this machine's processor
     Decode(DecodeArgs),
+    /// Speed of a device by the kernels that stages run, and the memory a node would offer: what plans are made with
+    Device(DeviceArgs),
     /// Fluids by the lattice Boltzmann method on this machine's processor
     Lbm(grid::LbmArgs),
     /// Life on this machine's processor
     Life(grid::LifeArgs),
+    /// Time to choose a token from the logits, by vocabulary and settings, on one core
+    Sampler(sampler::SamplerArgs),
     /// Round trip and throughput of the data plane between two endpoints on this machine
     Net,
 }
@@ -50,6 +59,7 @@ struct DecodeArgs {
 pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
     match &args.what {
         Bench::Decode(decode) => bench_decode(global, decode),
+        Bench::Device(device) => bench_device(global, device),
         Bench::Lbm(lbm) => {
             let spinner = Spinner::new("measuring");
             let figures = grid::lbm(lbm).map_err(Failure::failed)?;
@@ -64,6 +74,13 @@ pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
             answer(global, &figures, grid::life_text);
             Ok(())
         }
+        Bench::Sampler(args) => {
+            let spinner = Spinner::new("measuring");
+            let figures = sampler::measure(args).map_err(Failure::failed)?;
+            drop(spinner);
+            answer(global, &figures, sampler::text);
+            Ok(())
+        }
         Bench::Net => {
             let spinner = Spinner::new("measuring");
             let figures = net::measure()?;
@@ -74,10 +91,31 @@ pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
     }
 }
 
+#[derive(Debug, clap::Args)]
+struct DeviceArgs {
+    /// auto, cpu, cuda[:i] or vulkan[:i]
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
+    device: String,
+    /// Compute threads of the processor [default: one per core]
+    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = super::model::threads)]
+    threads: Option<usize>,
+}
+
+fn bench_device(global: &Global, args: &DeviceArgs) -> Result<(), Failure> {
+    let spinner = Spinner::new(format!("measuring {}", args.device));
+    let nowhere = UpOptions::solo(PathBuf::new(), PathBuf::new());
+    let options = UpOptions { device: args.device.clone(), threads: args.threads, ..nowhere };
+    let figures = crate::measure::device(&options).map_err(Failure::failed)?;
+    drop(spinner);
+    answer(global, &figures, crate::measure::device_text);
+    Ok(())
+}
+
 fn bench_decode(global: &Global, args: &DecodeArgs) -> Result<(), Failure> {
     let path = fetch(global, &args.model)?;
     let spinner = Spinner::new("measuring");
-    let figures = crate::measure::decode(&path, args.threads, args.tokens as usize).map_err(Failure::failed)?;
+    let figures = crate::measure::decode(&path, args.threads.or(global.file.threads), args.tokens as usize)
+        .map_err(Failure::failed)?;
     drop(spinner);
     answer(global, &figures, crate::measure::decode_text);
     Ok(())
@@ -89,14 +127,15 @@ Examples:
   meshnode selftest
   meshnode selftest --device cuda --json")]
 pub(super) struct SelftestArgs {
-    /// auto, cpu, cuda[:i] or vulkan[:i]
-    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
-    device: String,
+    /// auto, cpu, cuda[:i] or vulkan[:i] [default: auto]
+    #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = super::model::device)]
+    device: Option<String>,
 }
 
 pub(super) fn selftest(global: &Global, args: &SelftestArgs) -> Result<(), Failure> {
-    let spinner = Spinner::new(format!("testing {}", args.device));
-    let (device, checks) = crate::measure::selftest(&args.device).map_err(Failure::failed)?;
+    let wanted = args.device.as_deref().or(global.file.device.as_deref()).unwrap_or("auto");
+    let spinner = Spinner::new(format!("testing {wanted}"));
+    let (device, checks) = crate::measure::selftest(wanted).map_err(Failure::failed)?;
     drop(spinner);
     let failed = checks.iter().filter(|c| c["ok"] != true).count();
     let value = json!({"device": device.to_string(), "ok": failed == 0, "checks": checks});

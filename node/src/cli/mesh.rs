@@ -1,11 +1,18 @@
 //! Commands that ask a running node about its mesh or tell it something: thin clients of `/api/v1`.
-use super::plan::{stages, standbys};
+use super::interrupt::GLANCE;
+use super::plan::{layers, stages, standbys};
 use super::table::{render, row};
 use super::{Failure, Global, answer, remark, say};
+use crate::api::INVITE_TTL_MAX;
 use crate::config::{Size, parse_duration};
+use crate::process::Process;
+use crate::views::count;
 use serde_json::{Value, json};
 use std::fmt::Write;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// How long `leave` waits for the process to end: running requests have ten seconds, then it says goodbye.
+const LEAVE_MAX: Duration = Duration::from_secs(20);
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -15,11 +22,24 @@ Examples:
   ssh other meshnode join $(meshnode invite)")]
 pub(super) struct InviteArgs {
     /// How long the ticket is good for: 90s, 15m, 1h, 7d
-    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = lifetime)]
     ttl: Duration,
     /// How many machines may join with it
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     uses: u32,
+}
+
+/// With its unit: 5 could be minutes or days.
+fn lifetime(text: &str) -> Result<Duration, String> {
+    let text = text.trim();
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("`{text}` has no unit: write {text}s, {text}m, {text}h or {text}d"));
+    }
+    let span = parse_duration(text)?;
+    match (1..=INVITE_TTL_MAX.as_secs()).contains(&span.as_secs()) {
+        true => Ok(span),
+        false => Err(format!("expected 1s to {}d", INVITE_TTL_MAX.as_secs() / 86_400)),
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -40,9 +60,9 @@ Examples:
   meshnode ban 12D3KooWQ…         by its PeerId
 
 The ban reaches all members within a second, those that are away when they come back. The key of the mesh is changed, and
-the banned are not told the new one. Whoever joined by a ticket of the banned member is out with it: invite them again.
-There is no way back for the banned key; its machine can join anew with a ticket and a fresh --data-dir. Of two members
-that ban each other the first one's word holds, and the founder's before all others'.")]
+the banned do not get the new one. Nodes that joined by a ticket of the banned member are banned with it: invite them again.
+Tickets that members made before the ban are void. The banned key stays banned; its machine can join again with a new ticket
+and a fresh --data-dir. Of two members that ban each other the first one's ban holds, and the founder's before all others.")]
 pub(super) struct BanArgs {
     /// Name, id or PeerId of a member; PeerId of one that is away
     peer: String,
@@ -61,22 +81,64 @@ pub(super) struct DrainArgs {
     off: bool,
 }
 
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  meshnode peers          members of the mesh
+  meshnode peers --all    and those that left
+
+With --json all of them, each with its `state`.")]
+pub(super) struct PeersArgs {
+    /// Show members that left, too
+    #[arg(long)]
+    all: bool,
+}
+
 pub(super) fn drain(global: &Global, args: &DrainArgs) -> Result<(), Failure> {
-    let value = global.client().post("/api/v1/drain", &json!({"on": !args.off}))?;
+    let value = global.client()?.post("/api/v1/drain", &json!({"on": !args.off}))?;
     let text = if args.off { "the node takes work again" } else { "the node takes no new work; what runs goes on" };
     answer(global, &value, |_| text.into());
     Ok(())
 }
 
 pub(super) fn leave(global: &Global) -> Result<(), Failure> {
-    let value = global.client().post("/api/v1/leave", &json!({}))?;
-    answer(global, &value, |_| "the node says goodbye and ends".into());
+    let value = global.client()?.post("/api/v1/leave", &json!({}))?;
+    let process: Option<Process> = serde_json::from_value(value["process"].clone()).ok();
+    // Of a node on another machine nothing is known of its process.
+    let here = global.api().is_none_or(|api| super::model::is_local(&api));
+    let Some(process) = process.filter(|_| here) else {
+        answer(global, &value, |_| "the node is leaving the mesh; its process will exit".into());
+        return Ok(());
+    };
+    let end = Instant::now() + LEAVE_MAX;
+    while process.runs() {
+        if Instant::now() > end {
+            let (pid, seconds) = (process.pid, LEAVE_MAX.as_secs());
+            return Err(Failure::failed(format!(
+                "the node is leaving the mesh, but its process {pid} still runs after {seconds} s: it may be finishing requests; see its log"
+            )));
+        }
+        std::thread::sleep(GLANCE);
+    }
+    answer(global, &json!({"left": true}), |_| "the node has left the mesh, and its process has ended".into());
+    Ok(())
+}
+
+pub(super) fn open(global: &Global) -> Result<(), Failure> {
+    let client = global.client()?;
+    let value = client.post("/api/v1/open", &json!({}))?;
+    let url = format!("{}/#{}", client.base(), string(&value["fragment"]));
+    if !global.json {
+        let minutes = value["seconds"].as_u64().unwrap_or(0) / 60;
+        remark(format!("open this link in a browser; it works once, within {minutes} minutes:"));
+    }
+    answer(global, &json!({"url": url, "seconds": value["seconds"]}), |v| string(&v["url"]).to_owned());
     Ok(())
 }
 
 pub(super) fn invite(global: &Global, args: &InviteArgs) -> Result<(), Failure> {
     let body = json!({"ttl_s": args.ttl.as_secs(), "uses": args.uses});
-    let value = global.client().post("/api/v1/invite", &body)?;
+    let value = global.client()?.post("/api/v1/invite", &body)?;
     if !global.json {
         remark("on the other machine: meshnode join TICKET, with this ticket:");
     }
@@ -85,38 +147,47 @@ pub(super) fn invite(global: &Global, args: &InviteArgs) -> Result<(), Failure> 
 }
 
 pub(super) fn approve(global: &Global, args: &ApproveArgs) -> Result<(), Failure> {
-    let value = global.client().post("/api/v1/approve", &json!({"peer": args.peer}))?;
+    let value = global.client()?.post("/api/v1/approve", &json!({"peer": args.peer}))?;
     answer(global, &value, |_| format!("{} may join", args.peer));
     Ok(())
 }
 
 pub(super) fn ban(global: &Global, args: &BanArgs) -> Result<(), Failure> {
-    let value = global.client().post("/api/v1/ban", &json!({"peer": args.peer}))?;
+    let value = global.client()?.post("/api/v1/ban", &json!({"peer": args.peer}))?;
+    if let Some(warning) = value["warning"].as_str() {
+        remark(format!("warning: {warning}"));
+    }
     answer(global, &value, |v| {
         let mut text = format!("{} is banned, and the key of the mesh is changed", string(&v["banned"]));
         for guest in list(&v["with_it"]) {
-            let _ = write!(text, "\nout with it, because it was invited by it: {}", string(guest));
+            let _ = write!(text, "\nbanned with it, because it invited that node: {}", string(guest));
+        }
+        for ticket in list(&v["void_tickets"]) {
+            let _ = write!(text, "\nvoid, because the banned may know it: {}", string(ticket));
         }
         text
     });
     Ok(())
 }
 
-pub(super) fn status(global: &Global) -> Result<(), Failure> {
-    let state = global.client().get("/api/v1/state")?;
-    answer(global, &state, status_text);
+pub(super) fn status(global: &Global, args: &PeersArgs) -> Result<(), Failure> {
+    let state = global.client()?.get("/api/v1/state")?;
+    answer(global, &state, |state| status_text(state, args.all));
     let degraded = list(&state["jobs"]).any(|j| j["state"] == "degraded");
     if degraded { Err(Failure::failed("a job is degraded: see `meshnode jobs`")) } else { Ok(()) }
 }
 
-pub(super) fn peers(global: &Global) -> Result<(), Failure> {
-    let peers = global.client().get("/api/v1/peers")?;
-    answer(global, &peers, peers_text);
+pub(super) fn peers(global: &Global, args: &PeersArgs) -> Result<(), Failure> {
+    let state = global.client()?.get("/api/v1/state")?;
+    if let Some(notice) = state["banned"].as_str() {
+        remark(notice);
+    }
+    answer(global, &state["peers"], |peers| peers_text(peers, args.all));
     Ok(())
 }
 
 pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
-    let client = global.client();
+    let client = global.client()?;
     let (jobs, simulations) = (client.get("/api/v1/jobs")?, client.get("/api/v1/grids")?);
     if global.json {
         let all: Vec<&Value> = list(&jobs).chain(list(&simulations)).collect();
@@ -129,7 +200,7 @@ pub(super) fn jobs(global: &Global) -> Result<(), Failure> {
     Ok(())
 }
 
-fn status_text(state: &Value) -> String {
+fn status_text(state: &Value, all: bool) -> String {
     let cache = |of: &str| Size(state["weights"][of].as_u64().unwrap_or(0));
     let mut text = render(&[
         row(["node", string(&state["name"])]),
@@ -138,7 +209,7 @@ fn status_text(state: &Value) -> String {
         row(["mesh", string(&state["mesh"])]),
         vec!["weights cache".to_owned(), format!("{} of {}", cache("cache_used"), cache("cache_limit"))],
     ]);
-    let _ = write!(text, "\n{}", peers_text(&state["peers"]));
+    let _ = write!(text, "\n{}", peers_text(&state["peers"], all));
     if list(&state["jobs"]).next().is_some() {
         let _ = write!(text, "\n{}", jobs_text(&state["jobs"]));
     }
@@ -146,14 +217,16 @@ fn status_text(state: &Value) -> String {
     for transfer in list(&state["weights"]["transfers"]) {
         let _ = writeln!(
             text,
-            "\nfetching {} layers {}..{}: {} of {} from {} peers",
+            "\nfetching {}, layers {}: {} of {} from {}",
             string(&transfer["model"]),
-            transfer["first_layer"],
-            transfer["end_layer"],
+            layers(transfer),
             bytes(&transfer["bytes_done"]),
             bytes(&transfer["bytes_total"]),
-            transfer["peers"]
+            count(transfer["peers"].as_u64().unwrap_or(0) as usize, "peer"),
         );
+    }
+    if let Some(notice) = state["banned"].as_str() {
+        let _ = writeln!(text, "\n{notice}");
     }
     if let Some(advice) = state["membership_ends"].as_u64().and_then(crate::renewal::advice) {
         let _ = writeln!(text, "\n{advice}");
@@ -164,13 +237,18 @@ fn status_text(state: &Value) -> String {
     text
 }
 
-fn peers_text(peers: &Value) -> String {
-    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "FREE", "OF", "RTT", "LINK", "NODE"])];
-    for peer in list(peers) {
+/// Members that left are shown only with `all`: nothing is to be done about them.
+fn peers_text(peers: &Value, all: bool) -> String {
+    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "DECODE", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
+    for peer in list(peers).filter(|peer| all || peer["state"] != "left") {
         let mut state = string(&peer["state"]).to_owned();
         if peer["draining"] == true {
             state.push_str(", draining");
         }
+        let memory = |of: &str| match (string(&peer["state"]), peer[of].as_u64()) {
+            ("banned", _) | (_, None) => "–".into(),
+            (_, Some(bytes)) => Size(bytes).to_string(),
+        };
         let rtt = match (peer["this_node"] == true, peer["rtt_ms"].as_f64()) {
             (true, _) => "this node".into(),
             (false, Some(millis)) => format!("{millis:.2} ms"),
@@ -180,8 +258,10 @@ fn peers_text(peers: &Value) -> String {
             string(&peer["name"]).to_owned(),
             state,
             string(&peer["device"]).to_owned(),
-            Size(peer["memory_free"].as_u64().unwrap_or(0)).to_string(),
-            Size(peer["memory_total"].as_u64().unwrap_or(0)).to_string(),
+            crate::measure::per_second(peer["bytes_per_second"].as_u64(), "B"),
+            crate::measure::per_second(peer["flops_per_second"].as_u64(), "FLOP"),
+            memory("memory_free"),
+            memory("memory_total"),
             rtt,
             peer["link_bytes_per_second"].as_u64().map_or_else(|| "–".into(), |bytes| format!("{}/s", Size(bytes))),
             string(&peer["node"]).chars().take(12).collect(),
@@ -196,15 +276,27 @@ fn jobs_text(jobs: &Value) -> String {
     }
     list(jobs)
         .map(|job| {
-            let role = if job["head"] == true { "headed here" } else { "headed elsewhere" };
+            let role = match (job["head"] == true, job["coordinator"].as_str()) {
+                (true, _) => "coordinated here".to_owned(),
+                (false, Some(coordinator)) => format!("coordinated by {coordinator}"),
+                (false, None) => "coordinated by another node".to_owned(),
+            };
+            let figures = match (job["context"].as_u64(), job["sequences"].as_u64()) {
+                (Some(context), Some(sequences)) => {
+                    format!(", context {context}, {}", count(sequences as usize, "sequence"))
+                }
+                _ => String::new(),
+            };
+            let reason = job["reason"].as_str().map_or_else(String::new, |reason| format!("  {reason}\n"));
+            let has_stages = list(&job["stages"]).next().is_some();
             format!(
-                "{} {} ({role}, epoch {}, {} running, {} queued)\n{}{}{}",
+                "{} {} ({role}{figures}, epoch {}, {} running, {} queued)\n{reason}{}{}{}",
                 string(&job["model"]),
                 string(&job["state"]),
                 job["epoch"],
                 job["running"],
                 job["queued"],
-                stages(&job["stages"]),
+                if has_stages { stages(&job["stages"]) } else { String::new() },
                 standbys(&job["standbys"]),
                 moved(&job["moved"]),
             )
@@ -213,17 +305,21 @@ fn jobs_text(jobs: &Value) -> String {
         .join("\n")
 }
 
-/// Simulations submitted to the node, one a line.
+/// Simulations in which the node has a part, one a line.
 fn simulations_text(simulations: &Value) -> String {
-    let mut rows = vec![row(["SIMULATION", "NAME", "STATE", "STEP", "SPEED", "TILES"])];
+    let mut rows = vec![row(["SIMULATION", "NAME", "STATE", "STEP", "SPEED", "TILES", "ROLE", "COORDINATOR"])];
     for job in list(simulations) {
+        // The coordinator knows all tiles, others the ones that they hold.
+        let tiles = list(&job["tiles"]).chain(list(&job["held"])).count();
         rows.push(vec![
             string(&job["job"]).to_owned(),
             string(&job["name"]).to_owned(),
             string(&job["state"]).to_owned(),
             format!("{} of {}", job["step"], job["steps"]),
-            format!("{:.1} M cells/s", job["mlups"].as_f64().unwrap_or(0.0)),
-            list(&job["tiles"]).count().to_string(),
+            job["mlups"].as_f64().map_or_else(|| "–".into(), |speed| format!("{speed:.1} M cells/s")),
+            tiles.to_string(),
+            string(&job["role"]).to_owned(),
+            string(&job["coordinator"]["name"]).to_owned(),
         ]);
     }
     let mut text = if rows.len() == 1 { String::new() } else { format!("\n{}", render(&rows)) };
@@ -244,7 +340,7 @@ fn moved(moved: &Value) -> String {
         return String::new();
     }
     format!(
-        "moved here for {:.2} ms a token instead of {:.2}: {} of weights, {} of them from peers\n",
+        "moved here for {:.2} ms/token instead of {:.2}: {} of weights, {} of them from peers\n",
         ms("after_ms"),
         ms("before_ms"),
         bytes("moved_bytes"),
@@ -258,4 +354,25 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 
 fn string(value: &Value) -> &str {
     value.as_str().unwrap_or("?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_degraded_model_shows_why() {
+        let job = json!({"model": "tiny", "state": "degraded", "head": true, "epoch": 3, "running": 0, "queued": 2,
+            "reason": "no plan fits: 12 MiB are missing"});
+        let text = jobs_text(&json!([job]));
+        assert!(text.contains("tiny degraded (coordinated here"), "{text}");
+        assert!(text.contains("no plan fits: 12 MiB are missing"), "{text}");
+    }
+
+    #[test]
+    fn nodes_that_left_are_listed_on_request() {
+        let peers = json!([{"name": "here", "state": "alive"}, {"name": "gone", "state": "left"}]);
+        assert!(!peers_text(&peers, false).contains("gone"));
+        assert!(peers_text(&peers, true).contains("gone"));
+    }
 }

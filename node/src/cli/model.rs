@@ -3,8 +3,10 @@ use super::interrupt::{GLANCE, Interrupts, remove_at_end};
 use super::progress::{Bar, Spinner};
 use super::{Failure, Global, answer, remark};
 use crate::api::Api;
-use crate::client::{Client, ClientError};
+use crate::api_key::{Announced, ApiKey};
+use crate::client::{Client, ClientError, Key};
 use crate::config::{Size, UpOptions};
+use crate::folders::Folders;
 use crate::pull::{self, Sources};
 use crate::telemetry::Metrics;
 use serde_json::{Value, json};
@@ -19,7 +21,7 @@ Examples:
 
 A fetch that was broken off goes on where it stopped. HF_TOKEN opens private files, HF_ENDPOINT names a mirror.")]
 pub(super) struct PullArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or a path
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with model.safetensors
     model: String,
 }
 
@@ -32,7 +34,7 @@ pub(super) fn pull(global: &Global, args: &PullArgs) -> Result<(), Failure> {
 
 /// The file of a model, fetched if need be.
 pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
-    let models_dir = global.models_dir(&global.config()?);
+    let models_dir = global.models_dir();
     if let Some(path) = pull::locate(model, &models_dir) {
         return Ok(path);
     }
@@ -42,7 +44,7 @@ pub(super) fn fetch(global: &Global, model: &str) -> Result<PathBuf, Failure> {
 /// A model and how to run it.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct ModelArgs {
-    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file
+    /// smollm2-135m, hf:OWNER/REPO/FILE, or the path of a .gguf file or of a folder with model.safetensors
     pub(super) model: String,
     /// How activations enter matrix products on CPUs: int8 is fast, f32 is strict [default: as served, else int8]
     #[arg(long, value_enum, value_name = "KIND")]
@@ -77,7 +79,7 @@ pub(super) struct ComputeArgs {
     /// auto, cpu, cuda[:i] or vulkan[:i] [default: auto]
     #[arg(long, value_name = "DEVICE", env = "MESHNODE_DEVICE", value_parser = device)]
     pub(super) device: Option<String>,
-    /// Most memory for weights, caches and scratch, as in 200MiB or 4G [default: most of what is free]
+    /// Most memory for weights, caches and scratch, as in 200MiB or 4G [default: three quarters of the machine's free memory, or all but 1 GiB of a GPU's]
     #[arg(long, value_name = "SIZE", env = "MESHNODE_MEMORY")]
     pub(super) memory: Option<Size>,
     /// Compute threads [default: one per core]
@@ -129,11 +131,12 @@ impl ModelArgs {
 
     /// POSTs the model to `path` (`plan` or `deploy`). The node looks for it by name among what it serves and in its own
     /// cache; where it is not there, it is fetched here, and named by the path of its file if that is another cache.
-    pub(super) fn post(&self, global: &Global, client: &Client, path: &str) -> Result<Value, Failure> {
+    pub(super) fn post(&self, global: &Global, client: &Client, path: &str, temporary: bool) -> Result<Value, Failure> {
         let by_path = self.model.contains('/') && !self.model.starts_with("hf:") || self.model.ends_with(".gguf");
+        let body = |model: &str| json!({"model": model, "options": self.options(), "temporary": temporary});
         let post = |model: &str| {
-            let _spinner = Spinner::new(format!("{path} {}", self.model));
-            match client.post(path, &json!({"model": model, "options": self.options()})) {
+            let _spinner = Spinner::new(format!("{} {}", path.rsplit('/').next().unwrap_or(path), self.model));
+            match client.post(path, &body(model)) {
                 Err(ClientError::Refused { status: 404, .. }) => Ok(None),
                 other => other.map(Some),
             }
@@ -146,7 +149,7 @@ impl ModelArgs {
         if !by_path && let Some(answer) = post(&self.model)? {
             return Ok(answer);
         }
-        Ok(client.post(path, &json!({"model": file.to_string_lossy(), "options": self.options()}))?)
+        Ok(client.post(path, &body(&file.to_string_lossy()))?)
     }
 }
 
@@ -161,6 +164,7 @@ struct OwnNode {
     /// Taken when it ends.
     runtime: Option<tokio::runtime::Runtime>,
     running: crate::node::Running,
+    _announced: Option<Announced>,
     _data_dir: tempfile::TempDir,
 }
 
@@ -174,18 +178,18 @@ impl Drop for OwnNode {
 }
 
 impl Service {
-    /// Finds a node, or starts one, and POSTs the model to `path`. A signal ends this at any moment.
+    /// Finds a node, or starts one, and POSTs the model to `path`; `temporary`: for one run. A signal ends this at any moment.
     pub(super) fn ask(
         interrupts: &Interrupts,
         global: &Global,
         args: &ModelArgs,
         own_address: Option<SocketAddr>,
-        path: &'static str,
+        (path, temporary): (&'static str, bool),
     ) -> Result<(Self, Value), Failure> {
         let (global, args) = (global.clone(), args.clone());
         interrupts.during(move || {
             let service = Self::find(&global, &args.compute, own_address, Some(&args.model))?;
-            let answer = args.post(&global, &service.client, path)?;
+            let answer = args.post(&global, &service.client, path, temporary)?;
             Ok((service, answer))
         })
     }
@@ -198,14 +202,14 @@ impl Service {
         own_address: Option<SocketAddr>,
         model: Option<&str>,
     ) -> Result<Self, Failure> {
-        let client = global.client();
+        let client = global.client()?;
         if client.listens() {
             for option in compute.given() {
                 remark(format!("{option} is left out: the node on {} runs already, with its own", client.base()));
             }
             return Ok(Self { address: client.base().to_owned(), client, own: None });
         }
-        let elsewhere = global.api.as_deref().is_some_and(|api| !is_local(api));
+        let elsewhere = global.api().is_some_and(|api| !is_local(&api));
         if elsewhere {
             return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
         }
@@ -234,34 +238,52 @@ impl Service {
     }
 
     fn start(global: &Global, compute: &ComputeArgs, address: Option<SocketAddr>) -> Result<Self, Failure> {
-        remark(format!("no node listens on {}: starting one in this process, alone", global.client().base()));
-        let file = global.config()?;
+        remark(format!("no node listens on {}: starting one in this process, alone", global.client()?.base()));
+        let file = &global.file;
         let data_dir = tempfile::Builder::new()
             .prefix("meshnode-solo-")
             .tempdir()
             .map_err(|e| Failure::failed(format!("cannot make a temporary directory: {e}")))?;
         remove_at_end(data_dir.path());
-        let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir(&file));
-        options.cache_bytes = global.cache_bytes(&file);
-        options.device = compute.device.clone().or(file.device).unwrap_or(options.device);
+        let mut options = UpOptions::solo(data_dir.path().to_owned(), global.models_dir());
+        options.cache_bytes = global.cache_bytes();
+        options.device = compute.device.clone().or_else(|| file.device.clone()).unwrap_or(options.device);
         options.memory = compute.memory.or(file.memory).map(|s| s.0);
         options.threads = compute.threads.or(file.threads);
         let runtime = super::up::runtime()?;
         let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
         // Callers of a private API on a free port need no key; where one is set it protects the public one.
-        let key = address.and(global.api_key.clone());
-        let api = runtime.block_on(Api::bind(address.unwrap_or(any), key.clone()))?;
+        let public = address.is_some();
+        let everyone = address.and(global.api_key());
+        let api = runtime.block_on(Api::bind(address.unwrap_or(any), everyone))?;
+        let key = ApiKey::load_or_create(data_dir.path()).map_err(Failure::failed)?;
+        let folders = Folders::new(data_dir.path(), file.output_dirs.clone().unwrap_or_default());
+        let api = api.administered_with(key.clone()).writing_below(folders);
         let address = api.address().map_err(Failure::failed)?;
         let (handle, running) = runtime.block_on(crate::node::start(options))?;
+        handle.listens_on(address);
         runtime.spawn(api.serve(handle, Metrics::default(), std::future::pending()));
-        let client = Client::new(Some(&address.to_string()), key);
+        // Other commands are to find a node on the usual address.
+        let announced = public.then(|| Announced::new(address, data_dir.path())).flatten();
+        let client = Client::new(Some(&local(address).to_string()), Key::Given(key.as_str().to_owned()));
         let address = client.base().to_owned();
-        Ok(Self { client, address, own: Some(OwnNode { runtime: Some(runtime), running, _data_dir: data_dir }) })
+        let own = OwnNode { runtime: Some(runtime), running, _announced: announced, _data_dir: data_dir };
+        Ok(Self { client, address, own: Some(own) })
     }
 }
 
+/// Where this machine itself reaches a node that listens there.
+fn local(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => std::net::Ipv6Addr::LOCALHOST.into(),
+        ip @ (IpAddr::V4(_) | IpAddr::V6(_)) => ip,
+    };
+    SocketAddr::new(ip, address.port())
+}
+
 /// Whether an `--api` value means this machine.
-fn is_local(api: &str) -> bool {
+pub(super) fn is_local(api: &str) -> bool {
     let host = api.strip_prefix("http://").unwrap_or(api);
     match host.parse::<SocketAddr>() {
         Ok(address) => address.ip().is_loopback() || address.ip().is_unspecified(),
@@ -270,9 +292,9 @@ fn is_local(api: &str) -> bool {
 }
 
 /// The address that `--api` names, for a node that is to listen there.
-pub(super) fn listen_address(api: Option<&str>, file: Option<SocketAddr>) -> Result<SocketAddr, Failure> {
-    let Some(text) = api else {
-        return Ok(file.unwrap_or(crate::config::API_DEFAULT));
+pub(super) fn listen_address(global: &Global) -> Result<SocketAddr, Failure> {
+    let Some(text) = &global.api else {
+        return Ok(global.file.api.unwrap_or(crate::config::API_DEFAULT));
     };
     let bare = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/').replace("localhost:", "127.0.0.1:");
     bare.parse().map_err(|_| Failure::usage(format!("--api {text}: expected an address like 127.0.0.1:9470")))

@@ -4,6 +4,7 @@ use super::model::{ModelArgs, Service, display_name};
 use super::table::{render, row};
 use super::{Failure, Global, answer};
 use crate::config::Size;
+use crate::views::count;
 use node_core::limits;
 use serde_json::Value;
 use std::fmt::Write;
@@ -23,7 +24,7 @@ pub(super) fn plan(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
     if args.model.model.ends_with(".toml") {
         return simulation(global, args);
     }
-    let (_service, report) = Service::ask(&Interrupts::listen()?, global, &args.model, None, "/api/v1/plan")?;
+    let (_service, report) = Service::ask(&Interrupts::listen()?, global, &args.model, None, ("/api/v1/plan", false))?;
     answer(global, &report, |report| text(&display_name(&args.model.model), report));
     Ok(())
 }
@@ -45,24 +46,26 @@ fn simulation(global: &Global, args: &PlanArgs) -> Result<(), Failure> {
 fn simulation_text(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
     let mut text = format!(
-        "{}: {:.3} ms a step predicted, {:.0} million cells a second, {} for {} steps\n",
+        "{}: predicted {:.3} ms/step, {:.0} million cells/s, {} for {}\n",
         string(&report["simulation"]),
         number("step_ms"),
         number("mlups"),
-        indicatif::HumanDuration(std::time::Duration::from_secs_f64(number("duration_s").clamp(0.0, 1e12))),
-        report["steps"],
+        duration(number("duration_s")),
+        count(report["steps"].as_u64().unwrap_or(0) as usize, "step"),
     );
     let tiles = report["tiles"].as_array().map(Vec::as_slice).unwrap_or_default();
     if tiles.len() > 1 {
         let _ = writeln!(
             text,
-            "halos serve {} steps; the slowest tile computes {} % of the time",
-            report["depth"], report["busy_percent"]
+            "halo depth: {}; the slowest tile computes {} % of the time",
+            count(report["depth"].as_u64().unwrap_or(0) as usize, "step"),
+            report["busy_percent"]
         );
     }
     let mut rows = vec![row(["TILE", "NODE", "CELLS", "MEMORY", "COMPUTE", "HALO"])];
     for (i, tile) in tiles.iter().enumerate() {
-        let range = |axis: usize| format!("{}..{}", tile["from"][axis], tile["to"][axis]);
+        let last = |axis: usize| tile["to"][axis].as_u64().unwrap_or(0).saturating_sub(1);
+        let range = |axis: usize| format!("{}-{}", tile["from"][axis], last(axis));
         let axes = if report["size"][2] == 1 { 2 } else { 3 };
         let ms = |name: &str| format!("{:.3} ms", tile[name].as_f64().unwrap_or(0.0));
         rows.push(vec![
@@ -80,8 +83,8 @@ fn simulation_text(report: &Value) -> String {
         let mut rows = vec![row(["TILE", "STANDBY", "TIER", "STALL IF LOST"])];
         for standby in standbys {
             if let Some(back_to) = standby["back_to"].as_str() {
-                let cells = [standby["tile"].to_string(), "nobody has the room".into(), "none".into()];
-                rows.push(cells.into_iter().chain([format!("all go back to {back_to}")]).collect());
+                let cells = [standby["tile"].to_string(), "none: no node has the memory".into(), "none".into()];
+                rows.push(cells.into_iter().chain([format!("all tiles roll back to {back_to}")]).collect());
                 continue;
             }
             let (usual, most) = (standby["stall_ms"].as_f64(), standby["stall_max_ms"].as_f64());
@@ -104,17 +107,17 @@ fn simulation_text(report: &Value) -> String {
 
 fn text(model: &str, report: &Value) -> String {
     let millis = report["token_ms"].as_f64().unwrap_or(0.0);
-    let search = if report["exact"] == true { "the best there is" } else { "the best that was found (beam search)" };
-    let mut text = format!("{model}: {millis:.2} ms a token predicted, {search}\n\n{}", stages(&report["stages"]));
+    let search = if report["exact"] == true { "best plan, exact search" } else { "best plan found, beam search" };
+    let mut text = format!("{model}: predicted {millis:.2} ms/token ({search})\n\n{}", stages(&report["stages"]));
     if report["change"].is_object() {
         let change = &report["change"];
         let number = |name: &str| change[name].as_f64().unwrap_or(0.0);
         let _ = match change["moved_bytes"].as_u64().unwrap_or(0) {
-            0 => writeln!(text, "\nThat is where it runs."),
+            0 => writeln!(text, "\nThe model runs with this placement."),
             bytes => writeln!(
                 text,
-                "\nIt runs elsewhere now, with {:.2} ms a token: {} of weights would move. It moves by itself when that saves a \
-                 fifth of the time for {} s.",
+                "\nThe model runs with another placement, at {:.2} ms/token: {} of weights would move. It moves by itself once the \
+                 gain has been a fifth of the time for {} s.",
                 number("before_ms"),
                 Size(bytes),
                 (limits::RESHAPE_EVERY * limits::RESHAPE_LOOKS).as_secs(),
@@ -123,8 +126,10 @@ fn text(model: &str, report: &Value) -> String {
     }
     let reasons = report["reasons"].as_array().map(Vec::as_slice).unwrap_or_default();
     if !reasons.is_empty() {
-        let rows: Vec<_> = reasons.iter().map(|r| row([string(&r["node"]), string(&r["reason"])])).collect();
-        let _ = write!(text, "\nWhy:\n{}", render(&rows));
+        text.push('\n');
+        for reason in reasons {
+            let _ = writeln!(text, "{}: {}", string(&reason["node"]), string(&reason["reason"]));
+        }
     }
     text.push_str(&standbys(&report["standbys"]));
     for loss in report["losses"].as_array().into_iter().flatten() {
@@ -140,25 +145,41 @@ fn text(model: &str, report: &Value) -> String {
 pub(super) fn stages(stages: &Value) -> String {
     let mut rows = vec![row(["STAGE", "NODE", "LAYERS", "MEMORY", "MS/TOKEN"])];
     for (i, stage) in stages.as_array().into_iter().flatten().enumerate() {
-        let (first, end) = (stage["first_layer"].as_u64().unwrap_or(0), stage["end_layer"].as_u64().unwrap_or(0));
         rows.push(vec![
             i.to_string(),
             string(&stage["name"]).to_owned(),
-            format!("{first}–{}", end.saturating_sub(1)),
-            Size(stage["bytes"].as_u64().unwrap_or(0)).to_string(),
+            layers(stage),
+            stage["bytes"]
+                .as_u64()
+                .filter(|bytes| *bytes > 0)
+                .map_or_else(|| "–".into(), |bytes| Size(bytes).to_string()),
             stage["step_ms"].as_f64().filter(|ms| *ms > 0.0).map_or_else(|| "–".into(), |ms| format!("{ms:.2}")),
         ]);
     }
     render(&rows)
 }
 
-/// Who steps in for which stage.
+/// First and last layer of a stage or a transfer.
+pub(super) fn layers(of: &Value) -> String {
+    let layer = |name: &str| of[name].as_u64().and_then(|layer| u32::try_from(layer).ok()).unwrap_or(0);
+    partitioner::explain::layers(&(layer("first_layer")..layer("end_layer")))
+}
+
+/// `12 seconds`; less than one in milliseconds.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        short if short < 1.0 => format!("{:.0} ms", short.max(0.0) * 1e3),
+        long => indicatif::HumanDuration(std::time::Duration::from_secs_f64(long.min(1e12))).to_string(),
+    }
+}
+
+/// The standby of each stage.
 pub(super) fn standbys(standbys: &Value) -> String {
     let mut rows = vec![row(["STAGE", "STANDBY", "TIER", "STATE", "STALL IF LOST"])];
     for standby in standbys.as_array().into_iter().flatten() {
         let name = standby["name"].as_str().unwrap_or(match standby["tier"].as_str() {
-            Some("none") => "nobody: without this node there is no plan",
-            _ => "whoever has memory then",
+            Some("none") => "none: without this node the model does not fit",
+            _ => "none reserved: any node with free memory",
         });
         let stall = standby["stall_ms"].as_f64().map_or_else(|| "–".into(), |ms| format!("about {ms:.0} ms"));
         rows.push(vec![
@@ -174,4 +195,14 @@ pub(super) fn standbys(standbys: &Value) -> String {
 
 fn string(value: &Value) -> &str {
     value.as_str().unwrap_or("?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_run_is_not_predicted_to_take_no_time() {
+        assert_eq!([0.0, 0.25, 12.0].map(duration), ["0 ms", "250 ms", "12 seconds"]);
+    }
 }

@@ -3,6 +3,7 @@ use super::interrupt::{GLANCE, Interrupts};
 use super::model::{ModelArgs, Service};
 use super::progress::Spinner;
 use super::{Failure, Global, remark, say};
+use crate::views::count;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Read, Write};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -17,7 +18,8 @@ Examples:
   meshnode run ./model.gguf --greedy --max-tokens 64 --json < question.txt
   meshnode run smollm2-135m --raw --prompt 'Once upon a time' --temperature 0.8 --seed 7
 
-The prompt is put into the model's chat format as one turn of the user, unless --raw. With --json: text, tokens, token_ids,
+The prompt is put into the model's chat format as one turn of the user, unless --raw. A model that the node did not serve
+before is unloaded a few seconds after the answer, unless something else uses it, or --keep. With --json: text, tokens, token_ids,
 prompt_tokens, finish_reason, tokens_per_s, first_token_ms.")]
 pub(super) struct RunArgs {
     #[command(flatten)]
@@ -61,6 +63,9 @@ pub(super) struct RunArgs {
     /// Go on after the model says that it is done
     #[arg(long)]
     ignore_eos: bool,
+    /// Keep the model loaded after the answer, as `serve` does
+    #[arg(long)]
+    keep: bool,
 }
 
 pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
@@ -69,7 +74,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> Result<(), Failure> {
         None => read_prompt()?,
     };
     let interrupts = Interrupts::listen()?;
-    let (service, served) = Service::ask(&interrupts, global, &args.model, None, "/api/v1/deploy")?;
+    let (service, served) = Service::ask(&interrupts, global, &args.model, None, ("/api/v1/deploy", !args.keep))?;
     let request = args.request(&served["model"], prompt);
 
     let waiting = Spinner::new("reading the prompt");
@@ -203,8 +208,8 @@ impl Output {
         self.newline();
         if let (Some(first), true) = (self.end["first_token_ms"].as_f64(), std::io::stderr().is_terminal()) {
             let speed =
-                self.end["tokens_per_s"].as_f64().map(|s| format!(", then {s:.1} a second")).unwrap_or_default();
-            remark(format!("{} tokens, the first after {first:.0} ms{speed}", self.tokens.len()));
+                self.end["tokens_per_s"].as_f64().map(|s| format!(", then {s:.1} tokens/s")).unwrap_or_default();
+            remark(format!("{}, the first after {first:.0} ms{speed}", count(self.tokens.len(), "token")));
         }
     }
 }

@@ -14,8 +14,8 @@ Examples:
   meshnode serve smollm2-135m --context 8192    with a larger context; requests that run end with an error
   meshnode serve smollm2-135m --stop
 
-Where a node listens, it serves the model from now on and this command ends. Where none does, this command is one, until
-Ctrl-C.")]
+Where a node listens, it serves the model from now on, also after a restart, and this command ends. Where none does, this
+command is one, until Ctrl-C. With --json: model, base_url, context, own_node, also_served_by (members that serve it too).")]
 pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -28,13 +28,22 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
     if args.stop {
         return stop(global, &args.model.model);
     }
-    let address = listen_address(global.api.as_deref(), global.config()?.api)?;
+    let address = listen_address(global)?;
     let interrupts = Interrupts::listen()?;
-    let (service, served) = Service::ask(&interrupts, global, &args.model, Some(address), "/api/v1/deploy")?;
+    let (service, served) = Service::ask(&interrupts, global, &args.model, Some(address), ("/api/v1/deploy", false))?;
     let name = served["model"].as_str().unwrap_or(&args.model.model);
     let base = format!("{}/v1", service.address);
-    let value = json!({"model": name, "base_url": base, "context": served["context"], "own_node": service.is_own()});
+    let value = json!({
+        "model": name, "base_url": base, "context": served["context"], "own_node": service.is_own(),
+        "also_served_by": served["also_served_by"],
+    });
     answer(global, &value, |_| format!("{name} is served under {base}"));
+    for member in served["also_served_by"].as_array().into_iter().flatten().filter_map(serde_json::Value::as_str) {
+        remark(format!(
+            "{member} serves {name} too: the mesh now holds a second copy of its weights. To free it, run \
+             `meshnode serve {name} --stop` on one of the two nodes"
+        ));
+    }
     if service.is_own() {
         remark("Ctrl-C ends it");
         return service.wait_for_end(&interrupts);
@@ -43,7 +52,7 @@ pub(super) fn serve(global: &Global, args: &ServeArgs) -> Result<(), Failure> {
 }
 
 fn stop(global: &Global, model: &str) -> Result<(), Failure> {
-    let value = global.client().delete(&format!("/api/v1/models/{}", crate::pull::encode_path(model)))?;
-    answer(global, &value, |v| format!("{} is not served any more", v["model"].as_str().unwrap_or(model)));
+    let value = global.client()?.delete(&format!("/api/v1/models/{}", crate::pull::encode_path(model)))?;
+    answer(global, &value, |v| format!("{} is stopped", v["model"].as_str().unwrap_or(model)));
     Ok(())
 }

@@ -2,13 +2,17 @@
 use super::interrupt::{GLANCE, Interrupts};
 use super::model::{ComputeArgs, Service};
 use super::{Failure, Global, answer, remark, say};
+use crate::client::ClientError;
 use crate::config::Size;
+use crate::folders::Claim;
+use crate::submissions::run_folder::{Existing, check};
+use crate::views::count;
 use data_encoding::BASE64;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kernels::grid::simulation::Simulation;
 use serde_json::{Value, json};
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -19,8 +23,11 @@ Examples:
   meshnode submit sim.toml --out run1 --wait --json | tail -n 1
   meshnode submit sim.toml --out run1 --resume --wait
 
-Outputs and checkpoints go to --out; without it, nothing is kept but the summary. Ctrl-C ends a job that is waited for; its \
-checkpoints stay. Where no node listens, --wait runs the job in this process, alone.
+Outputs and checkpoints go to --out; without it, nothing is kept but the summary. --out is any folder of yours where the node \
+runs as you on this machine; else one below --output-dir of the node, or a relative one, which is below `outputs` of its \
+--data-dir. A folder that holds anything is refused without --resume or --overwrite; only what the manifest of a run there names \
+is ever removed. Ctrl-C ends a job that is waited for; its checkpoints stay. Where no node listens, --wait runs the job in this \
+process, alone.
 
 With --json: JSON lines while it runs, the last one with state_hash, mlups, steps, halo_bytes, communication_hidden and what \
 else there is to know.")]
@@ -31,8 +38,11 @@ pub(super) struct SubmitArgs {
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Go on from the last checkpoint in --out
-    #[arg(long, requires = "out")]
+    #[arg(long, requires = "out", conflicts_with = "overwrite")]
     resume: bool,
+    /// Replace the run in --out. It is removed once the new one has a checkpoint or is done
+    #[arg(long, requires = "out")]
+    overwrite: bool,
     /// Stay until it is done
     #[arg(long)]
     wait: bool,
@@ -41,6 +51,9 @@ pub(super) struct SubmitArgs {
 }
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Example:
+  meshnode cancel 4f2a      its checkpoints stay")]
 pub(super) struct CancelArgs {
     /// The job's id, or the beginning of it
     job: String,
@@ -65,19 +78,51 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
     if args.out.is_none() && (!simulation.outputs().is_empty() || simulation.checkpoint_every().is_some()) {
         remark("nothing is kept of outputs and checkpoints: say where, with --out DIR");
     }
-    let out = args.out.as_ref().map(|out| std::path::absolute(out).unwrap_or_else(|_| out.clone()));
-    let body = json!({"simulation": packed(&simulation), "out": out, "resume": args.resume});
+    let existing = match (args.resume, args.overwrite) {
+        (true, _) => Existing::Resume,
+        (false, true) => Existing::Overwrite,
+        (false, false) => Existing::Refuse,
+    };
+    if !global.client()?.listens() {
+        if !args.wait {
+            return Err(ClientError::Nobody { base: global.client()?.base().to_owned() }.into());
+        }
+        // The node that is started below says the same, a moment later.
+        if let Some(out) = &args.out {
+            check(out, existing).map_err(Failure::usage)?;
+        }
+    }
+    let (out, claim) = match &args.out {
+        Some(out) if global.api().is_none_or(|api| super::model::is_local(&api)) => {
+            let out = std::path::absolute(out).unwrap_or_else(|_| out.clone());
+            match lay_claim(&out) {
+                Ok((out, claim)) => (Some(out), Some(claim)),
+                // This user may not, but the node may: it knows its folders.
+                Err(_) => (Some(out), None),
+            }
+        }
+        out => (out.clone(), None), // as the other machine understands it
+    };
+    let claimed = claim.as_ref().map(Claim::name);
+    let body = json!({
+        "simulation": packed(&simulation), "out": out, "claim": claimed, "resume": args.resume, "overwrite": args.overwrite,
+    });
     let interrupts = Interrupts::listen()?;
     let (for_service, compute, wait) = (global.clone(), args.compute.clone(), args.wait);
     let (service, submitted) = interrupts.during(move || {
-        let client = for_service.client();
+        let client = for_service.client()?;
         if !wait && !client.listens() {
-            return Err(crate::client::ClientError::Nobody { base: client.base().to_owned() }.into());
+            return Err(ClientError::Nobody { base: client.base().to_owned() }.into());
         }
         let service = Service::find(&for_service, &compute, None, None)?;
-        let submitted = service.client.post("/api/v1/grids", &body)?;
+        let submitted = match service.client.post("/api/v1/grids", &body) {
+            // The request is wrong: a folder that is not to be touched, nothing to go on from.
+            Err(ClientError::Refused { status: 400, message }) => return Err(Failure::usage(message)),
+            submitted => submitted?,
+        };
         Ok((service, submitted))
     })?;
+    drop(claim);
     let job = submitted["job"].as_str().unwrap_or_default().to_owned();
     if !args.wait {
         placed(&service, &job)?;
@@ -87,6 +132,14 @@ pub(super) fn submit(global: &Global, args: &SubmitArgs) -> Result<(), Failure> 
         return Ok(());
     }
     follow(global, &service, &interrupts, &job)
+}
+
+/// Makes the folder, and shows the node that this user may write there; the path then has no links.
+fn lay_claim(out: &Path) -> std::io::Result<(PathBuf, Claim)> {
+    std::fs::create_dir_all(out)?;
+    let out = out.canonicalize()?;
+    let claim = Claim::lay(&out)?;
+    Ok((out, claim))
 }
 
 /// So long a submission waits to hear that there is no place for the grid, or whatever else ends it at once.
@@ -129,11 +182,7 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
             Err(RecvTimeoutError::Timeout) => {
                 if interrupts.came() {
                     bar.finish_and_clear();
-                    let _ = service.client.delete(&format!("/api/v1/grids/{job}"));
-                    remark(match checkpoint {
-                        Some(step) => format!("ended: --resume goes on from the checkpoint of step {step}"),
-                        None => "ended; there is no checkpoint to go on from".to_owned(),
-                    });
+                    remark(ended(service, job, checkpoint));
                     return Err(Failure::quiet(Failure::INTERRUPTED));
                 }
                 continue;
@@ -175,6 +224,29 @@ fn follow(global: &Global, service: &Service, interrupts: &Interrupts, job: &str
     }
 }
 
+/// Ends a job; in words, what is left of it in its folder.
+fn ended(service: &Service, job: &str, checkpoint: Option<u64>) -> String {
+    let path = format!("/api/v1/grids/{job}");
+    let _ = service.client.delete(&path);
+    let end = Instant::now() + PLACED_MAX;
+    let mut report = Value::Null;
+    // What was being written is complete when it says that it has ended.
+    while Instant::now() < end && !matches!(report["state"].as_str(), Some("cancelled" | "failed" | "done")) {
+        std::thread::sleep(GLANCE);
+        report = service.client.get(&path).unwrap_or_default();
+    }
+    let checkpoint = report["checkpoint"].as_u64().or(checkpoint);
+    match (checkpoint, report["replaced"].as_str(), report["out"].as_str()) {
+        (Some(step), _, _) => format!("ended: --resume goes on from the checkpoint of step {step}"),
+        (None, Some(before), _) => format!(
+            "ended before the first checkpoint; the folder still holds what was to be replaced, {before}: --resume takes that back, \
+             --overwrite begins again"
+        ),
+        (None, None, Some(_)) => "ended before the first checkpoint: --overwrite begins again".to_owned(),
+        (None, None, None) => "ended; without --out nothing is kept".to_owned(),
+    }
+}
+
 /// The node that it was submitted to is gone.
 fn left() -> Failure {
     Failure::failed(
@@ -209,7 +281,7 @@ pub(super) fn nodes(report: &Value) -> String {
     }
 }
 
-/// More than so many names nobody reads in a line.
+/// How many nodes a line names.
 const NODES_NAMED: usize = 6;
 
 pub(super) fn rate(cells_per_s: f64) -> String {
@@ -220,26 +292,31 @@ pub(super) fn rate(cells_per_s: f64) -> String {
     }
 }
 
+/// Bytes of state that the steps read and write, a second: `gigabytes` as the report has it.
+pub(super) fn bandwidth(gigabytes: f64) -> String {
+    crate::measure::per_second(Some((gigabytes * 1e9) as u64), "B")
+}
+
 /// What a run came to.
 fn summary(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
     let size: Vec<String> = report["size"].as_array().into_iter().flatten().map(ToString::to_string).collect();
     let mut text = format!(
-        "{}: {} steps of {} cells in {:.2} s\n  {:.1} steps/s, {}, {:.1} GB/s effective\n",
+        "{}: {} of {} cells in {:.2} s\n  {:.1} steps/s, {}, {} effective memory bandwidth\n",
         report["name"].as_str().unwrap_or("simulation"),
-        number("step") - number("from_step"),
+        count((number("step") - number("from_step")) as usize, "step"),
         size.join(" x "),
         number("seconds"),
         number("steps_per_s"),
         rate(number("cells_per_s")),
-        number("t_eff_gb_s"),
+        bandwidth(number("t_eff_gb_s")),
     );
     let tiles = report["tiles"].as_array().map_or(0, Vec::len);
     if tiles > 1 {
         let hidden = report["communication_hidden"].as_f64().map_or(0.0, |share| share * 100.0);
         let _ = writeln!(
             text,
-            "  {tiles} tiles on {}, halos of {} steps, {} sent, {hidden:.0} % of communication hidden",
+            "  {tiles} tiles on {}, halo depth {}, {} sent, {hidden:.0} % of communication hidden",
             nodes(report),
             report["depth"],
             Size(report["halo_bytes"].as_u64().unwrap_or(0)),
@@ -248,13 +325,14 @@ fn summary(report: &Value) -> String {
     for total in report["totals"].as_array().into_iter().flatten() {
         if let (Some(first), Some(last)) = (total["first"].as_f64(), total["last"].as_f64()) {
             let name = match total["name"].as_str() {
-                // What it has above density 1, which is where round-off shows.
-                Some("mass") => "mass beyond density 1:",
-                name => name.unwrap_or("total"),
+                // Of a number near 1 a cell, round-off would not show.
+                Some("mass") => "excess mass (relative to density 1)".to_owned(),
+                Some("population") => "living cells".to_owned(),
+                name => format!("sum of {}", name.unwrap_or("the field")),
             };
             // Living cells are counted.
             let digits = if first.fract() == 0.0 && last.fract() == 0.0 { 0 } else { 9 };
-            let _ = writeln!(text, "  {name} {first:.digits$} -> {last:.digits$}");
+            let _ = writeln!(text, "  {name}: start {first:.digits$}, end {last:.digits$}");
         }
     }
     if let Some(force) = force(report) {
@@ -284,7 +362,23 @@ fn force(report: &Value) -> Option<String> {
 }
 
 pub(super) fn cancel(global: &Global, args: &CancelArgs) -> Result<(), Failure> {
-    let ended = global.client().delete(&format!("/api/v1/grids/{}", args.job))?;
+    let ended = global.client()?.delete(&format!("/api/v1/grids/{}", args.job))?;
     answer(global, &ended, |ended| format!("{} is cancelled", ended["job"].as_str().unwrap_or("?")));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_small_run_is_summed_up_without_zeros_and_wrong_plurals() {
+        let tile = json!({"name": "a"});
+        let report = json!({"name": "drop", "size": [64, 64], "step": 1, "from_step": 0, "seconds": 0.5, "steps_per_s": 2.0,
+            "cells_per_s": 8192.0, "t_eff_gb_s": 0.0006, "tiles": [tile, tile], "depth": 1});
+        let text = summary(&report);
+        assert!(text.starts_with("drop: 1 step of 64 x 64 cells"), "{text}");
+        assert!(text.contains("halo depth 1,") && !text.contains("0.0 GB/s"), "{text}");
+    }
 }

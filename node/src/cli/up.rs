@@ -2,13 +2,16 @@
 use super::model::{ComputeArgs, listen_address};
 use super::{Failure, Global, remark, say};
 use crate::api::Api;
-use crate::config::{Advertised, ConfigFile, PORT_DEFAULT, UpOptions, data_dir_default, hostname};
-use crate::handle::NodeHandle;
+use crate::api_key::{Announced, ApiKey};
+use crate::config::{Advertised, PORT_DEFAULT, Size, UpOptions, data_dir_default, hostname};
+use crate::folders::Folders;
+use crate::handle::{NodeError, NodeHandle};
 use crate::telemetry::Metrics;
 use clap::builder::FalseyValueParser;
+use kernels::device::Device;
 use serde_json::json;
-use std::net::{IpAddr, Ipv4Addr};
-use std::path::PathBuf;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -16,6 +19,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 const LEAVE_MAX: Duration = Duration::from_secs(10);
 /// A node that joined and still sees nobody says why that may be.
 const LONELY: Duration = Duration::from_secs(10);
+/// Between the ports that are suggested for nodes of one machine: a node takes P, P + 1 and the API's.
+const PORTS_APART: u16 = 10;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
@@ -25,7 +30,7 @@ Examples:
   MESHNODE_API_KEY=… meshnode up --api 0.0.0.0:9470
   meshnode up --advertise 203.0.113.5:9471          behind a router that forwards UDP 9471 and 9472
 
-In meshnode.toml the flags have the same names:
+In ~/.config/meshnode/meshnode.toml, or the file of --config, the flags have the same names:
   name = \"desk\"
   memory = \"8G\"
   no-mdns = true
@@ -79,24 +84,38 @@ struct NodeArgs {
     advertise: Vec<Advertised>,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Do not look for peers on the local network
+    /// Do not look for peers on the local network, and do not listen on TCP P
     #[arg(long, env = "MESHNODE_NO_MDNS", value_parser = FalseyValueParser::new())]
     no_mdns: bool,
+    /// Folder below which simulations that are submitted to this node may write, besides `outputs` of --data-dir and what
+    /// `submit` shows to be the user's own. Several separated by commas, or the flag several times
+    #[arg(long, value_name = "DIR", env = "MESHNODE_OUTPUT_DIR", value_delimiter = ',')]
+    output_dir: Vec<PathBuf>,
     /// Write down here what happens to this node, for `simnet replay FILE`; it holds prompts, as token ids
     #[arg(long, value_name = "FILE", env = "MESHNODE_RECORD")]
     record: Option<PathBuf>,
-    /// Admit every machine that asks; only for networks where you trust everybody
+    /// Admit every machine of the local network that asks, without the right to invite others; only where you trust everybody
     #[arg(long, env = "MESHNODE_OPEN", value_parser = FalseyValueParser::new())]
     open: bool,
 }
 
 impl NodeArgs {
-    fn options(&self, global: &Global, file: &ConfigFile, join: Vec<String>) -> UpOptions {
+    /// Where what is submitted may write.
+    fn folders(&self, global: &Global, data_dir: &Path) -> Folders {
+        let others = match self.output_dir.is_empty() {
+            true => global.file.output_dirs.clone().unwrap_or_default(),
+            false => self.output_dir.clone(),
+        };
+        Folders::new(data_dir, others)
+    }
+
+    fn options(&self, global: &Global, join: Vec<String>) -> UpOptions {
+        let file = &global.file;
         UpOptions {
             name: self.name.clone().or_else(|| file.name.clone()).unwrap_or_else(hostname),
             data_dir: self.data_dir.clone().or_else(|| file.data_dir.clone()).unwrap_or_else(data_dir_default),
-            models_dir: global.models_dir(file),
-            cache_bytes: global.cache_bytes(file),
+            models_dir: global.models_dir(),
+            cache_bytes: global.cache_bytes(),
             listen: self.listen.or(file.listen).unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
             port: self.port.or(file.port).unwrap_or(PORT_DEFAULT),
             advertise: match self.advertise.is_empty() {
@@ -136,9 +155,8 @@ pub(super) fn join(global: &Global, args: &JoinArgs) -> Result<(), Failure> {
 }
 
 pub(super) fn doctor(global: &Global, args: &DoctorArgs) -> Result<(), Failure> {
-    let file = global.config()?;
-    let options = args.node.options(global, &file, vec![]);
-    let api = listen_address(global.api.as_deref(), file.api)?;
+    let options = args.node.options(global, vec![]);
+    let api = listen_address(global)?;
     let report = crate::doctor::examine(&options, api);
     if global.json {
         say(report.to_json())
@@ -149,34 +167,56 @@ pub(super) fn doctor(global: &Global, args: &DoctorArgs) -> Result<(), Failure> 
 }
 
 fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failure> {
-    let file = global.config()?;
-    let options = args.options(global, &file, join);
-    let address = listen_address(global.api.as_deref(), file.api)?;
-    let key = global.api_key.clone().or(file.api_key);
+    // What this process writes holds keys and prompts, or is its user's own.
+    rustix::process::umask(rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO);
+    let options = args.options(global, join);
+    let folders = args.folders(global, &options.data_dir);
+    let listen = listen_address(global)?;
     let runtime = runtime()?;
     let lived = runtime.block_on(async {
-        let api = Api::bind(address, key).await?;
+        let api = Api::bind(listen, global.api_key()).await?;
+        let key = ApiKey::load_or_create(&options.data_dir).map_err(Failure::failed)?;
+        let api = api.administered_with(key).writing_below(folders);
         let address = api.address().map_err(Failure::failed)?;
+        let data_dir = options.data_dir.clone();
         let joined = !options.join.is_empty();
+        let started = options.clone();
         let (handle, mut running) = crate::node::start(options).await?;
+        let _announced = Announced::new(address, &data_dir);
         let mut signals = Signals::listen()?;
         let metrics = Metrics::default();
+        handle.listens_on(address);
         let mut serving = tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
         let state = handle.state().await;
+        let ticket = running.ticket.clone();
         if global.json {
             say(json!({
-                "ticket": running.ticket, "node": state.node, "peer_id": state.peer_id, "name": state.name,
+                "ticket": ticket, "node": state.node, "peer_id": state.peer_id, "name": state.name,
                 "mesh": state.mesh, "api": format!("http://{address}"),
             }));
         } else {
-            say(&running.ticket);
+            // An empty line if there is no ticket: programs that read the first line need not wait for it.
+            say(ticket.as_deref().unwrap_or_default());
         }
         remark(format!("node `{}` is up, its API on http://{address}", state.name));
-        remark("another machine joins with: meshnode join TICKET (the line above; it is good for an hour)");
+        match (&state.banned, ticket) {
+            (Some(notice), _) => remark(notice),
+            (None, Some(_)) => {
+                let uses = crate::node::FIRST_TICKET_USES;
+                remark(format!(
+                    "up to {uses} machines join within an hour with: meshnode join TICKET (the line above)"
+                ));
+            }
+            (None, None) => remark("this node may not let others in: run `meshnode invite` on another member"),
+        }
+        for (number, gpu) in running.idle_gpus.iter().enumerate() {
+            remark(idle_gpu_advice(&started, address, gpu, number));
+        }
         if joined {
             tokio::spawn(diagnose_loneliness(handle.clone()));
         }
         tokio::select! {
+            notice = banned(&handle), if joined => return Err(NodeError::Unauthorised(notice).into()),
             ended = &mut running.stopped => return ended.map_err(|_| Failure::failed(BROKEN)), // or `meshnode leave`
             ended = &mut serving => remark(format!("the API does not listen any more ({ended:?})")),
             () = signals.next() => {}
@@ -197,8 +237,46 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
     lived
 }
 
+/// A node computes on one device: says which GPU stays idle, and the command that starts a second node on it. `number`
+/// counts the idle GPUs, so that each gets ports and a data directory of its own.
+fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: usize) -> String {
+    let suffix = gpu.id.to_string().replace(':', "");
+    let step = PORTS_APART.saturating_mul(u16::try_from(number + 1).unwrap_or(u16::MAX));
+    let mut data_dir = options.data_dir.clone().into_os_string();
+    data_dir.push(format!("-{suffix}"));
+    format!(
+        "{} ({}, {}) stays idle: a node uses one device. Start a second node on it with:\n  meshnode join \"$(meshnode --api {api} \
+         invite)\" --device {} --name {}-{suffix} --data-dir {} --port {} --api {}",
+        gpu.id,
+        gpu.name,
+        Size(gpu.memory_total),
+        gpu.id,
+        options.name,
+        data_dir.to_string_lossy(),
+        options.port.saturating_add(step),
+        SocketAddr::new(api.ip(), api.port().saturating_add(step)),
+    )
+}
+
 /// The thread that decides has panicked; what it said is in the log.
 pub(super) const BROKEN: &str = "the node failed inside and cannot go on: see its log above; this is a bug";
+
+/// Waits until a member says, within the time in which one answers, that this node is banned; then why. A node that was a member
+/// before stays up: its state reports the ban.
+async fn banned(handle: &NodeHandle) -> String {
+    let end = tokio::time::Instant::now() + LONELY;
+    while tokio::time::Instant::now() < end {
+        let state = handle.state().await;
+        if let Some(notice) = state.banned {
+            return notice;
+        }
+        if state.peers.iter().any(|peer| !peer.this_node && peer.state == "alive") {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    std::future::pending().await
+}
 
 /// Says once what may be wrong if a node that joined sees nobody.
 async fn diagnose_loneliness(handle: NodeHandle) {
@@ -208,7 +286,7 @@ async fn diagnose_loneliness(handle: NodeHandle) {
         return;
     }
     remark(format!(
-        "no peer answers after {} s. Check that the other node runs, that UDP ports P and P+1 and TCP port P of both machines \
+        "no peer answers after {} s. Check that the other node runs, that UDP ports P and P+1 of both machines \
          are open to each other (`meshnode doctor` on both), and that the ticket has not expired",
         LONELY.as_secs()
     ));
@@ -240,5 +318,37 @@ impl Signals {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use kernels::device::DeviceId;
+
+    /// The command that the advice names is one that the program takes, with ports that do not collide.
+    #[test]
+    fn an_idle_gpu_is_named_with_a_command_that_uses_it() {
+        let arguments = ["meshnode", "up", "--name", "desk", "--data-dir", "/d", "--port", "9471"];
+        let cli = super::super::Cli::try_parse_from(arguments).unwrap();
+        let super::super::Command::Up(args) = cli.command else { panic!("not `up`") };
+        let options = args.node.options(&Global::default(), vec![]);
+        let gpu = Device {
+            id: DeviceId::Cuda(1),
+            name: "RTX 3090".into(),
+            memory_total: 24 << 30,
+            memory_free: 1,
+            own_memory: true,
+        };
+        let advice = idle_gpu_advice(&options, "127.0.0.1:9470".parse().unwrap(), &gpu, 0);
+        assert!(advice.starts_with("cuda:1 (RTX 3090, 24.0 GiB) stays idle"), "{advice}");
+        let line =
+            advice.lines().nth(1).unwrap().trim().replace("\"$(meshnode --api 127.0.0.1:9470 invite)\"", "mesh1abc");
+        let cli = super::super::Cli::try_parse_from(line.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
+        let super::super::Command::Join(args) = cli.command else { panic!("not `join`: {line}") };
+        let second = args.node.options(&cli.global, args.peers);
+        assert_eq!((second.device.as_str(), second.name.as_str(), second.port), ("cuda:1", "desk-cuda1", 9481));
+        assert_eq!((second.data_dir, cli.global.api.as_deref()), ("/d-cuda1".into(), Some("127.0.0.1:9480")));
     }
 }

@@ -1,6 +1,6 @@
 //! `meshnode watch`: a simulation as it is now, in half blocks of colour, until it is over.
 use super::interrupt::{GLANCE, Interrupts};
-use super::submit::{cells_per_s_now, nodes, rate};
+use super::submit::{bandwidth, cells_per_s_now, nodes, rate};
 use super::{Failure, Global, remark, say};
 use serde_json::Value;
 use std::io::{IsTerminal, Write};
@@ -27,7 +27,7 @@ fn pace(text: &str) -> Result<Duration, String> {
 }
 
 pub(super) fn watch(global: &Global, args: &WatchArgs) -> Result<(), Failure> {
-    let (client, path) = (global.client(), format!("/api/v1/grids/{}", args.job));
+    let (client, path) = (global.client()?, format!("/api/v1/grids/{}", args.job));
     let interrupts = Interrupts::listen()?;
     let first = client.get(&path)?;
     let page = format!("{}/watch/{}", client.base(), first["job"].as_str().unwrap_or(&args.job));
@@ -85,21 +85,26 @@ fn caption(report: &Value) -> String {
         None => report["state"].as_str().unwrap_or("").to_owned(),
     };
     let name = report["name"].as_str().unwrap_or("");
-    format!("{name}: {state}, step {} of {}{left}", report["step"], report["steps"])
+    let coordinator = report["coordinator"]["name"].as_str();
+    let coordinator = coordinator.map_or_else(String::new, |name| format!(", coordinated by {name}"));
+    format!("{name}: {state}, step {} of {}{left}{coordinator}", report["step"], report["steps"])
 }
 
 /// How fast it is, and where.
 fn speed(report: &Value) -> String {
     let number = |name: &str| report[name].as_f64().unwrap_or(0.0);
+    if report["cells_per_s"].is_null() {
+        return "the coordinator does not answer: this is what one of its nodes knows".into();
+    }
     let cells = cells_per_s_now(report);
     let now = if number("cells_per_s") > 0.0 { cells / number("cells_per_s") } else { 0.0 };
     let tiles = report["tiles"].as_array().map_or(0, Vec::len);
     let tiles = if tiles == 1 { "one tile".to_owned() } else { format!("{tiles} tiles") };
     format!(
-        "{:.1} steps/s, {}, {:.1} GB/s effective; {tiles} on {}",
+        "{:.1} steps/s, {}, {} effective memory bandwidth; {tiles} on {}",
         number("steps_per_s") * now,
         rate(cells),
-        number("t_eff_gb_s") * now,
+        bandwidth(number("t_eff_gb_s") * now),
         nodes(report),
     )
 }

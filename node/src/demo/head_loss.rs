@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Error, Result};
 use std::time::{Duration, Instant};
 
 /// Longest wait for another node to place the model and answer.
-const ANSWER_MAX: Duration = Duration::from_secs(60);
+const ANSWER_MAX: Duration = Duration::from_secs(180);
 /// Between two attempts, as OpenAI's clients wait.
 const AGAIN: Duration = Duration::from_millis(500);
 

@@ -1,5 +1,6 @@
 //! Ports, multicast and socket buffers.
 use super::{Finding, Verdict};
+use crate::client::{Client, Key};
 use crate::config::UpOptions;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, UdpSocket};
@@ -12,11 +13,13 @@ const BUFFER_BYTES: u64 = 8 << 20;
 
 pub(super) fn examine(options: &UpOptions, api: SocketAddr) -> Vec<Finding> {
     // A node that runs on these ports already is no fault.
-    let running = crate::client::Client::new(Some(&api.to_string()), None).listens();
+    let running = Client::new(Some(&api.to_string()), Key::in_files(Vec::new())).listens();
     let mut findings = vec![api_port(api, running)];
     let on = |port| SocketAddr::new(options.listen, port);
     if options.port != 0 {
-        findings.push(port("discovery port", "TCP", on(options.port), running, |a| TcpListener::bind(a).map(drop)));
+        if options.mdns {
+            findings.push(port("discovery port", "TCP", on(options.port), running, |a| TcpListener::bind(a).map(drop)));
+        }
         findings.push(port("gossip port", "UDP", on(options.port), running, |a| UdpSocket::bind(a).map(drop)));
         let data = on(options.port.saturating_add(1));
         findings.push(port("data port", "UDP", data, running, |a| UdpSocket::bind(a).map(drop)));

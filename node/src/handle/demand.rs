@@ -19,17 +19,37 @@ const SMALLER_MAX: u32 = 4;
 
 /// How a model is to be served.
 pub(super) enum Wanted {
-    /// As somebody said.
-    As(ModelOptions),
-    /// As it was run last, or with so much less.
+    /// As a user said.
+    As {
+        options: ModelOptions,
+        /// Unloaded when nothing uses it any more.
+        temporary: bool,
+    },
+    /// As it was run last, or with less.
     OnDemand {
         /// 0 is all, 1 is one request at once, each one more halves the context.
         smaller: u32,
     },
+    /// As it was served before the node was started again.
+    Again,
+}
+
+impl Wanted {
+    pub(super) fn is_temporary(&self) -> bool {
+        matches!(self, Self::As { temporary: true, .. })
+    }
+
+    /// Nothing less is tried after this: the user is to know why it failed.
+    pub(super) fn is_last(&self) -> bool {
+        match self {
+            Self::As { .. } | Self::Again => true,
+            Self::OnDemand { smaller } => *smaller >= SMALLER_MAX,
+        }
+    }
 }
 
 impl ModelOptions {
-    /// Less by so many steps; `context` is what they would have.
+    /// Less by a number of steps; `context` is what they would have.
     pub(super) fn smaller(self, steps: u32, context: u32) -> Self {
         match steps.checked_sub(1) {
             None => self,
@@ -98,10 +118,10 @@ impl Recalled {
 }
 
 impl NodeHandle {
-    /// Whether a model of that name could be served from this node's own cache. Paths are not looked at: a request is not
-    /// to find out which files there are.
+    /// Whether a model of that name could be served here: from this node's own cache, or as before the node was started again.
+    /// Paths are not looked at: a request is not to find out which files there are.
     pub fn has(&self, name: &str) -> bool {
-        crate::pull::is_cached(name, &self.inner.models_dir)
+        crate::pull::is_cached(name, &self.inner.models_dir) || self.inner.remembered.get(name).is_some()
     }
 
     /// Serves a model that a request asks for, with the options it was last run with as far as this node knows. Where the mesh
@@ -115,6 +135,10 @@ impl NodeHandle {
         let deploying = tokio::spawn(async move {
             let mut smaller = 0;
             loop {
+                // It may be served by now: by the command, or again after a restart.
+                if let Some(served) = node.inner.serving.by_name(&model.0).filter(|served| served.name == model.0) {
+                    return Ok(served);
+                }
                 match node.deploy_in_turn(model.clone(), Wanted::OnDemand { smaller }).await {
                     Err(NodeError::Failed(_) | NodeError::Plan(_)) if Instant::now() < end => {
                         tokio::time::sleep(AGAIN).await;
@@ -135,6 +159,7 @@ mod tests {
     fn stage(content: u8, context: u32) -> StageSpec {
         StageSpec {
             content: ContentId([content; 32]),
+            name: "tiny".into(),
             layers: 0..1,
             layers_total: 2,
             stage: 0,

@@ -18,22 +18,31 @@ const FREED_MAX: Duration = Duration::from_secs(3);
 /// How often that is looked at.
 const GLANCE: Duration = Duration::from_millis(20);
 
+/// Served models by every name they were asked for; several names may mean one job.
+pub(crate) type ServedModels = Arc<Mutex<BTreeMap<String, ModelHandle>>>;
+
+/// A model is not served as asked for.
+pub(super) struct Unserved {
+    pub(super) error: NodeError,
+    /// What became of the model that was served before.
+    pub(super) then: Option<&'static str>,
+}
+
 /// The served models of one node.
 ///
 /// Invariant: every job deployed through this is in `models`, or its deployment is under way, or it was ended.
 pub(crate) struct Serving {
     driver: DriverHandle,
     hub: Arc<Hub>,
-    /// By every name it was asked for; several names may mean one job.
-    models: Mutex<BTreeMap<String, ModelHandle>>,
+    models: ServedModels,
     /// One change at a time: two clients that ask for the same model get the same job.
     turn: tokio::sync::Mutex<()>,
 }
 
 impl Serving {
-    /// Nothing is served yet.
-    pub(crate) fn new(driver: DriverHandle, hub: Arc<Hub>) -> Self {
-        Self { driver, hub, models: Mutex::new(BTreeMap::new()), turn: tokio::sync::Mutex::new(()) }
+    /// Serves into `models`, of which there are none yet.
+    pub(crate) fn new(driver: DriverHandle, hub: Arc<Hub>, models: ServedModels) -> Self {
+        Self { driver, hub, models, turn: tokio::sync::Mutex::new(()) }
     }
 
     /// To be held while what is served is changed.
@@ -68,17 +77,17 @@ impl Serving {
     ///
     /// # Errors
     /// The mesh cannot hold it, a stage could not load, or the node stopped.
-    pub(super) async fn serve(
-        &self,
-        model: ModelHandle,
-        before: Option<ModelHandle>,
-    ) -> Result<ModelHandle, NodeError> {
+    pub(super) async fn serve(&self, model: ModelHandle, before: Option<ModelHandle>) -> Result<ModelHandle, Unserved> {
+        let unserved = |error| Unserved { error, then: None };
         let placed = match before {
             Some(before) if before.spec == model.spec => {
-                let job = self.place(&model.spec, false).await?;
-                ModelHandle { job, created: before.created, ..model }
+                before.uses.wanted(model.uses.is_temporary());
+                let job = self.place(&model.spec, false).await.map_err(unserved)?;
+                ModelHandle { job, created: before.created, uses: before.uses, ..model }
             }
             Some(before) => {
+                // A run neither ends nor shortens the life of what is served for good.
+                model.uses.wanted(before.uses.is_temporary() && model.uses.is_temporary());
                 let names = self.end(before.job).await;
                 match self.place(&model.spec, true).await {
                     Ok(job) => {
@@ -90,7 +99,7 @@ impl Serving {
                 }
             }
             None => {
-                let job = self.place(&model.spec, true).await?;
+                let job = self.place(&model.spec, true).await.map_err(unserved)?;
                 ModelHandle { job, ..model }
             }
         };
@@ -122,15 +131,16 @@ impl Serving {
     }
 
     /// A replacement could not be placed: what was there before is better than nothing.
-    async fn restore(&self, names: Vec<String>, before: ModelHandle, error: NodeError) -> NodeError {
-        match self.place(&before.spec, true).await {
+    async fn restore(&self, names: Vec<String>, before: ModelHandle, error: NodeError) -> Unserved {
+        let then = match self.place(&before.spec, true).await {
             Ok(job) => {
                 let model = ModelHandle { job, ..before };
                 names.into_iter().for_each(|name| self.insert(name, &model));
-                NodeError::Failed(format!("{error}; the model is served as before"))
+                "the model is served as before"
             }
-            Err(_) => NodeError::Failed(format!("{error}; the model is not served any more")),
-        }
+            Err(_) => "the model is not served now; serve it again with the options that it had",
+        };
+        Unserved { error, then: Some(then) }
     }
 
     /// Asks the core for the job of a model and waits until it is ready. A job that is `new` and does not become ready is
@@ -156,7 +166,7 @@ impl Serving {
                     break Err(NodeError::Failed(reason));
                 }
                 Ok(Some(CallEvent::Node(Event::PlanReady { result: Err(error), .. }))) => {
-                    break Err(NodeError::Plan(error));
+                    break Err(NodeError::Plan(error.to_string()));
                 }
                 Ok(Some(CallEvent::Node(Event::Done { reason, .. }))) => break Err(done_error(reason)),
                 Ok(Some(CallEvent::Node(_))) => {}
@@ -182,7 +192,7 @@ impl Serving {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ModelHandle>> {
-        self.models.lock().expect("no panics under this lock")
+        self.models.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -213,7 +223,7 @@ fn holders(peers: &[PeerView], jobs: &[JobView], job: JobId) -> Vec<Holder> {
 }
 
 /// A job's id as the views show it.
-fn name_of(job: JobId) -> String {
+pub(super) fn name_of(job: JobId) -> String {
     format!("{:016x}", job.0)
 }
 

@@ -1,5 +1,6 @@
 //! Files that are there as a whole or not at all.
-use std::fs::{self, File};
+use crate::folders;
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -14,9 +15,9 @@ const DIGITS: usize = 10;
 #[expect(clippy::wildcard_enum_match_arm, reason = "a few of many kinds of errors are told in plain words")]
 pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
     let (full, why, advice) = match error.kind() {
-        io::ErrorKind::StorageFull => (true, "the disk is full".into(), "free some space, then go on"),
+        io::ErrorKind::StorageFull => (true, "the disk is full".into(), "free some space, and it goes on by itself"),
         io::ErrorKind::QuotaExceeded => {
-            (true, "the disk quota is used up".into(), "free some space or raise the quota, then go on")
+            (true, "the disk quota is used up".into(), "free some space or raise the quota, and it goes on by itself")
         }
         io::ErrorKind::FileTooLarge => {
             (false, "the file is too large for this disk".into(), "write less often, or to another disk")
@@ -32,7 +33,7 @@ pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
             "a file is where a folder should be, or the other way round".into(),
             "name another folder with --out",
         ),
-        _ => (false, error.to_string(), "see that the folder is there and can be written, then go on"),
+        _ => (false, error.to_string(), "see that the folder is there and can be written: it is tried again"),
     };
     OutputError::File { path: path.into(), why, advice, full }
 }
@@ -40,8 +41,7 @@ pub(super) fn failed(path: &Path, error: &io::Error) -> OutputError {
 /// Makes a folder and sees whether it can be written to.
 pub(super) fn prepare(folder: &Path) -> Result<(), OutputError> {
     fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
-    let probe = folder.join(PARTIAL);
-    File::create(&probe).and_then(|_| fs::remove_file(&probe)).map_err(|error| failed(folder, &error))
+    folders::probe(folder).map_err(|error| failed(folder, &error))
 }
 
 /// Writes a file beside its place and moves it there.
@@ -49,7 +49,7 @@ pub(super) fn replace(path: &Path, parts: &[&[u8]]) -> Result<(), OutputError> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(PARTIAL);
     let partial = path.with_file_name(name);
-    let written = File::create(&partial).and_then(|mut file| {
+    let written = folders::create_new(&partial).and_then(|mut file| {
         parts.iter().try_for_each(|part| file.write_all(part))?;
         // Some file systems tell only now that there is no space.
         file.flush()?;

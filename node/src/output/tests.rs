@@ -148,6 +148,10 @@ fn arrays_have_all_frames_and_chunks_of_one_size() {
     array.write(50, &frame([520, 4, 1], 1)).unwrap();
     let read = |path: &str| fs::read(out.path().join("z").join(path)).unwrap();
     let about: serde_json::Value = serde_json::from_slice(&read("temperature/zarr.json")).unwrap();
+    let attributes = &about["attributes"];
+    assert_eq!(attributes["steps_between_frames"], 50, "{attributes}");
+    assert!(attributes["long_name"] == "temperature" && attributes["units"].is_string(), "{attributes}");
+    assert_eq!(attributes["_ARRAY_DIMENSIONS"], about["dimension_names"]);
     assert_eq!(about["shape"], serde_json::json!([3, 4, 520]));
     assert_eq!(about["chunk_grid"]["configuration"]["chunk_shape"], serde_json::json!([1, 4, 512]));
     let floats = |bytes: &[u8]| -> Vec<f32> {
@@ -228,7 +232,10 @@ fn folders_that_cannot_be_are_told_at_once() {
     let error = Writer::new(&simulation, &simulation.outputs()[0], out.path(), 0).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("a file is where a folder should be") && error.contains("--out"), "{error}");
     let full = files::failed(out.path(), &std::io::Error::from(std::io::ErrorKind::StorageFull));
-    assert!(full.is_full() && full.to_string().contains("the disk is full; free some space"), "{full}");
+    assert!(
+        full.is_full() && full.to_string().contains("the disk is full; free some space, and it goes on by itself"),
+        "{full}"
+    );
 }
 
 #[test]

@@ -55,8 +55,11 @@ impl Series {
             let _ = writeln!(list, "<DataSet timestep=\"{step}\" part=\"0\" file=\"{file}\"/>");
         }
         list.push_str("</Collection>\n</VTKFile>\n");
-        replace(&self.folder.join(format!("{}.pvd", self.quantity)), &[list.as_bytes()])
+        replace(&self.folder.join(format!("{}{LIST_ENDING}", self.quantity)), &[list.as_bytes()])
     }
 }
 
-const ENDING: &str = ".vti";
+/// Of a frame's file.
+pub(super) const ENDING: &str = ".vti";
+/// Of the list of all frames.
+pub(super) const LIST_ENDING: &str = ".pvd";

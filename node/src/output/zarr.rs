@@ -16,6 +16,10 @@ use super::files::{failed, replace};
 
 /// What the array of steps is called; a field of this name goes before it.
 const TIME: &str = "time";
+/// The file that describes an array or a group.
+const DESCRIPTION: &str = "zarr.json";
+/// Time, z, y and x.
+const AXES_MAX: usize = 4;
 /// Cells of a chunk along each axis: a megabyte of floats.
 const CHUNK_2D: usize = 512;
 const CHUNK_3D: usize = 64;
@@ -50,7 +54,10 @@ impl Array {
         let group = json!({
             "zarr_format": 3,
             "node_type": "group",
-            "attributes": { "simulation": simulation.name(), "quantity": spec.quantity, "steps": simulation.steps() },
+            "attributes": {
+                "simulation": simulation.name(), "rule": simulation.rule().name(), "quantity": spec.quantity,
+                "steps": simulation.steps(), "every": spec.every,
+            },
         });
         write_json(&out, &group)?;
         if spec.quantity != TIME {
@@ -71,7 +78,14 @@ impl Array {
         } else {
             ("float32", json!("NaN"), json!([little]))
         };
-        write_json(&array.folder, &metadata(&json!(shape), &json!(chunk), kind, &fill, &codecs, &json!(names)))?;
+        let about = json!({
+            "long_name": spec.quantity, "units": units(simulation, &spec.quantity), "step_of_first_frame": 0,
+            "steps_between_frames": spec.every, "_ARRAY_DIMENSIONS": names,
+        });
+        write_json(
+            &array.folder,
+            &metadata(&json!(shape), &json!(chunk), kind, &fill, &codecs, &json!(names), &about),
+        )?;
         Ok(array)
     }
 
@@ -112,7 +126,8 @@ impl Array {
     fn write_times(&self, folder: &Path, frames: u64) -> Result<(), OutputError> {
         let codecs = json!([{ "name": "bytes", "configuration": { "endian": "little" } }]);
         let (shape, names) = (json!([frames]), json!(["time"]));
-        write_json(folder, &metadata(&shape, &shape, "int64", &json!(0), &codecs, &names))?;
+        let about = json!({ "long_name": "steps completed", "units": "steps", "_ARRAY_DIMENSIONS": names });
+        write_json(folder, &metadata(&shape, &shape, "int64", &json!(0), &codecs, &names, &about))?;
         let times: Vec<u8> = (0..frames).flat_map(|frame| (frame * self.every).to_le_bytes()).collect();
         let chunks = folder.join("c");
         fs::create_dir_all(&chunks).map_err(|error| failed(&chunks, &error))?;
@@ -123,18 +138,74 @@ impl Array {
     fn remove_after(&self, last: u64) -> Result<(), OutputError> {
         let chunks = self.folder.join("c");
         fs::create_dir_all(&chunks).map_err(|error| failed(&chunks, &error))?;
-        for entry in fs::read_dir(&chunks).map_err(|error| failed(&chunks, &error))? {
-            let path = entry.map_err(|error| failed(&chunks, &error))?.path();
-            let frame = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<u64>().ok());
-            if frame.is_some_and(|frame| frame > last) {
-                fs::remove_dir_all(&path).map_err(|error| failed(&path, &error))?;
+        for (frame, path) in numbers(&chunks) {
+            if frame > last {
+                for chunk in chunk_files(&path) {
+                    fs::remove_file(&chunk).map_err(|error| failed(&chunk, &error))?;
+                    // Folders that are empty go with it.
+                    for folder in chunk.ancestors().skip(1).take_while(|folder| **folder != chunks) {
+                        if fs::remove_dir(folder).is_err() {
+                            break;
+                        }
+                    }
+                }
             }
         }
         Ok(())
     }
 }
 
-fn metadata(shape: &Value, chunk: &Value, kind: &str, fill: &Value, codecs: &Value, names: &Value) -> Value {
+/// Files of an array and its steps in the output's folder: descriptions, and chunks by their numbers.
+pub(super) fn files(out: &Path, quantity: &str) -> Vec<PathBuf> {
+    let mut found = vec![out.join(DESCRIPTION)];
+    let arrays: &[&str] = if quantity == TIME { &[TIME] } else { &[quantity, TIME] };
+    for array in arrays {
+        found.push(out.join(array).join(DESCRIPTION));
+        found.extend(chunk_files(&out.join(array).join("c")));
+    }
+    found
+}
+
+/// Entries of a folder whose names are numbers.
+fn numbers(folder: &Path) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let number = |entry: fs::DirEntry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()));
+    entries.filter_map(number).collect()
+}
+
+/// Files below a folder on paths of numbers, at most as deep as an array has axes.
+fn chunk_files(folder: &Path) -> Vec<PathBuf> {
+    let (mut found, mut level) = (Vec::new(), vec![folder.to_path_buf()]);
+    for _ in 0..AXES_MAX {
+        let below = level.iter().flat_map(|folder| numbers(folder)).map(|(_, path)| path);
+        let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) = below.partition(|path| path.is_dir());
+        found.extend(files);
+        level = folders;
+    }
+    found
+}
+
+/// In what a quantity is counted. Fluids know cells and steps only; of what a rule's text computes nothing is known.
+fn units(simulation: &Simulation, quantity: &str) -> &'static str {
+    match simulation.rule() {
+        Rule::D2q9(_) | Rule::D3q19(_) => match quantity {
+            "vorticity" => "1/step",
+            "density" => "density of the fluid at rest",
+            _ => "cells/step",
+        },
+        Rule::Life(_) | Rule::Heat(_) | Rule::Wave(_) | Rule::GrayScott(_) | Rule::Text(_) | _ => "1",
+    }
+}
+
+fn metadata(
+    shape: &Value,
+    chunk: &Value,
+    kind: &str,
+    fill: &Value,
+    codecs: &Value,
+    names: &Value,
+    about: &Value,
+) -> Value {
     json!({
         "zarr_format": 3,
         "node_type": "array",
@@ -145,13 +216,13 @@ fn metadata(shape: &Value, chunk: &Value, kind: &str, fill: &Value, codecs: &Val
         "fill_value": fill,
         "codecs": codecs,
         "dimension_names": names,
-        "attributes": {},
+        "attributes": about,
     })
 }
 
 fn write_json(folder: &Path, value: &Value) -> Result<(), OutputError> {
     fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
-    replace(&folder.join("zarr.json"), &[format!("{value:#}\n").as_bytes()])
+    replace(&folder.join(DESCRIPTION), &[format!("{value:#}\n").as_bytes()])
 }
 
 fn gzip(bytes: &[u8]) -> Vec<u8> {

@@ -223,6 +223,15 @@ fn references_that_leave_the_cache_are_refused() {
 }
 
 #[test]
+fn an_empty_folder_is_no_missing_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let named = dir.path().to_string_lossy().into_owned();
+    let error = fetch(&named, Path::new("/nonexistent"), &Sources::from_env(), &Silent).unwrap_err();
+    assert!(matches!(error, PullError::Folder(_)), "{error}");
+    assert!(error.to_string().starts_with(&format!("the folder `{named}` has no model.safetensors: ")), "{error}");
+}
+
+#[test]
 fn a_cached_file_is_found_by_its_name() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("tiny.gguf"), b"GGUF").unwrap();

@@ -1,15 +1,16 @@
 //! Carries out what the core decides about simulations.
-use super::{Shell, route};
+use super::{Shell, answered, route};
 use crate::tiles::states::{StateName, States};
-use crate::tiles::{Command, Commands, region};
+use crate::tiles::{CellSource, Command, Commands};
+use crate::views::{Names, count};
 use node_core::id::{Epoch, JobId, LoadId, NodeId};
 use node_core::input::{GridInput, Input};
 use node_core::output::GridCommand;
 use node_core::tiles::GridEvent;
 use node_core::tiles::order::{TileOrder, TileStart};
-use partitioner::tiles::Block;
+use partitioner::tiles::{Block, GridError};
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 /// The shell's own bookkeeping of tiles.
@@ -18,11 +19,23 @@ pub(crate) struct TileShell {
     states: Arc<States>,
     /// What is held here: bytes, and the strips that come for it.
     held: BTreeMap<(JobId, u16), (u64, Expectation)>,
+    wanted: Wanted,
+}
+
+/// The last load of each tile that is wanted. Held while the tiles' thread is sent a load or a drop, so that a load whose
+/// simulation came late does not follow the drop of its tile.
+#[derive(Clone, Default)]
+struct Wanted(Arc<Mutex<BTreeMap<(JobId, u16), LoadId>>>);
+
+impl Wanted {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(JobId, u16), LoadId>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
 }
 
 impl TileShell {
     pub(crate) fn new(commands: Commands, states: Arc<States>) -> Self {
-        Self { commands, states, held: BTreeMap::new() }
+        Self { commands, states, held: BTreeMap::new(), wanted: Wanted::default() }
     }
 
     fn send(&self, command: Command) {
@@ -38,8 +51,13 @@ impl TileShell {
 impl Shell {
     pub(super) fn carry_out_grid(&mut self, command: GridCommand) {
         match command {
-            GridCommand::Plan { token, question } => self
-                .off_thread(move || Input::Grid(GridInput::Planned { token, result: question.answer().map(Box::new) })),
+            GridCommand::Plan { token, question } => {
+                let planned = move |result| Input::Grid(GridInput::Planned { token, result });
+                self.off_thread(
+                    move || planned(question.answer().map(Box::new)),
+                    move |why| planned(Err(GridError::Invalid(why))),
+                );
+            }
             GridCommand::Load { job, epoch, load, order } => self.load_tile(job, epoch, load, order),
             GridCommand::Restore { job, load, tile, step } => {
                 self.tiles.send(Command::Restore { job, load, tile, step });
@@ -57,38 +75,42 @@ impl Shell {
             }
             GridCommand::Collect { job, from, tile, step, kind, bytes } => {
                 let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
-                self.off_thread(move || {
+                let collected = move |result| Input::Grid(GridInput::Collected { job, tile, step, kind, result });
+                let collect = move || {
                     let name = StateName { job, tile, step, kind };
                     let result = submissions.collect(&runtime, from, name, bytes);
                     if let Err(reason) = &result {
                         tracing::debug!("job {:016x}, tile {tile}, step {step}: {reason}", job.0);
                     }
-                    Input::Grid(GridInput::Collected { job, tile, step, kind, result })
-                });
+                    collected(result)
+                };
+                self.off_thread(collect, move |why| collected(Err(why)));
             }
             GridCommand::Forget { job, tile, step, kind } => {
                 drop(self.tiles.states.take(&StateName { job, tile, step, kind }));
             }
             GridCommand::Drop { job, tile } => {
                 self.tiles.held.remove(&(job, tile));
+                let mut wanted = self.tiles.wanted.lock();
+                wanted.remove(&(job, tile));
                 self.tiles.send(Command::Drop { job, tile });
             }
             GridCommand::Mirror { job, from, step, parts, simulation } => {
                 let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
-                self.off_thread(move || {
-                    let result = submissions.mirror(&runtime, from, (job, step), &parts, &simulation);
+                let mirrored = move |result| Input::Grid(GridInput::Mirrored { job, step, result });
+                let mirror = move || {
+                    let result = submissions.mirror(&runtime, from, (job, step), &parts, simulation);
                     if let Err(reason) = &result {
                         tracing::warn!("job {:016x}: the checkpoint of step {step} cannot be copied: {reason}", job.0);
                     }
-                    Input::Grid(GridInput::Mirrored { job, step, result })
-                });
+                    mirrored(result)
+                };
+                self.off_thread(mirror, move |why| mirrored(Err(why)));
             }
             GridCommand::KeepCheckpoint { job, step } => {
                 let submissions = self.submissions.clone();
-                self.off_thread(move || {
-                    let result = submissions.keep_checkpoint(job, step);
-                    Input::Grid(GridInput::Kept { job, step, result })
-                });
+                let kept = move |result| Input::Grid(GridInput::Kept { job, step, result });
+                self.off_thread(move || kept(submissions.keep_checkpoint(job, step)), move |why| kept(Err(why)));
             }
         }
     }
@@ -96,7 +118,10 @@ impl Shell {
     pub(super) fn unload_tiles(&mut self, job: JobId) {
         let submissions = self.submissions.clone();
         self.runtime.spawn_blocking(move || submissions.forget_mirror(job));
+        self.submissions.forget_simulation(job);
         self.tiles.held.retain(|(of, _), _| *of != job);
+        let mut wanted = self.tiles.wanted.lock();
+        wanted.retain(|(of, _), _| *of != job);
         self.tiles.send(Command::Unload { job });
     }
 
@@ -107,23 +132,48 @@ impl Shell {
         self.tiles.held.insert((job, tile), (bytes, expected));
         if let Err(reason) = self.residency.begin(job, load, self.tiles.bytes_of(job)) {
             self.tiles.held.remove(&(job, tile));
+            self.tiles.wanted.lock().remove(&(job, tile));
             self.tiles.send(Command::Drop { job, tile });
             return self.driver.input(Input::Grid(GridInput::Loaded { job, tile, load, result: Err(reason) }));
         }
-        let TileStart::Checkpoint { step } = order.start else {
-            return self.tiles.send(Command::Load { job, load, order, cells: None });
+        self.tiles.wanted.lock().insert((job, tile), load);
+        let checkpoint = match order.start {
+            TileStart::Checkpoint { step } => Some(self.cells_of(epoch.minter, job, step)),
+            TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
         };
+        let id = order.simulation;
+        if let Some(simulation) = self.submissions.hold_simulation(job, id.content) {
+            return self.tiles.send(Command::Load { job, load, order, simulation, checkpoint });
+        }
+        // It comes from the coordinator, or from an owner that has it already.
+        let owners = order.tiles.iter().map(|(owner, _)| *owner);
+        let mut sources: Vec<NodeId> = std::iter::once(epoch.minter).chain(owners).collect();
+        sources.dedup();
+        sources.truncate(node_core::limits::SOURCES_MAX);
         let (submissions, runtime, driver) = (self.submissions.clone(), self.runtime.clone(), self.driver.clone());
-        let commands = self.tiles.commands.clone();
+        let (commands, wanted) = (self.tiles.commands.clone(), self.tiles.wanted.clone());
         self.runtime.spawn_blocking(move || {
-            let of = (region(order.block()), order.bytes_max);
-            match submissions.checkpoint(&runtime, epoch.minter, job, step, of) {
-                Ok(cells) => {
-                    let _ = commands.send(Command::Load { job, load, order, cells: Some(cells) });
+            let fetched = answered(|| submissions.fetch_simulation(&runtime, job, id, &sources), Err);
+            let wanted = wanted.lock();
+            if wanted.get(&(job, tile)) != Some(&load) {
+                if !wanted.keys().any(|(of, _)| *of == job) {
+                    submissions.forget_simulation(job);
+                }
+                return;
+            }
+            match fetched {
+                Ok(simulation) => {
+                    let _ = commands.send(Command::Load { job, load, order, simulation, checkpoint });
                 }
                 Err(reason) => driver.input(Input::Grid(GridInput::Loaded { job, tile, load, result: Err(reason) })),
             }
         });
+    }
+
+    /// The cells of a coordinator's checkpoint, to be fetched in parts.
+    fn cells_of(&self, coordinator: NodeId, job: JobId, step: u32) -> CellSource {
+        let (submissions, runtime) = (self.submissions.clone(), self.runtime.clone());
+        Box::new(move |part| answered(|| submissions.checkpoint(&runtime, coordinator, (job, step), part), Err))
     }
 }
 
@@ -145,15 +195,15 @@ fn strips(order: &TileOrder) -> Expectation {
 }
 
 /// What a person would want to know.
-pub(super) fn log(job: JobId, event: &GridEvent) {
+pub(super) fn log(job: JobId, event: &GridEvent, names: &Names) {
     let job = job.0;
     match event {
         GridEvent::Placed { epoch, depth, tiles, step, .. } => {
             let tiles: Vec<String> =
-                tiles.iter().map(|(node, block)| format!("{} {}", NodeId(node.0), extent(block))).collect();
+                tiles.iter().map(|(node, block)| format!("{} {}", names.get(*node), extent(block))).collect();
             let counter = epoch.counter;
-            let tiles = tiles.join(", ");
-            tracing::info!("job {job:016x} epoch {counter} from step {step}: {tiles}; halos serve {depth} steps");
+            let (tiles, depth) = (tiles.join(", "), count(*depth as usize, "step"));
+            tracing::info!("job {job:016x} epoch {counter} from step {step}: {tiles}; halo depth {depth}");
         }
         GridEvent::Running { epoch, step } => {
             tracing::info!("job {job:016x} epoch {} runs from step {step}", epoch.counter);
@@ -163,12 +213,14 @@ pub(super) fn log(job: JobId, event: &GridEvent) {
         GridEvent::Ended { result: Ok(()), .. } => tracing::info!("job {job:016x} is done"),
         GridEvent::Ended { result: Err(reason), .. } => tracing::warn!("job {job:016x} ended: {reason}"),
         // Told where it is known where its results go.
-        GridEvent::Inherited { .. } | GridEvent::Progress { .. } | GridEvent::Report { .. } => {}
+        GridEvent::Inherited { .. } | GridEvent::Moved | GridEvent::Progress { .. } | GridEvent::Report { .. } => {}
     }
 }
 
 /// A block as people read it.
 pub(crate) fn extent(block: &Block) -> String {
     let axes = (0..3).filter(|&axis| axis < 2 || block.to[axis] > 1);
-    axes.map(|axis| format!("{}..{}", block.from[axis], block.to[axis])).collect::<Vec<_>>().join(" x ")
+    axes.map(|axis| format!("{}-{}", block.from[axis], block.to[axis].saturating_sub(1)))
+        .collect::<Vec<_>>()
+        .join(" x ")
 }

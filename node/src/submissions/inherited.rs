@@ -1,13 +1,13 @@
 //! Simulations of other nodes that this one may have to go on with, or does: their checkpoints, and what is made from then on.
 use super::checkpoints::Checkpoints;
 use super::forces::Forces;
+use super::run_folder::RunFolder;
 use super::{Made, Submission, Submissions, Told};
 use crate::tiles::region;
 use crate::tiles::states::Wanted;
-use kernels::grid::simulation::Simulation;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
-use node_core::tiles::order::Schedule;
+use node_core::tiles::order::{Schedule, SimulationId};
 use partitioner::tiles::Block;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,22 +52,22 @@ impl Submissions {
         from: NodeId,
         (job, step): (JobId, u32),
         parts: &[(Block, u64)],
-        simulation: &[u8],
+        simulation: SimulationId,
     ) -> Result<(), String> {
         if self.find(job).is_some() {
             return Err("this node goes on with it already".into());
         }
-        let simulation = Simulation::from_bytes(simulation).map_err(|e| e.to_string())?;
+        let simulation = self.fetch_simulation(runtime, job, simulation, &[from])?;
         let folder = self.job_folder(job);
         let mut checkpoints = Checkpoints::open(&folder, &simulation)?;
         let mark = folder.join(MARK);
         fs::write(&mark, []).map_err(|e| format!("{}: {e}", mark.display()))?;
         let mut regions = Vec::with_capacity(parts.len());
-        for (block, most) in parts {
-            let (start, end) = (block.from, block.to);
-            let cells = self.fetch(runtime, from, Wanted::Checkpoint { job, step, start, end }, *most)?;
-            checkpoints.part(step, region(block), &cells)?;
-            regions.push(region(block));
+        for region in parts.iter().map(|(block, _)| region(block)) {
+            let mut part = checkpoints.begin(step, region)?;
+            self.stream(runtime, from, Wanted::checkpoint(job, step, region), |block| part.write(block))?;
+            checkpoints.add(part.complete()?);
+            regions.push(region);
         }
         checkpoints.keep(step, &regions)
     }
@@ -80,11 +80,10 @@ impl Submissions {
     }
 
     /// This node goes on with a simulation that was submitted to `from`.
-    pub(super) fn inherit(&self, job: JobId, from: NodeId, simulation: &[u8], schedule: &Schedule) {
-        let simulation = match Simulation::from_bytes(simulation) {
-            Ok(simulation) => simulation,
-            // It was computed here until now.
-            Err(error) => return tracing::warn!("job {:016x}: {error}", job.0),
+    pub(super) fn inherit(&self, job: JobId, from: NodeId, id: SimulationId, schedule: &Schedule) {
+        // A successor computes a tile of it: it was parsed for that.
+        let Some(simulation) = self.simulation_of(id.content) else {
+            return tracing::warn!("job {:016x}: this node no longer holds its simulation", job.0);
         };
         // What follows the outputs that the job names is for watchers.
         let mut outputs = schedule.outputs.iter().take(simulation.outputs().len());
@@ -101,6 +100,7 @@ impl Submissions {
         let submission = Arc::new(Submission {
             job,
             simulation,
+            id,
             out: kept.then_some(folder),
             told: Mutex::new(told),
             view: Mutex::default(),
@@ -113,8 +113,12 @@ impl Submissions {
         std::thread::spawn(move || {
             let _ = fs::remove_file(mark);
             let Some(out) = &submission.out else { return };
-            match super::folder(out).and_then(|()| Forces::open(out, &submission.simulation, 0)) {
-                Ok(forces) => *submission.forces.lock().expect("no panics under this lock") = forces,
+            match RunFolder::inherit(out, &submission.simulation, job) {
+                Ok(folder) => submission.made().folder = Some(folder),
+                Err(error) => tracing::warn!("{error}"),
+            }
+            match Forces::open(out, &submission.simulation, 0) {
+                Ok(forces) => *submission.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = forces,
                 Err(error) => tracing::warn!("{error}"),
             }
         });

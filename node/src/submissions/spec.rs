@@ -2,7 +2,7 @@
 use super::Watched;
 use kernels::grid::simulation::Simulation;
 use node_core::id::JobId;
-use node_core::tiles::order::{GridSpec, Schedule, Tier};
+use node_core::tiles::order::{GridSpec, Schedule, SimulationId, Tier};
 use partitioner::tiles::GridWork;
 
 /// What the planner needs to know of a simulation.
@@ -10,28 +10,29 @@ pub fn work(simulation: &Simulation) -> GridWork {
     let (grid, costs) = (simulation.grid(), simulation.rule().costs());
     let periodic =
         std::array::from_fn(|axis| axis < grid.dimensions() && grid.faces(axis)[0] == kernels::grid::Face::Periodic);
-    let keeps =
-        simulation.standby() != kernels::grid::simulation::Tier::None || simulation.checkpoint_every().is_some();
+    let standby = simulation.standby() != kernels::grid::simulation::Tier::None;
+    // Of each kind of saved states one is kept, as large as one of the two that a step needs.
+    let kept = u64::from(standby) + u64::from(simulation.checkpoint_every().is_some());
     GridWork {
         size: grid.size().map(|cells| cells as u64),
         periodic,
         radius: simulation.rule().radius() as u32,
-        // A state that was put aside takes as much as one of the two that a step needs.
-        state_bits: if keeps { costs.state_bits + costs.state_bits / 2 } else { costs.state_bits },
+        state_bits: costs.state_bits + kept * costs.state_bits / 2,
         traffic_bits: costs.traffic_bits,
         face_bits: costs.face_bits,
         cell_bits: costs.cell_bits,
         align_x: kernels::grid::RUN as u64,
-        scratch_bytes: SCRATCH_BYTES,
+        // The job's files, and what is made of them.
+        scratch_bytes: SCRATCH_BYTES + 2 * simulation.packed_len() as u64,
         pass_steps: simulation.rule().pass_steps(grid) as u32,
     }
 }
 
-/// What a tile takes besides its cells: masks, strips, frames.
+/// What a tile takes besides its cells and the job's files: strips, frames, checkpoints on their way to the disk.
 const SCRATCH_BYTES: u64 = 16 << 20;
 
 /// What the core is told of it.
-pub(super) fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bool, resume: Option<u32>) -> GridSpec {
+pub(super) fn spec(job: JobId, simulation: &Simulation, id: SimulationId, kept: bool, resume: Option<u32>) -> GridSpec {
     let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
     let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
     if !kept {
@@ -45,7 +46,7 @@ pub(super) fn spec(job: JobId, simulation: &Simulation, bytes: Vec<u8>, kept: bo
     GridSpec {
         job,
         name: simulation.name().to_owned(),
-        simulation: bytes,
+        simulation: id,
         work: work(simulation),
         depth: simulation.depth().map(|depth| depth as u32),
         schedule: Schedule {

@@ -5,8 +5,8 @@ use kernels::grid::simulation::{Colours, Field, Simulation};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Pixels along the longer side of a picture.
-const SIZE: usize = 512;
+/// Pixels along the longer side of a picture: grids up to this are shown cell by cell, larger ones thinned.
+const SIZE: usize = 1024;
 /// Pictures of a short run.
 const PICTURES: u64 = 16;
 /// Steps from one picture to the next read and write at least so many bytes in short runs, and in runs of any length no

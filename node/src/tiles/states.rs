@@ -1,6 +1,8 @@
 //! States that were put aside, by name: until whoever wants them has fetched them.
+use crate::submissions::look::Look;
 use bytes::Bytes;
-use node_core::id::JobId;
+use kernels::grid::Region;
+use node_core::id::{ContentId, JobId};
 use node_core::tiles::order::SaveKind;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -26,6 +28,10 @@ pub struct States(Mutex<HashMap<StateName, Bytes>>);
 const STATE: &[u8] = b"meshnode/tile-state/1 ";
 /// What a request for a part of a checkpoint begins with.
 const CHECKPOINT: &[u8] = b"meshnode/checkpoint/1 ";
+/// What a request to look at a simulation begins with.
+const LOOK: &[u8] = b"meshnode/look/1 ";
+/// What a request for a packed simulation begins with.
+const SIMULATION: &[u8] = b"meshnode/simulation/1 ";
 
 impl States {
     /// Keeps one.
@@ -54,12 +60,12 @@ impl States {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<StateName, Bytes>> {
-        self.0.lock().expect("no panics under this lock")
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
 /// A question to a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// A state that it put aside.
     State(StateName),
@@ -74,9 +80,19 @@ pub enum Wanted {
         /// One beyond the highest.
         end: [u64; 3],
     },
+    /// A packed simulation.
+    Simulation(ContentId),
+    /// How a simulation stands.
+    Look(Look),
 }
 
 impl Wanted {
+    /// The cells of a box, of the checkpoint of a step.
+    pub fn checkpoint(job: JobId, step: u32, region: Region) -> Self {
+        let (start, end) = (region.start.map(|at| at as u64), region.end.map(|at| at as u64));
+        Wanted::Checkpoint { job, step, start, end }
+    }
+
     /// As it is sent.
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -99,6 +115,8 @@ impl Wanted {
                 start.iter().chain(end).for_each(|value| bytes.extend(value.to_le_bytes()));
                 bytes
             }
+            Wanted::Look(look) => [LOOK, look.encode().as_slice()].concat(),
+            Wanted::Simulation(content) => [SIMULATION, content.0.as_slice()].concat(),
         }
     }
 
@@ -118,6 +136,12 @@ impl Wanted {
             let (job, step) = (JobId(u64::from_le_bytes(*job)), u32::from_le_bytes(*step));
             return Some(Wanted::State(StateName { job, tile, step, kind }));
         }
+        if let Some(rest) = bytes.strip_prefix(LOOK) {
+            return Look::decode(rest).map(Wanted::Look);
+        }
+        if let Some(rest) = bytes.strip_prefix(SIMULATION) {
+            return Some(Wanted::Simulation(ContentId(rest.try_into().ok()?)));
+        }
         let rest: &[u8; 60] = bytes.strip_prefix(CHECKPOINT)?.try_into().ok()?;
         let (job, rest) = rest.split_first_chunk::<8>()?;
         let (step, rest) = rest.split_first_chunk::<4>()?;
@@ -136,7 +160,7 @@ mod tests {
     fn questions_survive_the_way_and_nonsense_is_none() {
         let state = StateName { job: JobId(7), tile: 3, step: 1 << 30, kind: SaveKind::Output(9) };
         let part = Wanted::Checkpoint { job: JobId(u64::MAX), step: 4, start: [1, 2, 3], end: [4, 5, 6] };
-        for wanted in [Wanted::State(state), part] {
+        for wanted in [Wanted::State(state), part, Wanted::Simulation(ContentId([5; 32]))] {
             let bytes = wanted.encode();
             assert_eq!(Wanted::decode(&bytes), Some(wanted));
             (0..bytes.len()).for_each(|end| assert_eq!(Wanted::decode(&bytes[..end]), None));

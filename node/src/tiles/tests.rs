@@ -3,8 +3,8 @@ use super::*;
 use crate::config::UpOptions;
 use crate::driver::{self, DriverQueue};
 use kernels::grid::simulation::Simulation;
-use node_core::id::NodeId;
-use node_core::tiles::order::Schedule;
+use node_core::id::{ContentId, NodeId};
+use node_core::tiles::order::{Schedule, SimulationId};
 use std::time::Duration;
 
 /// No machine is so slow.
@@ -27,7 +27,7 @@ impl Bench {
         let device = Arc::new(Compute::open(&options).unwrap());
         let residency = Arc::new(Residency::new(device.capacity.clone()));
         let hands = Hands { tensors: Arc::default(), states: Arc::default(), residency, driver, device };
-        Self { commands: spawn(hands).unwrap(), queue, works: 0 }
+        Self { commands: spawn(hands).unwrap().0, queue, works: 0 }
     }
 
     fn load(&self, job: JobId, size: usize) {
@@ -42,7 +42,7 @@ impl Bench {
         let whole = Block { from: [0; 3], to: work.size };
         let order = TileOrder {
             name: "t".into(),
-            simulation: simulation.to_bytes(),
+            simulation: SimulationId { content: ContentId([0; 32]), bytes: 1 },
             work,
             depth: 1,
             schedule: Schedule {
@@ -63,7 +63,8 @@ impl Bench {
             formers: Vec::new(),
         };
         let (load, order) = (LoadId(1), Box::new(order));
-        self.commands.send(Command::Load { job, load, order, cells: None }).unwrap();
+        let simulation = Arc::new(simulation);
+        self.commands.send(Command::Load { job, load, order, simulation, checkpoint: None }).unwrap();
     }
 
     fn run(&mut self, job: JobId, from: u32, to: u32) {

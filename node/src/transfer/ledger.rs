@@ -1,5 +1,8 @@
 //! What peers gave and took, who lied, and what is being fetched: for people, and for whom to ask next.
+use crate::config::Size;
+use crate::views::count;
 use node_core::id::{ContentId, NodeId};
+use partitioner::explain;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -46,7 +49,7 @@ pub struct PeerWeights {
 /// A transfer that goes on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TransferView {
-    /// Model name, or the beginning of its content id until its header is here.
+    /// What the user calls the model.
     pub model: String,
     /// First layer.
     pub first_layer: usize,
@@ -64,7 +67,7 @@ pub struct TransferView {
 pub(super) struct Progress {
     pub(super) content: ContentId,
     pub(super) started: Instant,
-    model: Mutex<String>,
+    model: String,
     layers: std::ops::Range<usize>,
     total: AtomicU64,
     done: AtomicU64,
@@ -73,11 +76,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn name(&self, model: &str) {
-        model.clone_into(&mut lock(&self.model));
-    }
-
-    /// So many bytes more are missing.
+    /// More bytes are missing.
     pub(super) fn needs(&self, bytes: u64) {
         self.total.fetch_add(bytes, Relaxed);
     }
@@ -95,7 +94,7 @@ impl Progress {
 
     fn view(&self) -> TransferView {
         TransferView {
-            model: lock(&self.model).clone(),
+            model: self.model.clone(),
             first_layer: self.layers.start,
             end_layer: self.layers.end,
             bytes_total: self.total.load(Relaxed),
@@ -107,17 +106,15 @@ impl Progress {
     /// One line for the log; `None` if all was here.
     pub(super) fn summary(&self, now: Instant) -> Option<String> {
         let (view, seconds) = (self.view(), now.saturating_duration_since(self.started).as_secs_f64());
-        let megabytes = view.bytes_done as f64 / 1e6;
         (view.bytes_total > 0).then(|| {
             format!(
-                "fetched {megabytes:.1} MB of {} layers {}..{} from {} peer{} in {seconds:.1} s ({:.0} MB/s), {} chunks refused",
+                "fetched {} of {}, layers {}, from {} in {seconds:.1} s ({}/s), {} rejected",
+                Size(view.bytes_done),
                 view.model,
-                view.first_layer,
-                view.end_layer,
-                view.peers,
-                if view.peers == 1 { "" } else { "s" },
-                megabytes / seconds.max(1e-3),
-                self.refused.load(Relaxed)
+                explain::layers(&(view.first_layer as u32..view.end_layer as u32)),
+                count(view.peers, "peer"),
+                Size((view.bytes_done as f64 / seconds.max(1e-3)) as u64),
+                count(self.refused.load(Relaxed) as usize, "chunk"),
             )
         })
     }
@@ -137,12 +134,11 @@ impl Drop for Ongoing {
 }
 
 impl Ledger {
-    pub(super) fn begin(self: &Arc<Self>, content: ContentId, layers: std::ops::Range<usize>) -> Ongoing {
-        let short: String = blake3::Hash::from_bytes(content.0).to_hex().chars().take(12).collect();
+    pub(super) fn begin(self: &Arc<Self>, content: ContentId, name: &str, layers: std::ops::Range<usize>) -> Ongoing {
         let progress = Arc::new(Progress {
             content,
             started: Instant::now(),
-            model: Mutex::new(short),
+            model: name.to_owned(),
             layers,
             total: AtomicU64::new(0),
             done: AtomicU64::new(0),
@@ -224,5 +220,5 @@ impl Ledger {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no panics under this lock")
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -1,6 +1,5 @@
 //! Who stands by for tiles, and what the loss of one costs.
 use super::{Block, GridPlan, GridWork, bytes_of, halo_bits, tile_bytes};
-use crate::cost;
 use crate::fleet::{DeviceId, Fleet, Link};
 use alloc::vec::Vec;
 
@@ -16,7 +15,7 @@ pub fn takeover_ns(work: &GridWork, plan: &GridPlan, tile: usize, snapshot_every
     AGREE_NS.saturating_add(again)
 }
 
-/// For an epoch to be written down and agreed on, on a local network: 10 to 50 ms were measured.
+/// For an epoch to be agreed on, on a local network: 10 to 50 ms were measured.
 const AGREE_NS: u64 = 30_000_000;
 /// A snapshot is copied into place at this pace at least, within a machine's memory.
 const COPY_BYTES_PER_SECOND: u128 = 2_000_000_000;
@@ -70,10 +69,9 @@ pub fn standbys(
     owners: &[(DeviceId, Block)],
     depth: u32,
     fleet: &Fleet,
-    headroom_percent: u8,
     kept: &[(u16, DeviceId)],
 ) -> Vec<TileStandby> {
-    let guards = Guards { work, owners, depth, fleet, headroom_percent };
+    let guards = Guards { work, owners, depth, fleet };
     let mut chosen: Vec<(u16, DeviceId)> = kept.to_vec();
     let mut left = Vec::new();
     for tile in (0..owners.len() as u16).filter(|tile| kept.iter().all(|(of, _)| of != tile)) {
@@ -108,7 +106,6 @@ struct Guards<'a> {
     owners: &'a [(DeviceId, Block)],
     depth: u32,
     fleet: &'a Fleet,
-    headroom_percent: u8,
 }
 
 impl Guards<'_> {
@@ -123,7 +120,7 @@ impl Guards<'_> {
         let may = self.fleet.devices.iter().filter(|device| self.allows(tile, device.id, chosen));
         let best = may.min_by_key(|device| {
             let same = machine(owner) == Some(device.machine);
-            (same, tiles_of(device.id), core::cmp::Reverse(device.bytes_per_second), device.id)
+            (same, tiles_of(device.id), core::cmp::Reverse(device.copy_bytes_per_second), device.id)
         });
         best.map(|device| device.id)
     }
@@ -138,8 +135,8 @@ impl Guards<'_> {
         let guarded = guarded.filter_map(|(of, _)| self.owners.get(usize::from(*of))).map(|(_, block)| block);
         // The fleet is as it would be without the job.
         let taken = owned.chain(guarded).map(bytes).fold(0, u64::saturating_add);
-        let room = cost::usable_bytes(device, self.headroom_percent).saturating_sub(taken);
+        let room = device.memory.saturating_sub(taken);
         let same = self.fleet.device(*owner).map(|owner| owner.numerics) == Some(device.numerics);
-        !device.excluded && device.id != *owner && same && device.bytes_per_second > 0 && room >= bytes(block)
+        !device.excluded && device.id != *owner && same && device.copy_bytes_per_second > 0 && room >= bytes(block)
     }
 }

@@ -11,8 +11,6 @@ pub struct GridQuestion {
     pub work: GridWork,
     /// The machines and links as measured.
     pub fleet: Fleet,
-    /// Memory left free of each.
-    pub headroom_percent: u8,
     /// What the rule has shown of the machines.
     pub paces: Paces,
     /// Steps between two exchanges, as asked for; chosen where it is not.
@@ -53,7 +51,7 @@ impl GridQuestion {
     /// # Errors
     /// A grid that is not sound, that fits nowhere, or a depth that is deeper than a tile.
     pub fn answer(&self) -> Result<GridPlan, GridError> {
-        let mut plan = cut(&self.work, &self.fleet, self.headroom_percent, &self.paces, self.depth)?;
+        let mut plan = cut(&self.work, &self.fleet, &self.paces, self.depth)?;
         plan.before_ns = self.present.as_ref().and_then(|(tiles, depth)| self.predict(tiles, *depth));
         Ok(plan)
     }
@@ -64,7 +62,7 @@ impl GridQuestion {
         // Whoever has a tile has the room, and goes on with it while it takes no new work.
         let mut fleet = self.fleet.clone();
         fleet.devices.iter_mut().for_each(|device| (device.memory, device.excluded) = (u64::MAX, false));
-        let hands = hands(&self.work, &fleet, self.headroom_percent, &self.paces);
+        let hands = hands(&self.work, &fleet, &self.paces);
         let hand = |id: &DeviceId| hands.iter().find(|hand| hand.device.id == *id);
         let owners: Option<Vec<&Hand<'_>>> = tiles.iter().map(|(id, _)| hand(id)).collect();
         let blocks: Vec<Block> = tiles.iter().map(|(_, block)| *block).collect();
@@ -86,16 +84,16 @@ impl GridQuestion {
 /// each other are taken for equal, as far as the rule itself has not shown what they are.
 pub(super) fn speeds(work: &GridWork, devices: &[Device], paces: &Paces) -> Vec<u64> {
     let mut alike: BTreeMap<(u64, u64), Vec<u64>> = BTreeMap::new();
-    for device in devices.iter().filter(|device| device.bytes_per_second > 0) {
-        alike.entry((device.machine, device.numerics)).or_default().push(device.bytes_per_second);
+    for device in devices.iter().filter(|device| device.copy_bytes_per_second > 0) {
+        alike.entry((device.machine, device.numerics)).or_default().push(device.copy_bytes_per_second);
     }
     alike.retain(|_, speeds| {
         let (least, most) = (speeds.iter().min().copied(), speeds.iter().max().copied());
         speeds.len() > 1 && least.zip(most).is_some_and(|(least, most)| most - least <= least / 2)
     });
     let speed = |device: &Device| {
-        let of_them = alike.get(&(device.machine, device.numerics)).filter(|_| device.bytes_per_second > 0);
-        let bytes = of_them.map_or(u128::from(device.bytes_per_second), |speeds| {
+        let of_them = alike.get(&(device.machine, device.numerics)).filter(|_| device.copy_bytes_per_second > 0);
+        let bytes = of_them.map_or(u128::from(device.copy_bytes_per_second), |speeds| {
             speeds.iter().map(|&speed| u128::from(speed)).sum::<u128>() / speeds.len() as u128
         });
         let cells = bytes * 8 * u128::from(paces.of(device.id)) / (1000 * u128::from(work.traffic_bits));

@@ -57,6 +57,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
         memory: 100 + random.below(900),
         bytes_per_second: if random.below(12) == 0 { 0 } else { 100 + random.below(2_000) },
         flops_per_second: random.below(3) * (100 + random.below(5_000)),
+        copy_bytes_per_second: 0,
         step_ns: random.below(50_000_000),
         numerics: random.below(2),
         pass_steps: 1,
@@ -82,5 +83,5 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
 
 /// Options whose head is device 0.
 pub(crate) fn options(goal: Goal) -> Options {
-    Options { goal, head: id(0), headroom_percent: 10, losses: false }
+    Options { goal, head: id(0), losses: false }
 }

@@ -1,14 +1,15 @@
-//! No work of an old epoch is accepted, epochs only grow, and none is told before it is on disk.
+//! No work of an old epoch is accepted, epochs only grow, and no life of a node tells an epoch of an earlier one again.
+use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
 use node_core::id::{Epoch, JobId, LoadId};
 use node_core::input::Input;
 use node_core::message::Message;
-use node_core::output::{Output, Record};
+use node_core::output::Output;
 use node_core::time::Instant;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// Watches placements on every host. Clones share what they saw.
@@ -21,9 +22,9 @@ pub struct Epochs {
 struct Seen {
     /// The stage each host loads or holds of a job, and whether it is resident.
     stages: BTreeMap<(HostId, JobId), (Epoch, LoadId, bool)>,
-    /// Epoch records being written, and the epochs that are safe.
-    writing: BTreeMap<(HostId, u64), (JobId, Epoch)>,
-    safe: BTreeSet<(HostId, JobId, Epoch)>,
+    /// How many times each host has died, and in which of its lives it told an epoch of its own.
+    deaths: BTreeMap<HostId, u64>,
+    told: BTreeMap<(HostId, JobId, Epoch), u64>,
     violations: Vec<String>,
 }
 
@@ -42,33 +43,32 @@ impl Epochs {
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Epochs {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
-        let mut seen = self.seen.borrow_mut();
-        match input {
-            Input::Persisted { seq } => {
-                if let Some((job, epoch)) = seen.writing.remove(&(host, *seq)) {
-                    seen.safe.insert((host, job, epoch));
-                }
-            }
-            Input::Loaded { job, load, result: Ok(_) } => {
-                if let Some((_, awaited, resident)) = seen.stages.get_mut(&(host, *job)) {
-                    *resident |= awaited == load;
-                }
-            }
-            _ => {}
+        if let Input::Loaded { job, load, result: Ok(_) } = input
+            && let Some((_, awaited, resident)) = self.seen.borrow_mut().stages.get_mut(&(host, *job))
+        {
+            *resident |= awaited == load;
         }
+    }
+
+    /// The generation goes with the disk. The clock takes its place, which counts seconds: what a life of the same second
+    /// told is not held against the next.
+    fn fault(&mut self, _at: Instant, fault: &Fault) {
+        let lost = match fault {
+            Fault::Restart { host, keep_disk: false } => std::slice::from_ref(host),
+            Fault::Outage { hosts, keep_disk: false, .. } => hosts.as_slice(),
+            _ => &[],
+        };
+        self.seen.borrow_mut().told.retain(|(host, ..), _| !lost.contains(host));
     }
 
     fn died(&mut self, _at: Instant, host: HostId) {
         self.forget(host);
+        *self.seen.borrow_mut().deaths.entry(host).or_default() += 1;
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {
-            Output::Persist { seq, record: Record::Epoch { job, epoch } } => {
-                seen.writing.insert((host, *seq), (*job, *epoch));
-                None
-            }
             Output::Load { job, epoch, load, .. } | Output::Keep { job, epoch, load, .. } => {
                 let before = seen.stages.insert((host, *job), (*epoch, *load, false));
                 before.filter(|(held, ..)| held >= epoch).map(|(held, ..)| format!("loads {epoch:?} after {held:?}"))
@@ -88,10 +88,11 @@ impl Observer for Epochs {
                 _ => None,
             },
             Output::SendMessage { bytes, .. } => match codec::decode_message(bytes) {
-                Ok(Message::Prepare { job, epoch, .. } | Message::Go { job, epoch, .. })
-                    if !seen.safe.contains(&(host, job, epoch)) =>
-                {
-                    Some(format!("tells {epoch:?} before it is on disk"))
+                Ok(Message::Prepare { job, epoch, .. } | Message::Go { job, epoch, .. }) => {
+                    let life = seen.deaths.get(&host).copied().unwrap_or(0);
+                    let before = *seen.told.entry((host, job, epoch)).or_insert(life);
+                    (before != life)
+                        .then(|| format!("tells {epoch:?} of job {:x}, as an earlier life of it did", job.0))
                 }
                 _ => None,
             },

@@ -12,7 +12,7 @@ pub fn orphans(world: &World) -> Vec<String> {
             let head = world.host_of(stage.epoch.minter).and_then(|head| world.host(head).node.as_ref());
             let view = head.and_then(|head| head.jobs().find(|view| view.job == stage.job));
             let counted = view.is_some_and(|view| {
-                let owners = view.stages.iter().map(|(node, _)| *node);
+                let owners = view.stages.iter().map(|stage| stage.node);
                 owners.chain(view.standbys.iter().filter_map(|standby| standby.node)).any(|node| node == host.node_id)
             });
             if !counted {

@@ -45,10 +45,6 @@ impl PeerAddress {
     pub fn data(&self) -> SocketAddr {
         SocketAddr::new(self.discovery.ip(), self.discovery.port().wrapping_add(1))
     }
-
-    pub(super) fn multiaddr(&self) -> Multiaddr {
-        super::multiaddr(self.discovery)
-    }
 }
 
 fn look_up(text: &str, host: &str) -> Result<SocketAddr, AddressError> {

@@ -27,6 +27,7 @@ pub struct Sealer {
     cipher: ChaCha20Poly1305,
     prefix: [u8; 25],
     counter: AtomicU64,
+    key_hash: [u8; 32],
 }
 
 impl Sealer {
@@ -35,7 +36,23 @@ impl Sealer {
         let mut prefix = [VERSION; 25];
         prefix[1..17].copy_from_slice(&node);
         prefix[17..].copy_from_slice(&generation.to_le_bytes());
-        Self { cipher: cipher(mesh_key, &node, generation), prefix, counter: AtomicU64::new(0) }
+        let key_hash = *blake3::hash(mesh_key).as_bytes();
+        Self { cipher: cipher(mesh_key, &node, generation), prefix, counter: AtomicU64::new(0), key_hash }
+    }
+
+    /// The same, after `used` nonces.
+    pub(super) fn after(self, used: u64) -> Self {
+        Self { counter: AtomicU64::new(used), ..self }
+    }
+
+    /// How many nonces are used.
+    pub(super) fn used(&self) -> u64 {
+        self.counter.load(Ordering::Relaxed)
+    }
+
+    /// Tells keys of the mesh apart.
+    pub(super) fn key_hash(&self) -> [u8; 32] {
+        self.key_hash
     }
 
     /// The packet that carries `payload` to `to`; `None` once all nonces are spent.

@@ -92,8 +92,8 @@ impl CloseCode {
             CloseCode::Busy => "the peer has too many connections: try again",
             CloseCode::WrongPeer => "the peer expected another node at this address",
             CloseCode::Banned => {
-                "this node, or whoever invited it, was banned from the mesh: ask a member for a ticket and join with a \
-                 fresh --data-dir"
+                "this node, or the member that invited it, was banned from the mesh: get a ticket from a member and join \
+                 with a new identity (`meshnode join TICKET --data-dir NEW`)"
             }
             CloseCode::NotAMember => "that node is in no mesh itself yet",
         }

@@ -8,6 +8,7 @@ use super::slots::{Dial, Placed};
 use crate::certificate::CertificateError;
 use crate::event::Event;
 use crate::identity::{NodeId, PeerId};
+use crate::revocation::Revocation;
 use bytes::Bytes;
 use futures::{StreamExt, stream::FuturesUnordered};
 use quinn::{Connection, ConnectionError, RecvStream, TransportErrorCode};
@@ -18,6 +19,8 @@ use tokio::time::{Instant, sleep, timeout};
 pub(super) const DIAL_MAX: Duration = Duration::from_secs(5);
 /// Between the addresses of one peer: the first usually answers before the second is tried.
 const STAGGER: Duration = Duration::from_millis(50);
+/// How long a node waits before it dials a peer again that closed a connection because of a ban.
+const REDIAL_BANNED: Duration = Duration::from_secs(1);
 /// How long the lower peer's crossing dial may take to arrive.
 const CROSSING_MAX: Duration = Duration::from_secs(1);
 
@@ -59,6 +62,10 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
         Ok(greeted) => greeted?,
         Err(_) => return Err(DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX }),
     };
+    if let Purpose::Banned(revocation) = theirs.purpose {
+        connection.close(peer::code(CloseCode::Bye), b"");
+        return Err(refused_as_banned(inner, revocation));
+    }
     let (expiry, through) = match check_member(inner, &theirs, peer_id) {
         Ok(checked) => checked,
         Err(error) => {
@@ -72,6 +79,21 @@ async fn reach(inner: &Arc<Inner>, peer_id: PeerId, addrs: &[SocketAddr]) -> Res
         Ok(()) => Ok(()),
         Err(code) => Err(DialError::Refused { code, text: String::new() }),
     }
+}
+
+/// The peer says that this node is banned. It is believed where the revocation's signatures hold and it is about this node,
+/// or about a member that its membership runs through.
+fn refused_as_banned(inner: &Inner, revocation: Box<Revocation>) -> DialError {
+    let about_us = inner.credentials().is_some_and(|held| {
+        let ours = held.chain.peers().any(|peer| peer == revocation.banned);
+        ours && revocation.verify(held.mesh).is_ok()
+    });
+    if !about_us {
+        return DialError::Refused { code: CloseCode::Banned, text: "its revocation does not hold".into() };
+    }
+    let text = format!("{} is banned", revocation.banned);
+    inner.sink.event(Event::Banned(revocation));
+    DialError::Refused { code: CloseCode::Banned, text }
 }
 
 /// A connection to whoever answers first with the right key.
@@ -183,7 +205,7 @@ pub(super) fn check_member(inner: &Inner, hello: &Hello, peer: PeerId) -> Result
                 None => Ok((chain.expiry(), chain.peers().collect())),
             }
         }
-        Purpose::Member(None) | Purpose::Join(_) => Err(CertificateError::Malformed),
+        Purpose::Member(None) | Purpose::Join(_) | Purpose::Banned(_) => Err(CertificateError::Malformed),
     }
 }
 
@@ -235,8 +257,17 @@ async fn watch(inner: Arc<Inner>, peer: Arc<Peer>) {
             peer.connection.closed().await
         }
     };
+    let reason = peer.reason(error);
+    let banned = matches!(reason, Disconnect::ByPeer { code: CloseCode::Banned, .. });
     if inner.slots().remove(&peer) {
-        inner.sink.event(Event::Disconnected { node: peer.node, reason: peer.reason(error) });
+        inner.sink.event(Event::Disconnected { node: peer.node, reason });
+    }
+    if banned {
+        // The peer shows the revocation to a node that dials. It does so from the port that it listens on.
+        inner.slots().learn_first(peer.peer_id, peer.connection.remote_address());
+        // A member that keeps closing with this reason is dialled no more often than this.
+        tokio::time::sleep(REDIAL_BANNED).await;
+        connect(&inner, peer.node);
     }
 }
 

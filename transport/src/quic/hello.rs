@@ -1,14 +1,17 @@
 //! The first frame of a connection, both ways: protocol version, this life of the endpoint, and either a certificate
-//! chain or the wish to join. Nothing else is read before it.
+//! chain, the wish to join, or the revocation for which the other side is refused. Nothing else is read before it.
 use crate::certificate::{CHAIN_BYTES_MAX, Chain};
 use crate::join::{ASK_BYTES_MAX, Ask};
+use crate::revocation::{REVOCATION_BYTES_MAX, Revocation};
 use crate::wire::{Reader, put_long};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Grows with each change of what follows the greeting. (The TLS protocol name changes when the greeting does.)
-pub(crate) const PROTOCOL: u16 = 1;
+pub(crate) const PROTOCOL: u16 = 2;
 const MAGIC: [u8; 4] = *b"mesh";
-const HELLO_BYTES_MAX: usize = 32 + if CHAIN_BYTES_MAX > ASK_BYTES_MAX { CHAIN_BYTES_MAX } else { ASK_BYTES_MAX };
+/// A revocation holds a whole chain, so it is the longest of the three.
+const HELLO_BYTES_MAX: usize = 32 + REVOCATION_BYTES_MAX;
+const _: () = assert!(REVOCATION_BYTES_MAX > CHAIN_BYTES_MAX && REVOCATION_BYTES_MAX > ASK_BYTES_MAX);
 
 /// A greeting.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +28,8 @@ pub(crate) enum Purpose {
     Member(Option<Chain>),
     /// Become one.
     Join(Ask),
+    /// The answer to a banned member: the signed revocation, which it can check by itself.
+    Banned(Box<Revocation>),
 }
 
 /// Why a greeting is refused.
@@ -49,6 +54,10 @@ impl Hello {
                 body.push(JOIN);
                 ask.encode(&mut body);
             }
+            Purpose::Banned(revocation) => {
+                body.push(BANNED);
+                body.extend_from_slice(&revocation.encode());
+            }
         }
         let mut out = Vec::with_capacity(4 + body.len());
         put_long(&mut out, &body);
@@ -70,6 +79,9 @@ impl Hello {
             (Some(MEMBER), []) => Purpose::Member(None),
             (Some(MEMBER), chain) => Purpose::Member(Some(Chain::decode(chain).map_err(|_| HelloError::BadChain)?)),
             (Some(JOIN), ask) => Purpose::Join(Ask::decode(ask).ok_or(HelloError::Malformed)?),
+            (Some(BANNED), revocation) => {
+                Purpose::Banned(Revocation::decode(revocation).map_err(|_| HelloError::Malformed)?.into())
+            }
             (Some(_) | None, _) => return Err(HelloError::Malformed),
         };
         Ok(Self { instance, purpose })
@@ -89,6 +101,7 @@ impl Hello {
 
 const MEMBER: u8 = 1;
 const JOIN: u8 = 2;
+const BANNED: u8 = 3;
 /// Magic, version, instance, purpose.
 const HEAD: usize = 4 + 2 + 8 + 1;
 
@@ -100,13 +113,18 @@ mod tests {
     use crate::identity::Identity;
 
     fn hellos() -> Vec<Hello> {
-        let chain = MeshCredentials::found(&Identity::generate(), 1000).chain;
+        let founder = Identity::generate();
+        let held = MeshCredentials::found(&founder, 1000);
+        let out = Identity::generate().peer_id();
+        let revocation = Revocation::issue(&held, &founder, out, 1000, ("out", "founder")).unwrap();
+        let chain = held.chain;
         let ticket = Some((MeshId([1; 32]), [2; 16], [3; 32]));
         [
             Purpose::Member(None),
             Purpose::Member(Some(chain)),
             Purpose::Join(Ask { name: "n".into(), ticket: None }),
             Purpose::Join(Ask { name: String::new(), ticket }),
+            Purpose::Banned(revocation.into()),
         ]
         .map(|purpose| Hello { instance: 77, purpose })
         .into()

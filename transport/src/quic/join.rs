@@ -32,20 +32,22 @@ impl Endpoint {
         if ticket.is_expired(super::now_unix()) {
             return Err(self.refused(JoinRefusal::Expired));
         }
-        self.ask(&ticket.addrs, Some(ticket.inviter), name, Some(ticket)).await
+        let (admission, _) = self.ask(&ticket.addrs, Some(ticket.inviter), name, Some(ticket)).await?;
+        Ok(admission)
     }
 
     /// Asks to join through a node at `addrs`, without a ticket: it answers with an admission if its mesh is open or the
-    /// node was approved. Else the caller asks again from time to time.
+    /// node was approved. Returns the admission and which node answered, as its connection proves. The certificate does not
+    /// name it: the founder certifies with the root key.
     ///
     /// # Errors
-    /// As `join`; [`JoinRefusal::NotApproved`] until somebody approves.
+    /// As `join`; [`JoinRefusal::NotApproved`] until a member approves this node: ask again later.
     pub async fn join_at(
         &self,
         addrs: &[SocketAddr],
         expected: Option<PeerId>,
         name: &str,
-    ) -> Result<Admission, JoinError> {
+    ) -> Result<(Admission, PeerId), JoinError> {
         self.ask(addrs, expected, name, None).await
     }
 
@@ -55,7 +57,7 @@ impl Endpoint {
         expected: Option<PeerId>,
         name: &str,
         ticket: Option<&Ticket>,
-    ) -> Result<Admission, JoinError> {
+    ) -> Result<(Admission, PeerId), JoinError> {
         let inner = &self.0;
         let (connection, addr) = dial::open(inner, expected, addrs).await?;
         let inviter = dial::remote_peer(&connection).ok_or(JoinError::Answer { addr })?;
@@ -77,7 +79,7 @@ impl Endpoint {
         let admission = answer.map_err(|refusal| self.refused(refusal))?;
         let expected = mesh.or(admission.chain.mesh()).ok_or(JoinError::Answer { addr })?;
         admission.chain.verify(expected, inner.identity.peer_id(), super::now_unix())?;
-        Ok(admission)
+        Ok((admission, inviter))
     }
 
     fn refused(&self, refusal: JoinRefusal) -> JoinError {
@@ -132,9 +134,13 @@ pub(super) async fn answer(
     let body = join::encode_answer(&answer);
     let mut bytes = Vec::with_capacity(4 + body.len());
     crate::wire::put_long(&mut bytes, &body);
-    if send.write_all(&bytes).await.is_ok() && send.shutdown().await.is_ok() {
-        let _ = timeout(READ_MAX, connection.closed()).await;
-    }
+    // A joiner that grants no flow control would hold this place of a handshake for ever.
+    let _ = timeout(READ_MAX, async {
+        if send.write_all(&bytes).await.is_ok() && send.shutdown().await.is_ok() {
+            connection.closed().await;
+        }
+    })
+    .await;
     connection.close(peer::code(CloseCode::Bye), b"");
 }
 

@@ -403,7 +403,7 @@ pub(super) fn reason(error: ConnectionError) -> Disconnect {
 
 /// A peer's words, for a log: short, printable.
 pub(super) fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(&bytes[..bytes.len().min(256)]).chars().filter(|c| !c.is_control()).collect()
+    crate::wire::printable(&String::from_utf8_lossy(&bytes[..bytes.len().min(256)]), 256)
 }
 
 pub(super) fn code(code: CloseCode) -> VarInt {

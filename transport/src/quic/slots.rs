@@ -66,6 +66,14 @@ impl Slots {
         }
     }
 
+    /// The same, unless an address is known already.
+    pub(super) fn learn_first(&mut self, peer_id: PeerId, addr: SocketAddr) {
+        let slot = self.slot(peer_id);
+        if slot.addrs.is_empty() {
+            slot.addrs.push(addr);
+        }
+    }
+
     pub(super) fn peer(&self, node: &NodeId) -> Option<Arc<Peer>> {
         self.0.get(node)?.peer.clone()
     }

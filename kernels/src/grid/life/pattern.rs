@@ -2,8 +2,8 @@
 use super::Life;
 use crate::grid::{GridError, SIZE_MAX};
 
-/// Living cells, at most: a pattern is text, and a run of it may be long.
-const CELLS_MAX: usize = 1 << 24;
+/// Runs of living cells at most, 12 bytes each: two bytes of text make one.
+pub const RUNS_MAX: usize = 1 << 24;
 
 /// Living cells of a small world, and the rule it was made for if the text says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,11 +14,27 @@ pub struct Pattern {
     pub height: usize,
     /// What the header says.
     pub rule: Option<Life>,
-    /// (x, y) from the upper left, by rows.
-    pub alive: Vec<[usize; 2]>,
+    /// Its living cells by rows, as many as the text has runs, whatever their length.
+    pub runs: Vec<Run>,
+}
+
+/// Living cells side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Run {
+    /// Their row, from above.
+    pub y: u32,
+    /// The first, from the left.
+    pub start: u32,
+    /// One past the last.
+    pub end: u32,
 }
 
 impl Pattern {
+    /// (x, y) of its living cells from the upper left, by rows.
+    pub fn alive(&self) -> impl Iterator<Item = [usize; 2]> + '_ {
+        self.runs.iter().flat_map(|run| (run.start..run.end).map(|x| [x as usize, run.y as usize]))
+    }
+
     /// Reads an RLE file: comments (`#`), `x = 3, y = 3, rule = B3/S23`, then runs of `b` (dead), `o` (alive) and `$`
     /// (end of a row) up to `!`. The header may be missing; what it says of the world (`:T100,100`) is not for a pattern to say.
     ///
@@ -34,7 +50,7 @@ impl Pattern {
             );
         };
         let headed = first.contains('=');
-        let mut pattern = Pattern { width: SIZE_MAX, height: SIZE_MAX, rule: None, alive: Vec::new() };
+        let mut pattern = Pattern { width: SIZE_MAX, height: SIZE_MAX, rule: None, runs: Vec::new() };
         if headed {
             pattern = header_of(line, first)?;
             lines.next();
@@ -64,17 +80,23 @@ impl Pattern {
                             let at = x + count;
                             return error(line, format!("row {} reaches column {at} of {width} × {height}", y + 1));
                         }
-                        if pattern.alive.len() + count > CELLS_MAX {
-                            return error(line, format!("more than {CELLS_MAX} living cells"));
+                        // The world is at most `SIZE_MAX` either way.
+                        let run = Run { y: y as u32, start: x as u32, end: (x + count) as u32 };
+                        let joins = |last: &Run| last.y == run.y && last.end == run.start;
+                        if let Some(last) = pattern.runs.last_mut().filter(|last| joins(last)) {
+                            last.end = run.end;
+                        } else if pattern.runs.len() < RUNS_MAX {
+                            pattern.runs.push(run);
+                        } else {
+                            return error(line, format!("more than {RUNS_MAX} runs of living cells"));
                         }
-                        pattern.alive.extend((x..x + count).map(|x| [x, y]));
                         x += count;
                     }
                     '$' => (x, y) = (0, y + count),
                     '!' => {
                         if !headed {
-                            pattern.width = pattern.alive.iter().map(|[x, _]| x + 1).max().unwrap_or(0);
-                            pattern.height = pattern.alive.last().map_or(0, |[_, y]| y + 1);
+                            pattern.width = pattern.runs.iter().map(|run| run.end as usize).max().unwrap_or(0);
+                            pattern.height = pattern.runs.last().map_or(0, |run| run.y as usize + 1);
                         }
                         return Ok(pattern);
                     }
@@ -87,7 +109,7 @@ impl Pattern {
 }
 
 fn header_of(line: usize, header: &str) -> Result<Pattern, GridError> {
-    let mut pattern = Pattern { width: 0, height: 0, rule: None, alive: Vec::new() };
+    let mut pattern = Pattern { width: 0, height: 0, rule: None, runs: Vec::new() };
     for part in header.split(':').next().unwrap_or_default().split(',') {
         let Some((name, value)) = part.split_once('=').map(|(name, value)| (name.trim(), value.trim())) else {
             return error(line, format!("{part:?} in the header: x = WIDTH, y = HEIGHT, rule = B3/S23 is the form"));

@@ -75,7 +75,9 @@ pub(super) fn words(text: &str) -> Result<Vec<(Word, Place)>, RuleError> {
                 words.push((Word::Sign(sign), place));
                 sign.len()
             } else {
-                return Err(place.error(format!("expected a name, a number or an operator, found `{first}`")));
+                return Err(
+                    place.error(format!("expected a name, a number or an operator, found `{}`", first.escape_debug()))
+                );
             };
             rest = &rest[length..];
         }

@@ -417,6 +417,14 @@ impl Parser {
             },
             (word, at) => return Err(at.error(format!("`{name}` takes a field, found {}", word.text()))),
         };
+        if !matches!(self.peek().0, Word::Sign(")") | Word::End) {
+            let (word, at) = self.peek();
+            return Err(at.error(format!(
+                "`{name}` takes the name of a field and nothing else, found {} after it: let a field become the expression, \
+                 and take `{name}` of that field",
+                word.text()
+            )));
+        }
         self.expect(")")?;
         let dimensions = self.builder.dimensions as usize;
         let beside = |axis: usize, step: i8| {

@@ -180,6 +180,9 @@ fn each_refusal_says_where_and_what_was_expected() {
     refused("fields u\nu' = sin(u)\n", 2, 6, "there is no function `sin`");
     refused("fields u\nu' = min(u)\n", 2, 11, "expected `,`");
     refused("fields u\nu' = dz(u)\n", 2, 6, "dimensions 3");
+    refused("fields u\nu' = lap(u*u)\n", 2, 11, "`lap` takes the name of a field and nothing else, found `*` after it");
+    refused("fields u\nu' = lap(u\n", 2, 11, "expected `)`");
+    refused("fields u\nu' = u \u{1b}[31m\n", 2, 8, "found `\\u{1b}`");
     refused("fields u u\n", 1, 10, "taken");
     refused("fields u\nparam lap = 1\n", 2, 7, "taken");
     refused("fields u\nparam a = u\n", 2, 11, "a number");

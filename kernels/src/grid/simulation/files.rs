@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::keys::Item;
-use super::{SIMULATION_MAX, SimulationError};
+use super::{JOB_TEXT_MAX, SIMULATION_MAX, SimulationError};
 
 /// Files at most: a pattern for each corner, a mask and a rule, and room.
 const FILES_MAX: usize = 64;
@@ -27,6 +27,11 @@ impl Files {
     /// Reads a job file.
     pub(super) fn open(path: &Path) -> Result<Self, SimulationError> {
         let bytes = read(path)?;
+        if bytes.len() > JOB_TEXT_MAX {
+            let what =
+                format!("it has {} bytes, a job file has at most {JOB_TEXT_MAX}: name files for the rest", bytes.len());
+            return Err(SimulationError::File { path: path.into(), what });
+        }
         let text = String::from_utf8(bytes).map_err(|error| {
             let what = format!("byte {} is no text (UTF-8): is it a job file?", error.utf8_error().valid_up_to());
             SimulationError::File { path: path.into(), what }
@@ -72,25 +77,27 @@ impl Files {
         self.known.iter().map(|(name, bytes)| (name.as_str(), &**bytes))
     }
 
-    fn packed_len(&self) -> usize {
+    pub(super) fn packed_len(&self) -> usize {
         let files = self.known.iter().map(|(name, bytes)| 8 + name.len() + bytes.len());
         MAGIC.len() + 8 + self.job.len() + self.text.len() + files.sum::<usize>()
     }
 
     pub(super) fn pack(&self) -> Vec<u8> {
         let mut packed = Vec::with_capacity(self.packed_len());
-        packed.extend_from_slice(&MAGIC);
-        let mut put = |bytes: &[u8]| {
-            packed.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
-            packed.extend_from_slice(bytes);
-        };
-        put(self.job.as_bytes());
-        put(self.text.as_bytes());
-        for (name, bytes) in &self.known {
-            put(name.as_bytes());
-            put(bytes);
-        }
+        self.pack_into(&mut |part| {
+            packed.extend_from_slice(part);
+            true
+        });
         packed
+    }
+
+    pub(super) fn pack_into(&self, each: &mut dyn FnMut(&[u8]) -> bool) {
+        if !each(&MAGIC) {
+            return;
+        }
+        let mut put = |bytes: &[u8]| each(&(bytes.len() as u32).to_le_bytes()) && each(bytes);
+        let head = put(self.job.as_bytes()) && put(self.text.as_bytes());
+        let _ = head && self.known.iter().all(|(name, bytes)| put(name.as_bytes()) && put(bytes));
     }
 
     pub(super) fn unpack(bytes: &[u8]) -> Result<Self, SimulationError> {
@@ -116,6 +123,9 @@ impl Files {
         let (Ok(job), Ok(text)) = (std::str::from_utf8(job), std::str::from_utf8(text)) else {
             return Err(wrong("its text is none"));
         };
+        if text.len() > JOB_TEXT_MAX {
+            return Err(wrong("its job file is larger than any"));
+        }
         let mut known = BTreeMap::new();
         while let Some(name) = take() {
             let name = std::str::from_utf8(name).map_err(|_| wrong("a file's name is no text"))?;

@@ -15,57 +15,57 @@ pub(super) struct Image {
     grey: Vec<u16>,
 }
 
+/// Reads a PNG of 8 or 16 bits, grey or coloured, as large as the grid: gives each cell's place and value. `upright`: its last
+/// row is at y = 0, so that it stands as frames do.
+fn read(png: &[u8], grid: &Grid, upright: bool, put: &mut dyn FnMut(usize, u16)) -> Result<(), String> {
+    let not_png = |error: png::DecodingError| format!("expected a PNG file, found something else: {error}");
+    let limits = png::Limits { bytes: DECODER_BYTES_MAX };
+    let mut decoder = png::Decoder::new_with_limits(Cursor::new(png), limits);
+    // Palettes and fewer bits become 8 bits a channel.
+    decoder.set_transformations(png::Transformations::EXPAND);
+    decoder.set_ignore_text_chunk(true);
+    decoder.set_ignore_iccp_chunk(true);
+    let mut reader = decoder.read_info().map_err(not_png)?;
+    let (width, height) = (reader.info().width as usize, reader.info().height as usize);
+    let [nx, ny, _] = grid.size();
+    // Before anything is made of it.
+    if [width, height] != [nx, ny] {
+        return Err(format!("the picture has {width} × {height} pixels, the grid {nx} × {ny} cells: make them equal"));
+    }
+    if width.saturating_mul(height) > PIXELS_MAX {
+        return Err(format!("a picture has at most {PIXELS_MAX} pixels: say it by an expression"));
+    }
+    if reader.info().interlaced {
+        return Err("the picture is interlaced: save it without".into());
+    }
+    let (colour, depth) = reader.output_color_type();
+    let (channels, bytes) = (colour.samples(), if depth == png::BitDepth::Sixteen { 2 } else { 1 });
+    for row in 0..height {
+        let pixels = reader.next_row().map_err(not_png)?.ok_or("the picture ends before its last row")?;
+        let row = if upright { height - 1 - row } else { row };
+        for (at, pixel) in (row * width..(row + 1) * width).zip(pixels.data().chunks_exact(channels * bytes)) {
+            put(at, level(pixel, channels, bytes));
+        }
+    }
+    Ok(())
+}
+
 impl Image {
-    /// Reads a PNG of 8 or 16 bits, grey or coloured. `upright`: its last row is at y = 0, so that it stands as frames do.
+    /// Reads a PNG file (see [`read`]).
     pub(super) fn read(png: &[u8], grid: &Grid, upright: bool) -> Result<Self, String> {
-        let not_png = |error: png::DecodingError| format!("expected a PNG file, found something else: {error}");
-        let limits = png::Limits { bytes: DECODER_BYTES_MAX };
-        let mut decoder = png::Decoder::new_with_limits(Cursor::new(png), limits);
-        // Palettes and fewer bits become 8 bits a channel.
-        decoder.set_transformations(png::Transformations::EXPAND);
-        decoder.set_ignore_text_chunk(true);
-        decoder.set_ignore_iccp_chunk(true);
-        let mut reader = decoder.read_info().map_err(not_png)?;
-        let (width, height) = (reader.info().width as usize, reader.info().height as usize);
-        let [nx, ny, _] = grid.size();
-        if [width, height] != [nx, ny] {
-            return Err(format!(
-                "the picture has {width} × {height} pixels, the grid {nx} × {ny} cells: make them equal"
-            ));
-        }
-        if width.saturating_mul(height) > PIXELS_MAX {
-            return Err(format!("a picture has at most {PIXELS_MAX} pixels: say it by an expression"));
-        }
-        if reader.info().interlaced {
-            return Err("the picture is interlaced: save it without".into());
-        }
-        let (colour, depth) = reader.output_color_type();
-        let (channels, bytes) = (colour.samples(), if depth == png::BitDepth::Sixteen { 2 } else { 1 });
-        let mut grey = vec![0; width * height];
-        for row in 0..height {
-            let pixels = reader.next_row().map_err(not_png)?.ok_or("the picture ends before its last row")?;
-            let row = if upright { height - 1 - row } else { row };
-            let values = pixels.data().chunks_exact(channels * bytes);
-            for (cell, pixel) in grey[row * width..(row + 1) * width].iter_mut().zip(values) {
-                *cell = level(pixel, channels, bytes);
+        let mut grey = Vec::new();
+        read(png, grid, upright, &mut |at, value| {
+            if grey.is_empty() {
+                grey = vec![0; grid.size()[0] * grid.size()[1]];
             }
-        }
-        Ok(Self { width, grey })
+            grey[at] = value;
+        })?;
+        Ok(Self { width: grid.size()[0], grey })
     }
 
     /// The grey value of a cell.
     pub(super) fn at(&self, [x, y, _]: [usize; 3]) -> u16 {
         self.grey[y * self.width + x]
-    }
-
-    /// The cells whose value is below (dark) or from (bright) a threshold on, as bits.
-    pub(super) fn mask(&self, threshold: f64, bright: bool) -> Mask {
-        let level = (threshold * 65535.0).ceil() as u32;
-        let mut bits = vec![0u64; self.grey.len().div_ceil(64)];
-        for (at, grey) in self.grey.iter().enumerate() {
-            bits[at / 64] |= u64::from((u32::from(*grey) >= level) == bright) << (at % 64);
-        }
-        Mask { width: self.width, bits }
     }
 }
 
@@ -96,6 +96,20 @@ pub(super) struct Mask {
 }
 
 impl Mask {
+    /// The cells of a PNG file (see [`read`]) whose value is below (dark) or from (bright) a threshold on. A bit for each, from
+    /// the first row on: grey values of a large picture would take sixteen times as much.
+    pub(super) fn read(png: &[u8], grid: &Grid, upright: bool, threshold: f64, bright: bool) -> Result<Self, String> {
+        let level = (threshold * 65535.0).ceil() as u32;
+        let mut bits = Vec::new();
+        read(png, grid, upright, &mut |at, grey| {
+            if bits.is_empty() {
+                bits = vec![0u64; (grid.size()[0] * grid.size()[1]).div_ceil(64)];
+            }
+            bits[at / 64] |= u64::from((u32::from(grey) >= level) == bright) << (at % 64);
+        })?;
+        Ok(Self { width: grid.size()[0], bits })
+    }
+
     pub(super) fn at(&self, [x, y, _]: [usize; 3]) -> bool {
         let at = y * self.width + x;
         self.bits[at / 64] >> (at % 64) & 1 == 1

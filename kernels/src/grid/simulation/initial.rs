@@ -1,6 +1,4 @@
 //! `[initial]`: the fields of every cell before the first step, from its place in the grid alone. Next: `initial/rows.rs`.
-use std::ops::Range;
-
 use super::SimulationError;
 use super::evaluate::{Slope, noise};
 use super::expression::Expression;
@@ -9,7 +7,7 @@ use super::image::{Image, Mask};
 use super::keys::{Item, Keys};
 use super::physics::{Kind, image, masked};
 use crate::grid::lbm::{self, LatticeFluid};
-use crate::grid::life::{Life, Pattern};
+use crate::grid::life::{Life, Pattern, RUNS_MAX, Run};
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::{Face, Grid};
 
@@ -19,8 +17,6 @@ pub(super) use rows::{Impossible, parts};
 
 /// Patterns at most: each is text.
 const PATTERNS_MAX: usize = 256;
-/// Living cells of all patterns at most, 16 bytes each.
-const ALIVE_MAX: usize = 1 << 24;
 
 /// Where the fields come from.
 pub(super) enum Initial {
@@ -60,8 +56,8 @@ pub(super) struct Living {
     seed: u64,
     expression: Option<Expression>,
     mask: Option<Mask>,
-    /// (y, x) of cells, in order, each once.
-    cells: Vec<[usize; 2]>,
+    /// Of patterns, in order and apart from each other: a long run takes no more than a short one.
+    runs: Vec<Run>,
     /// What patterns are called, and the rules that they say they are made for.
     made_for: Vec<(String, Life)>,
 }
@@ -279,8 +275,14 @@ impl Living {
             for item in &all {
                 living.place(item, grid, files)?;
             }
-            living.cells.sort_unstable();
-            living.cells.dedup();
+            living.runs.sort_unstable();
+            living.runs.dedup_by(|run, before| {
+                let joined = run.y == before.y && run.start <= before.end;
+                if joined {
+                    before.end = before.end.max(run.end);
+                }
+                joined
+            });
         }
         Ok(living)
     }
@@ -314,37 +316,53 @@ impl Living {
             }
         }
         keys.done()?;
-        if self.cells.len() + pattern.alive.len() > ALIVE_MAX {
-            return Err(item.error(format!("the patterns have more than {ALIVE_MAX} living cells")));
+        // One that goes over an end of a periodic axis becomes two.
+        if self.runs.len() + 2 * pattern.runs.len() > 2 * RUNS_MAX {
+            return Err(item.error(format!("the patterns have more than {RUNS_MAX} runs of living cells")));
         }
-        for alive in &pattern.alive {
-            let mut cell = [alive[0] + corner[0], alive[1] + corner[1]];
-            for (axis, name) in ["x", "y"].into_iter().enumerate() {
-                let size = grid.size()[axis];
-                if cell[axis] >= size && grid.faces(axis)[0] != Face::Periodic {
-                    let what = format!("the pattern reaches {name} = {}, the grid has {size} cells", cell[axis]);
-                    return Err(item.error(what));
-                }
-                cell[axis] %= size;
+        let [nx, ny, _] = grid.size();
+        let beyond = |name: &str, at: usize, size: usize| {
+            item.error(format!("the pattern reaches {name} = {at}, the grid has {size} cells"))
+        };
+        for run in &pattern.runs {
+            let y = run.y as usize + corner[1];
+            let (start, end) = (run.start as usize + corner[0], run.end as usize + corner[0]);
+            if end > nx && grid.faces(0)[0] != Face::Periodic {
+                return Err(beyond("x", start.max(nx), nx));
             }
-            self.cells.push([cell[1], cell[0]]);
+            if y >= ny && grid.faces(1)[0] != Face::Periodic {
+                return Err(beyond("y", y, ny));
+            }
+            let (y, length) = (y % ny, (end - start).min(nx));
+            let start = start % nx;
+            let mut put = |start: usize, end: usize| {
+                self.runs.push(Run { y: y as u32, start: start as u32, end: end as u32 });
+            };
+            put(start, (start + length).min(nx));
+            if start + length > nx {
+                put(0, start + length - nx);
+            }
         }
         Ok(())
+    }
+
+    /// How many runs of living cells its patterns are.
+    #[cfg(test)]
+    pub(super) fn runs(&self) -> usize {
+        self.runs.len()
     }
 
     fn lives(&self, at: [usize; 3]) -> bool {
         noise(self.seed, 0, at) < self.share
             || self.expression.as_ref().is_some_and(|expression| expression.is_true(at))
             || self.mask.as_ref().is_some_and(|mask| mask.at(at))
-            || self.cells[self.near(at[1])].binary_search(&[at[1], at[0]]).is_ok()
+            || self.near(at[1]).iter().any(|run| (run.start as usize..run.end as usize).contains(&at[0]))
     }
 
-    /// Where the cells of a row are.
-    fn near(&self, y: usize) -> Range<usize> {
-        if self.cells.is_empty() {
-            return 0..0;
-        }
-        let start = self.cells.partition_point(|cell| cell[0] < y);
-        start..start + self.cells[start..].partition_point(|cell| cell[0] == y)
+    /// The runs of a row.
+    fn near(&self, y: usize) -> &[Run] {
+        let start = self.runs.partition_point(|run| (run.y as usize) < y);
+        let row = &self.runs[start..];
+        &row[..row.partition_point(|run| run.y as usize == y)]
     }
 }

@@ -357,7 +357,7 @@ pub(super) fn masked(
     files: &mut Files,
     upright: bool,
 ) -> Result<super::image::Mask, SimulationError> {
-    let image = image(keys, grid, files, upright)?;
+    let (item, name, bytes) = picture(keys, files)?;
     let threshold = match keys.get("threshold") {
         None => 0.5,
         Some(item) => {
@@ -369,15 +369,22 @@ pub(super) fn masked(
         }
     };
     let bright = keys.get("bright").map(|item| item.flag()).transpose()?.unwrap_or(false);
-    Ok(image.mask(threshold, bright))
+    super::image::Mask::read(&bytes, grid, upright, threshold, bright)
+        .map_err(|what| item.error(format!("{name}: {what}")))
 }
 
 /// `image = "FILE.png"`.
 pub(super) fn image(keys: &Keys<'_>, grid: &Grid, files: &mut Files, upright: bool) -> Result<Image, SimulationError> {
-    let item = keys.need("image", "the name of a PNG file")?;
-    let name = item.text("the name of a PNG file")?;
-    let bytes = files.load(name, &item)?;
+    let (item, name, bytes) = picture(keys, files)?;
     Image::read(&bytes, grid, upright).map_err(|what| item.error(format!("{name}: {what}")))
+}
+
+/// The key that names a PNG file, its name and its bytes.
+fn picture<'a>(keys: &Keys<'a>, files: &mut Files) -> Result<(Item<'a>, String, Arc<[u8]>), SimulationError> {
+    let item = keys.need("image", "the name of a PNG file")?;
+    let name = item.text("the name of a PNG file")?.to_owned();
+    let bytes = files.load(&name, &item)?;
+    Ok((item, name, bytes))
 }
 
 fn describe_grid(grid: &Grid, to: &mut Vec<u8>) {

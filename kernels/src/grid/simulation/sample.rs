@@ -204,6 +204,8 @@ pub struct Mosaic {
     /// By what the quantity needs.
     parts: Vec<(String, Vec<f32>, usize)>,
     periodic: [bool; 2],
+    /// Blocks at the lower and the upper end of an axis whose first cell is an outlet's.
+    outlets: [[bool; 2]; 2],
 }
 
 impl Mosaic {
@@ -233,8 +235,14 @@ impl Mosaic {
             let whole = region.size()[axis] == simulation.grid.size()[axis] && region.size()[axis] % stride == 0;
             whole && simulation.grid.faces(axis)[0] == Face::Periodic
         });
+        let outlets = [0, 1].map(|axis| {
+            let size = simulation.grid.size()[axis];
+            let ends = [to.start[axis] * stride == 0, (to.end[axis] - 1) * stride == size - 1];
+            let faces = simulation.grid.faces(axis).map(|face| matches!(face, Face::Outlet { .. }));
+            [ends[0] && faces[0], ends[1] && faces[1]]
+        });
         let counts = matches!(simulation.physics.kind, Kind::Life);
-        Ok(Self { region, stride, to, quantity: quantity.into(), counts, parts, periodic })
+        Ok(Self { region, stride, to, quantity: quantity.into(), counts, parts, periodic, outlets })
     }
 
     /// What a tile sampled of `part`, one of what the quantity needs, over a region: each cell once.
@@ -290,25 +298,38 @@ impl Mosaic {
         Field { size, values }
     }
 
-    /// How fast the fluid turns in the plane of x and y, by differences between the blocks on both sides.
+    /// The first and the last block along an axis that is no outlet's; all, where nothing would be left.
+    fn flowing(&self, axis: usize, size: usize) -> [usize; 2] {
+        let [low, high] = self.outlets[axis].map(usize::from);
+        if size > low + high { [low, size - 1 - high] } else { [0, size - 1] }
+    }
+
+    /// How fast the fluid turns in the plane of x and y, by differences between the blocks on both sides. In an outlet's cells the
+    /// velocity is what its condition makes it, not what the flow would have there: they show what is beside them.
     fn vorticity(&self) -> Vec<f32> {
         let [width, height, layers] = self.to.size();
         let (u, v) = (&self.parts[0].1, &self.parts[1].1);
         // The places before and after along an axis, and how many cells lie between.
         let beside = |axis: usize, at: usize, size: usize| {
-            let (before, after) = match (self.periodic[axis], at) {
-                (true, _) => ((at + size - 1) % size, (at + 1) % size),
-                (false, _) => (at.saturating_sub(1), (at + 1).min(size - 1)),
+            let (before, after) = if self.periodic[axis] {
+                ((at + size - 1) % size, (at + 1) % size)
+            } else {
+                let [low, high] = self.flowing(axis, size);
+                let at = at.clamp(low, high);
+                (at.saturating_sub(1).max(low), (at + 1).min(high))
             };
             let between = if self.periodic[axis] { 2 } else { after - before };
             (before, after, (between.max(1) * self.stride) as f32)
         };
         let mut turning = Vec::with_capacity(u.len());
+        let ([left_most, right_most], [lowest, highest]) = (self.flowing(0, width), self.flowing(1, height));
         for layer in 0..layers {
             for y in 0..height {
                 let (below, above, dy) = beside(1, y, height);
+                let y = y.clamp(lowest, highest);
                 for x in 0..width {
                     let (left, right, dx) = beside(0, x, width);
+                    let x = x.clamp(left_most, right_most);
                     let at = |x: usize, y: usize| (layer * height + y) * width + x;
                     let across = (v[at(right, y)] - v[at(left, y)]) / dx;
                     turning.push(across - (u[at(x, above)] - u[at(x, below)]) / dy);

@@ -15,7 +15,7 @@ fn life(rule: &str) -> Rule {
 /// A solo tile with a pattern at a place.
 fn world(grid: &Grid, pattern: &Pattern, [left, top]: [usize; 2]) -> Tile {
     let mut tile = Tile::new(grid, &life("B3/S23"), grid.region(), 1).unwrap();
-    let alive: std::collections::BTreeSet<_> = pattern.alive.iter().map(|[x, y]| [x + left, y + top]).collect();
+    let alive: std::collections::BTreeSet<_> = pattern.alive().map(|[x, y]| [x + left, y + top]).collect();
     tile.load(&mut |[x, y, _], cell| cell[0] = f32::from(u8::from(alive.contains(&[x, y]))));
     tile
 }
@@ -107,7 +107,7 @@ fn a_glider_comes_home() {
 #[test]
 fn a_gun_fires_every_thirty_generations() {
     let gun = Pattern::parse(GUN).unwrap();
-    assert_eq!((gun.width, gun.height, gun.alive.len(), gun.rule), (36, 9, 36, Some(Life::CONWAY)));
+    assert_eq!((gun.width, gun.height, gun.alive().count(), gun.rule), (36, 9, 36, Some(Life::CONWAY)));
     let mut tile = world(&Grid::closed(&[400, 400]).unwrap(), &gun, [10, 10]);
     let mut threads = Threads::new(1).unwrap();
     for gliders in 0..8 {
@@ -169,10 +169,10 @@ fn rules_are_read_and_written() {
 fn patterns_are_read_without_a_header_and_with_a_world() {
     let pattern = Pattern::parse("#C a glider\nbob$\n2bo$3o!").unwrap();
     assert_eq!((pattern.width, pattern.height, pattern.rule), (3, 3, None));
-    assert_eq!(pattern.alive, Pattern::parse("x = 3, y = 3\nbob$2bo$3o!").unwrap().alive);
+    assert_eq!(pattern.runs, Pattern::parse("x = 3, y = 3\nbob$2bo$3o!").unwrap().runs);
     let pattern = Pattern::parse("x = 1, y = 1, rule = b36s23:T100,100\no!").unwrap();
     assert_eq!(pattern.rule.unwrap().to_string(), "B36/S23");
-    assert_eq!(Pattern::parse("!").unwrap().alive.len(), 0);
+    assert_eq!(Pattern::parse("!").unwrap().alive().count(), 0);
 }
 
 #[test]

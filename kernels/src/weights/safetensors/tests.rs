@@ -48,13 +48,17 @@ impl Folder {
 
     fn open_with(&self, weights: &[u8]) -> Result<Arc<ModelFile>, WeightsError> {
         let dir = tempfile::tempdir().expect("a directory");
-        let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).expect("written");
+        self.write_with(dir.path(), weights);
+        ModelFile::open(dir.path())
+    }
+
+    fn write_with(&self, dir: &std::path::Path, weights: &[u8]) {
+        let write = |name: &str, bytes: &[u8]| std::fs::write(dir.join(name), bytes).expect("written");
         write("model.safetensors", weights);
         write("config.json", self.config.to_string().as_bytes());
         write("tokenizer.json", self.tokenizer.to_string().as_bytes());
         let options = json!({"bos_token": {"content": TINY_CONTROL[1]}, "eos_token": TINY_CONTROL[2]});
         write("tokenizer_config.json", options.to_string().as_bytes());
-        ModelFile::open(dir.path())
     }
 
     fn open(&self) -> Result<Arc<ModelFile>, WeightsError> {
@@ -155,6 +159,21 @@ fn peers_copy(file: &ModelFile, index: &ShardIndex) -> Arc<ModelFile> {
     let path = dir.path().join("weights");
     std::fs::write(&path, &bytes).expect("written");
     ModelFile::open_partial(&path).expect("a model")
+}
+
+#[test]
+fn a_folder_without_its_tokenizer_says_so() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let folder = Folder::of(&tiny(Architecture::Llama));
+    folder.write_with(dir.path(), &folder.weights());
+    assert!(ModelFile::open(dir.path()).expect("opens").tokenizer().is_ok());
+    std::fs::remove_file(dir.path().join("tokenizer.json")).expect("removed");
+    let error =
+        ModelFile::open(dir.path()).expect("a member needs only the weights").tokenizer().expect_err("no words");
+    assert!(error.to_string().starts_with(&format!("{} has no tokenizer.json: ", dir.path().display())), "{error}");
+    std::fs::remove_file(dir.path().join("model.safetensors")).expect("removed");
+    let error = ModelFile::open(dir.path()).expect_err("no weights").to_string();
+    assert!(error.contains("is a folder without model.safetensors"), "{error}");
 }
 
 #[test]

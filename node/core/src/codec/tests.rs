@@ -4,7 +4,7 @@ use crate::config::Capacity;
 use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
 use crate::message::{Position, Prepare, Sampling};
 use crate::tiles::message::{TileMessage, TileReady};
-use crate::tiles::order::{Report, SaveKind, Schedule, Tier, TileFigures, TileOrder, TileStart};
+use crate::tiles::order::{Report, SaveKind, Schedule, SimulationId, Tier, TileFigures, TileOrder, TileStart};
 use crate::tiles::{Will, WilledTile};
 use alloc::boxed::Box;
 use alloc::string::String;
@@ -73,7 +73,7 @@ fn tile_messages() -> Vec<TileMessage> {
     };
     let order = TileOrder {
         name: String::from("street"),
-        simulation: vec![1, 2, 3],
+        simulation: SimulationId { content: ContentId([6; 32]), bytes: 60 << 20 },
         work,
         depth: 4,
         schedule: Schedule {
@@ -159,6 +159,7 @@ fn advert() -> Advert {
             memory_free: 12 << 30,
             bytes_per_second: 20_000_000_000,
             flops_per_second: 500_000_000_000,
+            copy_bytes_per_second: 20_000_000_000,
             step_ns: 30_000,
             numerics: 42,
             pass_steps: 1,
@@ -196,7 +197,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_6() {
+fn golden_bytes_of_protocol_7() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -209,12 +210,12 @@ fn golden_bytes_of_protocol_6() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "060afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0610",
-            "0603fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "060105fb2c01",
-            "061001010101010101010101010101010101fc00d2496b032608080808080808",
-            "9061eaaa5be17c2b",
+            "070afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
+            "0710",
+            "0703fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "070105fb2c01",
+            "071001010101010101010101010101010101fc00d2496b032608080808080808",
+            "ed38f4bd81a19a13",
         ]
     );
 }

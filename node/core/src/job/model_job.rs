@@ -1,15 +1,17 @@
-//! The life cycle of one model job at its head: plan → epoch on disk → Prepare → Go → ready, and again after a loss.
+//! The life cycle of one model job at its head: plan → epoch → Prepare → Go → ready, and again after a loss.
 use super::elsewhere::Elsewhere;
 use super::refusals::Refusals;
 use super::requests::{Requests, Track};
 use super::standbys::{StandbyView, Standbys};
-use super::trials::Trials;
+use super::trials::{Found, Trials};
 use super::{Ids, JobOutput};
 use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::input::ModelSpec;
-use crate::limits::{CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX};
+use crate::limits::{
+    CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX,
+};
 use crate::message::{Message, Position, Prepare};
-use crate::output::{DoneReason, Event, Record};
+use crate::output::{DoneReason, Event};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -27,8 +29,8 @@ type Out = VecDeque<JobOutput>;
 
 /// A model being served, or on the way there.
 ///
-/// Invariants: the epoch only grows, and nothing is sent under it before it is on disk; requests are sent only while
-/// `Ready`.
+/// Invariants: the epoch only grows; requests are sent only while `Ready`. Epochs need not survive a restart: the job's id
+/// contains the head's generation, which is on disk before the node speaks, so no later life mints for the same job.
 #[derive(Debug)]
 pub(super) struct ModelJob {
     id: JobId,
@@ -65,7 +67,6 @@ pub(super) struct ModelJob {
 #[derive(Debug)]
 enum State {
     Planning { token: u64 },
-    Minting { seq: u64, plan: Box<Plan> },
     Preparing { plan: Box<Plan>, missing: BTreeSet<NodeId>, retry_at: Instant, held: BTreeMap<NodeId, Vec<Position>> },
     Ready { plan: Box<Plan> },
     Degraded { retry_at: Instant },
@@ -80,7 +81,7 @@ struct Degraded {
 /// Where a job stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
-    /// Waiting for the planner or the disk.
+    /// Waiting for the planner.
     Planning,
     /// Stages are being loaded.
     Loading,
@@ -105,18 +106,35 @@ pub struct JobView {
     pub state: JobState,
     /// Why it is degraded, if it is.
     pub reason: Option<String>,
-    /// Nodes and layers, first to last; empty while there is no plan.
-    pub stages: Vec<(NodeId, Range<u32>)>,
+    /// First to last; empty while there is no plan.
+    pub stages: Vec<StageView>,
     /// Who stands by for which stage.
     pub standbys: Vec<StandbyView>,
     /// Predicted nanoseconds per token; 0 while there is no plan.
     pub token_ns: u64,
     /// Its last move to a better placement.
     pub moved: Option<Moved>,
+    /// Tokens of context per request.
+    pub context: u32,
+    /// Requests that can run at once.
+    pub sequences: u32,
     /// Requests in slots.
     pub running: usize,
     /// Requests in the queue.
     pub waiting: usize,
+}
+
+/// A stage of a job as status pages show it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StageView {
+    /// Where it is.
+    pub node: NodeId,
+    /// Layers `start..end`.
+    pub layers: Range<u32>,
+    /// Bytes that its node reported to hold; none until it is loaded.
+    pub bytes: Option<u64>,
+    /// Predicted nanoseconds per decoded token.
+    pub step_ns: u64,
 }
 
 impl ModelJob {
@@ -166,7 +184,7 @@ impl ModelJob {
                 let reason = degraded.reason.clone();
                 out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason }));
             }
-            (State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. }, _) => {
+            (State::Planning { .. } | State::Preparing { .. } | State::Degraded { .. }, _) => {
                 self.callers.push(call);
             }
         }
@@ -205,7 +223,7 @@ impl ModelJob {
         self.requests.stop();
         self.forget_move(now, out);
         if let Some(plan) = self.promote(lost, out) {
-            return self.mint(now, plan, ids, out);
+            return self.place(now, plan, out);
         }
         if !self.is_degraded() {
             self.attempts += 1;
@@ -259,7 +277,7 @@ impl ModelJob {
             let place = self.standbys.take(stage)?;
             let (job, node) = (self.id, place.device.into());
             next = next.with_stage(usize::from(stage), place).ok()?;
-            let epoch = Epoch { counter: self.epoch.counter + 1, ..self.epoch };
+            let epoch = Epoch { counter: self.epoch.counter.saturating_add(1), ..self.epoch };
             out.push_back(JobOutput::Notify(Event::Promoted { job, epoch, stage, node }));
         }
         Some(Box::new(next))
@@ -269,7 +287,7 @@ impl ModelJob {
         match self.state {
             State::Planning { token: waiting } => waiting == token,
             State::Preparing { .. } | State::Ready { .. } => self.elsewhere.awaits(token),
-            State::Minting { .. } | State::Degraded { .. } => false,
+            State::Degraded { .. } => false,
         }
     }
 
@@ -286,25 +304,33 @@ impl ModelJob {
             Ok(plan) if goes_on && !plan.stages().is_empty() => {
                 self.requests.stop();
                 self.forget_move(now, out);
-                self.mint(now, plan, ids, out);
+                self.place(now, plan, out);
             }
             Ok(_) | Err(_) if goes_on => {}
             Err(_) if self.outdated => self.plan_anew(ids, out),
             Ok(plan) if plan.stages().is_empty() => self.degrade(now, "the planner found no stages".into(), out),
-            Ok(plan) => self.mint(now, plan, ids, out),
+            Ok(plan) => self.place(now, plan, out),
             Err(error) => self.degrade(now, self.refusals.explain(&error), out),
         }
     }
 
-    fn mint(&mut self, now: Instant, plan: Box<Plan>, ids: &mut Ids, out: &mut Out) {
+    /// Mints the next epoch and asks every node of the plan for its stage.
+    fn place(&mut self, now: Instant, plan: Box<Plan>, out: &mut Out) {
         let Some(next) = self.epoch.counter.checked_add(1) else {
             return self.degrade(now, "all epochs of this job are used up: deploy the model anew".into(), out);
         };
         self.epoch.counter = next;
-        let seq = ids.next();
-        self.state = State::Minting { seq, plan };
-        let record = Record::Epoch { job: self.id, epoch: self.epoch };
-        out.push_back(JobOutput::Persist { seq, record });
+        let (job, epoch) = (self.id, self.epoch);
+        let nodes: BTreeSet<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
+        out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, plan: plan.clone() }));
+        self.asked.extend(nodes.iter().copied());
+        self.standbys.refit(now, plan.stages(), self.epoch.minter);
+        self.watch(&nodes, out);
+        let retry_at = now + PREPARE_RETRY;
+        let bytes = plan.stages().iter().map(|stage| stage.bytes).max().unwrap_or(0);
+        self.elsewhere.begin(now, bytes, plan.token_ns());
+        self.state = State::Preparing { plan, missing: nodes, retry_at, held: BTreeMap::new() };
+        self.send_prepares(out);
     }
 
     /// There is no plan: requests wait for a while, callers of `Deploy` are told why.
@@ -322,33 +348,21 @@ impl ModelJob {
         self.degraded = Some(Degraded { since, reason });
     }
 
+    /// See [`Jobs::awaits_others`](super::Jobs::awaits_others).
+    pub(super) fn awaits_others(&mut self, now: Instant, lost: &BTreeSet<NodeId>) -> bool {
+        let State::Degraded { retry_at } = &mut self.state else { return false };
+        let stages = self.last_ready.iter().flat_map(|plan| plan.stages());
+        let awaited = stages.into_iter().any(|stage| lost.contains(&stage.device.into()));
+        if awaited {
+            *retry_at = (*retry_at).min(now + HEARTBEAT * 2);
+        }
+        awaited
+    }
+
     /// Whom to tell: every caller that waits, else (if it is news) everybody once.
     fn take_callers(&mut self, news: bool) -> Vec<Option<CallId>> {
         let callers: Vec<Option<CallId>> = core::mem::take(&mut self.callers).into_iter().map(Some).collect();
         if callers.is_empty() && news { Vec::from([None]) } else { callers }
-    }
-
-    pub(super) fn waits_for_disk(&self, seq: u64) -> bool {
-        matches!(self.state, State::Minting { seq: waiting, .. } if waiting == seq)
-    }
-
-    /// The epoch is on disk: it may be told now.
-    pub(super) fn handle_persisted(&mut self, now: Instant, out: &mut Out) {
-        // `replan` sets the token that counts; this placeholder is replaced just below.
-        let State::Minting { plan, .. } = core::mem::replace(&mut self.state, State::Planning { token: 0 }) else {
-            return;
-        };
-        let (job, epoch) = (self.id, self.epoch);
-        let nodes: BTreeSet<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
-        out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, plan: plan.clone() }));
-        self.asked.extend(nodes.iter().copied());
-        self.standbys.refit(now, plan.stages());
-        self.watch(&nodes, out);
-        let retry_at = now + PREPARE_RETRY;
-        let bytes = plan.stages().iter().map(|stage| stage.bytes).max().unwrap_or(0);
-        self.elsewhere.begin(now, bytes, plan.token_ns());
-        self.state = State::Preparing { plan, missing: nodes, retry_at, held: BTreeMap::new() };
-        self.send_prepares(out);
     }
 
     /// Leases with everybody who takes part.
@@ -454,7 +468,7 @@ impl ModelJob {
         self.elsewhere.end();
         self.last_ready = Some(plan.clone());
         self.requests.start(now, &held, out);
-        for (stage, to) in self.standbys.refit(now, plan.stages()) {
+        for (stage, to) in self.standbys.refit(now, plan.stages(), self.epoch.minter) {
             out.push_back(self.prepare(&plan, stage, to, self.standbys.bytes(stage), true));
         }
         self.state = State::Ready { plan };
@@ -485,7 +499,7 @@ impl ModelJob {
                 let fed: Vec<(u16, NodeId)> = self.standbys.fed().collect();
                 fed.into_iter().for_each(|(stage, standby)| self.announce(stage, Some(standby), out));
             }
-            State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
+            State::Planning { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
         }
     }
 
@@ -522,15 +536,15 @@ impl ModelJob {
                 self.give_up_waiting(now, out);
                 self.replan(now, &BTreeSet::new(), ids, out);
             }
-            State::Planning { .. } | State::Minting { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
+            State::Planning { .. } | State::Preparing { .. } | State::Degraded { .. } => {}
         }
     }
 
-    /// Asks the next node that is due to show how fast it is.
+    /// Asks the next node that is due, this one included, to show how fast it is.
     fn challenge(&mut self, now: Instant, plan: &Plan, out: &mut Out) {
         let owners = plan.stages().iter().map(|stage| (NodeId::from(stage.device), stage.layers.clone()));
-        let others = owners.chain(self.standbys.resident()).filter(|(node, _)| *node != self.epoch.minter);
-        if let Some((to, nonce)) = self.trials.next(now, self.id, &Vec::from_iter(others)) {
+        let holders = Vec::from_iter(owners.chain(self.standbys.following()));
+        if let Some((to, nonce)) = self.trials.next(now, self.id, &holders, self.requests.quiet()) {
             let message = Message::Challenge { job: self.id, epoch: self.epoch, nonce };
             out.push_back(JobOutput::Message { to, message });
         }
@@ -545,9 +559,11 @@ impl ModelJob {
         result: Result<u64, String>,
         out: &mut Out,
     ) {
-        let Some((layers, took)) = self.trials.handle_answer(now, node, nonce, result.is_ok()) else { return };
+        let quiet = self.requests.quiet();
+        let Some(found) = self.trials.handle_answer(now, node, nonce, result.is_ok(), quiet) else { return };
         let (job, work, digest) = (self.id, Box::new(self.model.work.clone()), result.unwrap_or_default());
-        out.push_back(JobOutput::Measured { job, node, work, layers, took, digest });
+        let Found { layers, took, quiet, nonce } = found;
+        out.push_back(JobOutput::Measured { job, node, work, layers, took, quiet, digest: (nonce, digest) });
     }
 
     /// Fails the requests that have waited for a plan for too long.
@@ -583,7 +599,7 @@ impl ModelJob {
                 [requests, standbys, reshape, trials].into_iter().flatten().min()
             }
             State::Degraded { retry_at } => Some((*retry_at, "job: there is no plan")),
-            State::Planning { .. } | State::Minting { .. } => None,
+            State::Planning { .. } => None,
         }
     }
 
@@ -612,9 +628,19 @@ impl ModelJob {
 
     fn plan(&self) -> Option<&Plan> {
         match &self.state {
-            State::Minting { plan, .. } | State::Preparing { plan, .. } | State::Ready { plan } => Some(plan),
+            State::Preparing { plan, .. } | State::Ready { plan } => Some(plan),
             State::Planning { .. } | State::Degraded { .. } => None,
         }
+    }
+
+    fn stage_views(&self) -> Vec<StageView> {
+        let stages = self.plan().map(Plan::stages).unwrap_or_default().iter();
+        let view = |stage: &partitioner::Stage| {
+            let node = NodeId::from(stage.device);
+            let bytes = self.resident.get(&node).copied();
+            StageView { node, layers: stage.layers.clone(), bytes, step_ns: stage.step_ns }
+        };
+        stages.map(view).collect()
     }
 
     pub(super) fn view(&self) -> JobView {
@@ -625,16 +651,18 @@ impl ModelJob {
             content: self.model.content,
             epoch: self.epoch,
             state: match &self.state {
-                State::Planning { .. } | State::Minting { .. } => JobState::Planning,
+                State::Planning { .. } => JobState::Planning,
                 State::Preparing { .. } => JobState::Loading,
                 State::Ready { .. } => JobState::Ready,
                 State::Degraded { .. } => JobState::Degraded,
             },
             reason: self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone()),
-            stages: self.plan().map(route_of).unwrap_or_default(),
+            stages: self.stage_views(),
             standbys: self.standbys.views(&self.requests.acked()),
             token_ns: self.plan().map_or(0, Plan::token_ns),
             moved: self.reshape.last(),
+            context: self.model.work.context,
+            sequences: self.model.work.sequences,
             running,
             waiting,
         }

@@ -32,6 +32,9 @@ impl Track {
     fn first_shadow(&self) -> Option<NodeId> {
         self.shadows.iter().find(|(stage, _)| *stage == 0).map(|&(_, node)| node)
     }
+    fn depth(&self) -> u32 {
+        u32::try_from(self.stages.len()).unwrap_or(u32::MAX)
+    }
     fn last(&self) -> NodeId {
         self.stages[self.stages.len() - 1]
     }
@@ -73,6 +76,11 @@ impl Requests {
 
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.running.len(), self.waiting.len())
+    }
+
+    /// While no request runs: a number that changes when one begins.
+    pub(super) fn quiet(&self) -> Option<u64> {
+        self.running.is_empty().then_some(self.next)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -261,7 +269,7 @@ impl Requests {
 
     fn pump(&mut self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
-        while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch) {
+        while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch, track.depth()) {
             let copy =
                 track.first_shadow().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
             out.push_back(JobOutput::Frame { to: track.first(), header, tokens, copy: false });

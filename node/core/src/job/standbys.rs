@@ -1,4 +1,4 @@
-//! The standbys of one job at its head: who stands by for which stage, how far it is, and who has to know.
+//! The standbys of one job at its coordinator: which node for which stage, how far its cache is, and which nodes must know.
 use super::JobOutput;
 use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{PREPARE_RETRY, SEQUENCES_MAX, STANDBY_LAG_MAX};
@@ -26,6 +26,10 @@ struct Standby {
     place: Stage,
     tier: Tier,
     progress: Progress,
+    /// It has answered that its stage is in memory, under this placement or an earlier one with the same layers. It stays
+    /// true until the standby reports a failure or is lost, which removes it. It is a hint: promotion asks with `Prepare`,
+    /// and a node that holds the stage no more (it was restarted) loads it, or refuses and is replaced.
+    resident: bool,
     /// What it said it holds.
     held: BTreeMap<RequestId, u32>,
     /// That it is current was told once under this placement.
@@ -80,10 +84,10 @@ impl Standbys {
         self.by_stage.iter().filter(move |(_, standby)| fed(standby)).map(|(&stage, standby)| (stage, standby.node()))
     }
 
-    /// Those with their stage in memory, and its layers.
-    pub(super) fn resident(&self) -> impl Iterator<Item = (NodeId, core::ops::Range<u32>)> + '_ {
-        let resident = self.by_stage.values().filter(|standby| standby.progress == Progress::Following);
-        resident.map(|standby| (standby.node(), standby.place.layers.clone()))
+    /// Those that have answered under the present placement, and their layers.
+    pub(super) fn following(&self) -> impl Iterator<Item = (NodeId, core::ops::Range<u32>)> + '_ {
+        let following = self.by_stage.values().filter(|standby| standby.progress == Progress::Following);
+        following.map(|standby| (standby.node(), standby.place.layers.clone()))
     }
 
     /// Stage and device of each, for the planner.
@@ -99,15 +103,17 @@ impl Standbys {
             let Some(place) = standby.place.filter(|_| !self.by_stage.contains_key(&standby.stage)) else { continue };
             new.push((standby.stage, place.device.into()));
             let progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            let standby = Standby { place, tier: standby.tier, progress, held: BTreeMap::new(), told: false };
+            let (tier, held) = (standby.tier, BTreeMap::new());
+            let standby = Standby { place, tier, progress, resident: false, held, told: false };
             self.by_stage.insert(new[new.len() - 1].0, standby);
         }
         new
     }
 
-    /// Whether somebody who is not lost stands by for a stage with it in memory.
+    /// Whether the stage has a standby that is not lost and has its weights in memory. The standby need not have answered under
+    /// the present placement: of two stages lost shortly after each other, the second is taken over as fast as the first.
     pub(super) fn can_take(&self, stage: u16, lost: &BTreeSet<NodeId>) -> bool {
-        let ready = |standby: &Standby| standby.progress == Progress::Following && !lost.contains(&standby.node());
+        let ready = |standby: &Standby| standby.resident && !lost.contains(&standby.node());
         self.by_stage.get(&stage).is_some_and(ready)
     }
 
@@ -119,14 +125,16 @@ impl Standbys {
         self.by_stage.remove(&stage).map(|standby| standby.place)
     }
 
-    /// A new placement: those that fit it still are to be told of it, the others are let go.
-    pub(super) fn refit(&mut self, now: Instant, stages: &[Stage]) -> Vec<(u16, NodeId)> {
+    /// A new placement. Returns the standbys that still fit it, which have to be informed; the others are released. The
+    /// coordinator's own stage needs none, also where it was placed there only now.
+    pub(super) fn refit(&mut self, now: Instant, stages: &[Stage], head: NodeId) -> Vec<(u16, NodeId)> {
+        let covered = |at: u16| stages.get(usize::from(at)).filter(|stage| NodeId::from(stage.device) != head);
         self.by_stage.retain(|&at, standby| {
-            let same = stages.get(usize::from(at)).is_some_and(|stage| stage.layers == standby.place.layers);
+            let same = covered(at).is_some_and(|stage| stage.layers == standby.place.layers);
             let twice = planted::has(Planted::StandbyPromotedTwice);
             same && (twice || stages.iter().all(|stage| stage.device != standby.place.device))
         });
-        self.tiers.retain(|&at, _| usize::from(at) < stages.len());
+        self.tiers.retain(|&at, _| covered(at).is_some());
         for standby in self.by_stage.values_mut() {
             standby.progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
             standby.told = false;
@@ -145,6 +153,7 @@ impl Standbys {
     pub(super) fn handle_prepared(&mut self, node: NodeId) -> Option<u16> {
         let (&stage, standby) = self.by_stage.iter_mut().find(|(_, standby)| standby.node() == node)?;
         standby.progress = Progress::Following;
+        standby.resident = true;
         Some(stage)
     }
 
@@ -223,7 +232,7 @@ impl Standbys {
             let (tier, stall_ns) = self.tiers.get(&stage).copied().unwrap_or((Tier::Cold, None));
             let standby = self.by_stage.get(&stage);
             let current = standby.is_some_and(|standby| standby.holds(acked));
-            let resident = standby.is_some_and(|standby| standby.progress == Progress::Following);
+            let resident = standby.is_some_and(|standby| standby.resident);
             let tier = match (standby.map(|standby| standby.tier), tier) {
                 (Some(_), _) if current => Tier::Hot,
                 (Some(_), _) if resident => Tier::Warm,
@@ -233,5 +242,36 @@ impl Standbys {
             StandbyView { stage, node: standby.map(Standby::node), tier, resident, current, stall_ns }
         };
         stages.into_iter().map(view).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+
+    const HEAD: NodeId = NodeId([1; 16]);
+
+    fn stage(node: u8, layers: core::ops::Range<u32>) -> Stage {
+        Stage { device: NodeId([node; 16]).into(), layers, bytes: 1, step_ns: 1 }
+    }
+
+    fn cold(stage: u16) -> partitioner::Standby {
+        partitioner::Standby { stage, tier: Tier::Cold, place: None, same_machine: false, stall_ns: None }
+    }
+
+    #[test]
+    fn a_stage_that_came_to_the_head_lists_no_standby() {
+        let mut standbys = Standbys::default();
+        // One that still loads, and one that nobody covers.
+        let loading = partitioner::Standby { place: Some(stage(4, 4..8)), ..cold(1) };
+        standbys.add(Instant(0), vec![loading, cold(2)]);
+        let stages =
+            |standbys: &Standbys| standbys.views(&BTreeMap::new()).iter().map(|view| view.stage).collect::<Vec<_>>();
+        assert_eq!(stages(&standbys), [1, 2]);
+        // The node of stage 1 is lost, and the head takes it.
+        let kept = standbys.refit(Instant(1), &[stage(2, 0..4), stage(1, 4..8), stage(3, 8..12)], HEAD);
+        assert_eq!(kept, [], "the standby of stage 1 is released");
+        assert_eq!(stages(&standbys), [2]);
     }
 }

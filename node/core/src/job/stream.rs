@@ -1,7 +1,7 @@
 //! One request at the head: its token log, what of it is on the way, and when to send it again.
 use crate::id::{CallId, Epoch, JobId, RequestId};
 use crate::input::Request;
-use crate::limits::{CHUNK_POSITIONS_MAX, CHUNKS_IN_FLIGHT_MAX, WATCHDOG_MIN};
+use crate::limits::{CHUNK_POSITIONS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
 use crate::message::FrameHeader;
 use crate::output::DoneReason;
 use crate::time::{Duration, Instant};
@@ -147,13 +147,13 @@ impl Stream {
         true
     }
 
-    /// The next frame into the first stage, if one may be sent now.
-    pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch) -> Option<(FrameHeader, Vec<u32>)> {
+    /// The next frame into the first of `stages` stages, if one may be sent now.
+    pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch, stages: u32) -> Option<(FrameHeader, Vec<u32>)> {
         let (position, len) = (self.sent, self.len());
-        if position >= len || self.chunks.len() >= CHUNKS_IN_FLIGHT_MAX as usize {
+        if position >= len || self.chunks.len() >= chunks_in_flight(stages) as usize {
             return None;
         }
-        let count = (len - position).min(CHUNK_POSITIONS_MAX);
+        let count = (len - position).min(chunk_positions(stages));
         let end = position + count;
         let sample = end == len;
         if !sample {
@@ -239,7 +239,11 @@ mod tests {
     }
 
     fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
-        core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH))
+        frames_through(stream, 2)
+    }
+
+    fn frames_through(stream: &mut Stream, stages: u32) -> Vec<(u32, u32, bool)> {
+        core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH, stages))
             .map(|(header, tokens)| {
                 assert_eq!(header.count as usize, tokens.len());
                 (header.position, header.count, header.sample)
@@ -256,6 +260,16 @@ mod tests {
         );
         stream.handle_progress(Instant(1), 1024);
         assert_eq!(frames(&mut stream), vec![(2048, 512, false), (2560, 10, true)]);
+    }
+
+    #[test]
+    fn chunks_follow_the_number_of_stages() {
+        let first = |stages: u32| {
+            let sent = frames_through(&mut stream(1 << 16, 4), stages);
+            (sent.len(), sent[0].1)
+        };
+        assert_eq!([1, 2, 4, 5, 12, 24].map(first), [(3, 512), (4, 512), (6, 512), (7, 256), (14, 170), (26, 85)]);
+        assert_eq!(first(1000), (64, 16), "however deep");
     }
 
     #[test]

@@ -19,13 +19,27 @@ impl Health {
     /// It was answered.
     pub(super) fn acked(&mut self) {
         if core::mem::take(&mut self.probing) {
-            self.missed_e3 -= self.missed_e3 / 16;
+            self.answered(true);
         }
     }
 
     /// Its time is over.
     pub(super) fn judged(&mut self) {
         if core::mem::take(&mut self.probing) {
+            self.answered(false);
+        }
+    }
+
+    /// It is judged later, by `answered`.
+    pub(super) fn put_off(&mut self) {
+        self.probing = false;
+    }
+
+    /// A probe was answered in time, or was not.
+    pub(super) fn answered(&mut self, in_time: bool) {
+        if in_time {
+            self.missed_e3 -= self.missed_e3 / 16;
+        } else {
             self.missed_e3 += (1000 - self.missed_e3) / 16;
         }
     }

@@ -1,6 +1,7 @@
-//! foca behind four methods: its timers, its packets and its notices, with the LAN profile and its widening.
+//! foca behind four methods: its timers, its packets and its notices, with the LAN profile. `probes.rs` serves distant members.
 use super::claims::{LEFT, Verdict, answer, is_news, weigh};
 use super::health::Health;
+use super::probes::{Due, PROBE_RTT, Probes};
 use crate::codec::SwimCodec;
 use crate::id::{Generation, NodeId};
 use crate::limits::{DATAGRAM_BYTES_MAX, MEMBERS_MAX};
@@ -67,11 +68,16 @@ pub(super) enum SwimOutput {
 pub(super) struct Swim {
     foca: Foca<Life, SwimCodec, ChaCha8Rng, NoCustomBroadcast>,
     /// By due time, then in order of arming: foca relies on the order of its timers.
-    timers: BTreeMap<(Instant, u64), Timer<Life>>,
+    timers: BTreeMap<(Instant, u64), Armed>,
     armed: u64,
     /// Members this node suspects, told again and again until they refute or are given up.
     suspicions: BTreeMap<NodeId, Suspicion>,
     health: Health,
+    probes: Probes,
+    /// Number of the last ping that is not foca's.
+    pings: u8,
+    /// What foca's timers carry now.
+    token: Option<u8>,
     /// Whose own words are being handled: only from itself is a goodbye believed to be one.
     speaker: Option<NodeId>,
     /// This node's own, as its last packet said it: foca keeps it to itself.
@@ -88,16 +94,28 @@ struct Suspicion {
     until: Instant,
 }
 
+/// A timer of foca's.
+struct Armed {
+    timer: Timer<Life>,
+    /// How often it was put off because this thread was late.
+    excuses: u8,
+}
+
 impl Swim {
     pub(super) fn new(life: Life, seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(u64::from(super::TOKEN_TAG));
+        let mut probes = Probes::default();
+        probes.measure_from(life.node);
         Swim {
             foca: Foca::new(life, profile(2, SUSPECT), rng, SwimCodec),
             timers: BTreeMap::new(),
             armed: 0,
             suspicions: BTreeMap::new(),
             health: Health::default(),
+            probes,
+            pings: 0,
+            token: None,
             speaker: None,
             incarnation: 0,
             sized_for: 2,
@@ -141,8 +159,15 @@ impl Swim {
         if header.src_incarnation == LEFT {
             return Err("a membership packet of an incarnation that nobody has");
         }
-        if matches!(header.message, Message::Ack(_)) {
-            self.health.acked();
+        if let Message::Ack(number) = header.message {
+            if self.probes.answered(now, from, number) {
+                self.health.answered(true);
+            } else {
+                self.health.acked();
+            }
+        }
+        if let Message::ForwardedAck { origin, probe_number } = header.message {
+            self.probes.vouched(from, origin.node, probe_number);
         }
         if header.message == Message::TurnUndead {
             // Says only that somebody thinks so, not of which incarnation: a hint, and ours never send it.
@@ -216,7 +241,7 @@ impl Swim {
             Verdict::Supersede => {
                 let life = *claim.id();
                 let of_it = |timer: &Timer<Life>| matches!(timer, Timer::RemoveDown(down) if *down == life);
-                self.timers.retain(|_, timer| !of_it(timer));
+                self.timers.retain(|_, armed| !of_it(&armed.timer));
                 // Forgetting wants nothing done.
                 let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut Outbox::default());
                 Some(claim)
@@ -302,7 +327,7 @@ impl Swim {
     pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
         self.observe(now);
         while let Some(entry) = self.timers.first_entry().filter(|entry| entry.key().0 <= now) {
-            let timer = entry.remove();
+            let Armed { timer, .. } = entry.remove();
             let mut forgotten = None;
             match &timer {
                 Timer::ProbeRandomMember(_) => self.health.probed(),
@@ -316,12 +341,20 @@ impl Swim {
                 Timer::RemoveDown(life) => forgotten = Some(life.node),
                 Timer::PeriodicAnnounce(_) | Timer::PeriodicAnnounceDown(_) | Timer::PeriodicGossip(_) => {}
             }
+            let probes = matches!(timer, Timer::ProbeRandomMember(_));
             let mut outbox = Outbox::default();
             let _ = self.foca.handle_timer(timer, &mut outbox);
+            if probes {
+                self.take_over_late_probe(now, &mut outbox);
+            }
             self.settle(now, outbox, out);
             // It may have come back under another life since.
-            out.extend(forgotten.filter(|node| self.known(*node).is_none()).map(SwimOutput::Forgotten));
+            if let Some(node) = forgotten.filter(|node| self.known(*node).is_none()) {
+                self.probes.forget(node);
+                out.push(SwimOutput::Forgotten(node));
+            }
         }
+        self.probe_late(now, out);
         self.tell_suspects(now, out);
     }
 
@@ -329,34 +362,118 @@ impl Swim {
         // A round of gossip with nothing to say waits for the next timer, or for something to say: half of all wakeups.
         let silent = self.foca.updates_backlog() == 0;
         let idle = |timer: &Timer<Life>| silent && matches!(timer, Timer::PeriodicGossip(_));
-        let timer = self.timers.iter().find(|(_, timer)| !idle(timer)).map(|((at, _), _)| (*at, "membership timer"));
+        let timer =
+            self.timers.iter().find(|(_, armed)| !idle(&armed.timer)).map(|((at, _), _)| (*at, "membership timer"));
         let tell = self.suspicions.values().map(|s| s.next_tell).min().map(|at| (at, "suspect to be told"));
-        timer.into_iter().chain(tell).min()
+        timer.into_iter().chain(tell).chain(self.probes.next_wakeup()).min()
+    }
+
+    /// foca has chosen a member to probe. One whose answer takes longer than foca waits for is probed on its own time, and
+    /// counts as answered to foca.
+    fn take_over_late_probe(&mut self, now: Instant, outbox: &mut Outbox) {
+        let ping = |(to, packet): &(Life, Vec<u8>)| {
+            let header = <SwimCodec as Codec<Life>>::decode_header(&mut SwimCodec, packet.as_slice()).ok()?;
+            if let Message::Ping(number) = header.message { Some((*to, number)) } else { None }
+        };
+        let Some((to, number)) = outbox.sends.iter().find_map(ping) else { return };
+        self.probes.sent(now, to.node, number);
+        let Some(patience) = self.probes.patience(to.node) else { return };
+        let Some(incarnation) = self.known(to.node).filter(|known| *known.id() == to).map(|known| known.incarnation())
+        else {
+            return;
+        };
+        let message = Message::Ack(number);
+        let header = Header { src: to, src_incarnation: incarnation, dst: self.life(), message };
+        let mut packet = Vec::new();
+        if SwimCodec.encode_header(&header, &mut packet).is_ok() {
+            let _ = self.foca.handle_data(&packet, outbox);
+            self.health.put_off();
+            self.probes.begin(now, to, incarnation, number, patience);
+        }
+    }
+
+    /// Pings members to which the way is not measured, and goes on with probes that foca does not wait for.
+    fn probe_late(&mut self, now: Instant, out: &mut Vec<SwimOutput>) {
+        let unmeasured = self.probes.next_unmeasured(now).and_then(|node| self.known(node));
+        if let Some(member) = unmeasured.filter(|member| member.state() != State::Down) {
+            self.pings = self.pings.wrapping_add(1);
+            self.probes.sent(now, member.id().node, self.pings);
+            out.extend(self.packet(*member.id(), Message::Ping(self.pings)));
+        }
+        for due in self.probes.take_due(now) {
+            match due {
+                Due::Indirect(probe) => {
+                    self.health.answered(false);
+                    let helpers = self.helpers(probe.life, probe.number);
+                    for &helper in &helpers {
+                        let message = Message::PingReq { target: probe.life, probe_number: probe.number };
+                        out.extend(self.packet(helper, message));
+                    }
+                    self.probes.asked(probe.life.node, helpers.iter().map(|helper| helper.node).collect());
+                }
+                Due::Suspect(probe) => self.suspect(now, probe.life, probe.incarnation, SUSPECT + probe.patience, out),
+            }
+        }
+    }
+
+    /// Members to try where this node got no answer, spread over the table.
+    fn helpers(&self, target: Life, from: u8) -> Vec<Life> {
+        let others: Vec<Life> =
+            self.foca.iter_members().map(|member| *member.id()).filter(|id| *id != target).collect();
+        let step = (others.len() / HELPERS).max(1);
+        let places = (0..HELPERS.min(others.len())).map(|nth| (usize::from(from) * 37 + nth * step) % others.len());
+        places.map(|place| others[place]).collect()
+    }
+
+    /// No member reached it: it has this long to refute.
+    fn suspect(&mut self, now: Instant, life: Life, incarnation: u16, after: Duration, out: &mut Vec<SwimOutput>) {
+        if !self.is_up(life) {
+            return;
+        }
+        let mut outbox = Outbox::default();
+        let claim = Member::new(life, incarnation, State::Suspect);
+        let _ = self.foca.apply_many(core::iter::once(claim), true, &mut outbox);
+        if let Some(token) = self.token.filter(|_| self.is_suspect(life, incarnation)) {
+            outbox.timers.push((Timer::ChangeSuspectToDown { member_id: life, incarnation, token }, after));
+        }
+        self.settle(now, outbox, out);
+    }
+
+    /// A packet of this node's own, without any claims.
+    fn packet(&self, to: Life, message: Message<Life>) -> Option<SwimOutput> {
+        let header = Header { src: self.life(), src_incarnation: self.incarnation, dst: to, message };
+        let mut packet = Vec::new();
+        SwimCodec.encode_header(&header, &mut packet).ok()?;
+        packet.put_u16(0);
+        Some(SwimOutput::Send(to, packet))
     }
 
     /// A thread that was late (paused, starved) must not blame others for its own silence: what it has not read yet may
-    /// hold their answers.
+    /// hold their answers. A thread that is late all the time judges after a few excuses, or it would notice no death.
     fn observe(&mut self, now: Instant) {
-        let judging = |timer: &Timer<Life>| {
+        let judging = |armed: &Armed| {
             matches!(
-                timer,
+                armed.timer,
                 Timer::ProbeRandomMember(_) | Timer::SendIndirectProbe { .. } | Timer::ChangeSuspectToDown { .. }
             )
         };
         // Timers are few and sorted: the first judging one that is due says how late this thread is.
-        let due = self.timers.range(..(now, u64::MAX)).find(|(_, timer)| judging(timer)).map(|((at, _), _)| *at);
+        let due = self.timers.range(..(now, u64::MAX)).find(|(_, armed)| judging(armed)).map(|((at, _), _)| *at);
         let Some(late) = due.map(|at| now.since(at)).filter(|late| *late > LATE) else { return };
         self.health.late(now);
-        for ((at, seq), timer) in core::mem::take(&mut self.timers) {
-            let shifted = match timer {
-                Timer::ChangeSuspectToDown { .. } => at + late + SUSPECT,
-                Timer::ProbeRandomMember(_) | Timer::SendIndirectProbe { .. } => at + late + PROBE_RTT,
+        self.probes.delay(late + PROBE_RTT);
+        for ((at, seq), mut armed) in core::mem::take(&mut self.timers) {
+            let put_off = match armed.timer {
+                Timer::ChangeSuspectToDown { .. } => late + SUSPECT,
+                Timer::ProbeRandomMember(_) | Timer::SendIndirectProbe { .. } => late + PROBE_RTT,
                 Timer::PeriodicAnnounce(_)
                 | Timer::PeriodicAnnounceDown(_)
                 | Timer::PeriodicGossip(_)
-                | Timer::RemoveDown(_) => at,
+                | Timer::RemoveDown(_) => Duration::ZERO,
             };
-            self.timers.insert((shifted, seq), timer);
+            let excused = armed.excuses < EXCUSES_MAX && !put_off.is_zero();
+            armed.excuses += u8::from(excused);
+            self.timers.insert((if excused { at + put_off } else { at }, seq), armed);
         }
     }
 
@@ -364,6 +481,9 @@ impl Swim {
     fn settle(&mut self, now: Instant, outbox: Outbox, out: &mut Vec<SwimOutput>) {
         for (timer, after) in outbox.timers {
             let mut after = after;
+            if let Timer::ProbeRandomMember(token) = &timer {
+                self.token = Some(*token);
+            }
             if let Timer::ChangeSuspectToDown { member_id, incarnation, .. } = &timer {
                 after = after.saturating_mul(self.health.patience(now));
                 self.suspicions.entry(member_id.node).or_insert(Suspicion {
@@ -374,7 +494,7 @@ impl Swim {
                 });
             }
             self.armed += 1;
-            self.timers.insert((now + after, self.armed), timer);
+            self.timers.insert((now + after, self.armed), Armed { timer, excuses: 0 });
         }
         // foca also greets the dead, and this node's former lives are among them.
         let me = self.life().node;
@@ -386,11 +506,13 @@ impl Swim {
                 OwnedNotification::MemberUp(life) | OwnedNotification::Rename(_, life) => {
                     self.suspicions.remove(&life.node);
                     if self.is_up(life) {
+                        self.probes.joined(life.node);
                         out.push(SwimOutput::Up(life));
                     }
                 }
                 OwnedNotification::MemberDown(life) => {
                     self.suspicions.remove(&life.node);
+                    self.probes.gone(life.node);
                     out.push(SwimOutput::Down(life, self.said_goodbye(life)));
                 }
                 OwnedNotification::Active => out.push(SwimOutput::Active),
@@ -465,6 +587,7 @@ impl Swim {
             let mut outbox = Outbox::default();
             let _ = self.foca.handle_timer(Timer::RemoveDown(life), &mut outbox);
             self.settle(now, outbox, out);
+            self.probes.forget(life.node);
             out.push(SwimOutput::Forgotten(life.node));
         }
     }
@@ -506,7 +629,8 @@ impl foca::Runtime<Life> for Outbox {
     }
 }
 
-/// The aggressive LAN profile: of 64 nodes the first notices a death within 0.75 s in 99 of 100 cases.
+/// The aggressive LAN profile: of 64 nodes the first notices a death within 0.75 s in 99 of 100 cases. Members farther away than
+/// `PROBE_RTT` allows are `Probes`' business.
 fn profile(members: usize, suspect: Duration) -> foca::Config {
     let every = |frequency, members| {
         NonZeroUsize::new(members).map(|num_members| foca::PeriodicParams { frequency, num_members })
@@ -533,12 +657,16 @@ fn profile(members: usize, suspect: Duration) -> foca::Config {
 /// of the death of a node that nobody here knows is not remembered at all, so that the dead do not go round for ever.
 pub(super) const FORGET: Duration = Duration::from_secs(15 * 60);
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
-const PROBE_RTT: Duration = Duration::from_millis(30);
 /// With a probe's 100 ms before it, a stall or a cut of 250 ms ends while there is time for five answers.
 const SUSPECT: Duration = Duration::from_millis(250);
+/// Members that are asked to try where this node got no answer.
+const HELPERS: usize = 3;
 /// How often a suspect is told.
 const TELL: Duration = Duration::from_millis(20);
 /// By how many generations a node may be told that it is behind: they count seconds, so this is more than a century.
 const LEAP_MAX: u64 = 1 << 32;
 /// A wakeup later than this says more about this thread than about its peers.
 const LATE: Duration = Duration::from_millis(25);
+/// How often a probe or a suspicion is put off because this thread was late: on a machine without processor time that adds
+/// about a second to each.
+pub(super) const EXCUSES_MAX: u8 = 4;

@@ -7,15 +7,15 @@ use alloc::string::String;
 use alloc::vec;
 use core::net::Ipv4Addr;
 
-fn ms(ms: u64) -> Duration {
+pub(super) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
 /// A few machines on a perfect wire with a hand-turned clock.
-struct Bench {
-    nodes: Vec<Membership>,
-    ids: Vec<NodeId>,
-    now: Instant,
+pub(super) struct Bench {
+    pub(super) nodes: Vec<Membership>,
+    pub(super) ids: Vec<NodeId>,
+    pub(super) now: Instant,
     told: Vec<(usize, MembershipOutput)>,
     deaf: Vec<usize>,
 }
@@ -37,6 +37,7 @@ fn config(n: usize) -> Config {
             memory_free: 1 << 30,
             bytes_per_second: 1 << 30,
             flops_per_second: 1 << 30,
+            copy_bytes_per_second: 1 << 30,
             step_ns: 1000,
             numerics: 1,
             pass_steps: 1,
@@ -50,7 +51,7 @@ fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
 }
 
 impl Bench {
-    fn new(n: usize) -> Self {
+    pub(super) fn new(n: usize) -> Self {
         let nodes: Vec<_> = (0..n).map(|i| Membership::new(&config(i), Instant(0), i as u64)).collect();
         let ids = (0..n).map(|i| config(i).node).collect();
         let mut bench = Bench { nodes, ids, now: Instant(0), told: Vec::new(), deaf: Vec::new() };
@@ -66,7 +67,7 @@ impl Bench {
         self.settle();
     }
 
-    fn pass(&mut self, time: Duration) {
+    pub(super) fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         loop {
             let next = |i: &usize| self.nodes[*i].next_wakeup().map(|(at, _)| at);
@@ -188,7 +189,24 @@ fn silence_is_death_within_a_second() {
     assert!(bench.nodes[0].member(dead).is_some_and(|member| member.generation == Generation(1000)));
 }
 
-/// Everybody who ever died here is gone from every list after a while, and whoever joins meanwhile hears nothing of it.
+/// Its thread gets the processor every 60 ms, so each probe and each suspicion finds it late.
+#[test]
+fn a_node_that_is_always_late_notices_a_death() {
+    let mut bench = Bench::new(4);
+    bench.pass(ms(3_000));
+    assert_eq!(bench.alive(0), 3, "the others");
+    bench.deaf.push(2);
+    for _ in 0..200 {
+        bench.now = bench.now + ms(60);
+        for node in [0, 1, 3] {
+            bench.nodes[node].handle_wakeup(bench.now);
+            bench.settle();
+        }
+    }
+    assert_eq!([0, 1, 3].map(|node| bench.alive(node)), [2; 3]);
+}
+
+/// Every node that died here is gone from every list after a while, and a node that joins meanwhile hears nothing of it.
 #[test]
 fn the_long_dead_are_forgotten_everywhere_and_do_not_come_back() {
     let mut bench = Bench::new(5);
@@ -452,4 +470,78 @@ fn alone_it_keeps_asking_ever_more_slowly() {
         lonely.nodes[0].handle_wakeup(now);
     }
     assert!((6..14).contains(&asked.len()), "{asked:?}");
+}
+
+/// Adverts of addresses where nobody is, as a stranger can invent them.
+fn invented(n: u16) -> (NodeId, Vec<u8>, SocketAddr) {
+    let peer_id = format!("stranger {n}").into_bytes();
+    (NodeId::of_peer(&peer_id), peer_id, SocketAddr::from(([10, 99, (n >> 8) as u8, n as u8], 1)))
+}
+
+/// What a node sends towards strangers.
+#[derive(Default)]
+struct Sent {
+    datagrams: usize,
+    dials: usize,
+    dialled: Vec<NodeId>,
+}
+
+fn send(node: &mut Membership, sent: &mut Sent) {
+    while let Some(output) = node.poll_output() {
+        match output {
+            MembershipOutput::SendDatagram { .. } => sent.datagrams += 1,
+            MembershipOutput::Connect { node, .. } => {
+                sent.dials += 1;
+                sent.dialled.push(node);
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn an_address_that_never_answers_is_tried_ever_more_rarely() {
+    let mut node = Membership::new(&config(0), Instant(0), 1);
+    let (stranger, peer_id, addr) = invented(0);
+    let (mut sent, mut now) = (Sent::default(), Instant(0));
+    // Discovery repeats it every second for ten minutes.
+    for second in 0..600u64 {
+        node.handle_peer_found(now, stranger, peer_id.clone(), vec![addr], vec![addr]);
+        let end = Instant(0) + ms(1000 * (second + 1));
+        while let Some((at, _)) = node.next_wakeup().filter(|(at, _)| *at <= end) {
+            now = now.max(at);
+            node.handle_wakeup(now);
+        }
+        now = end;
+        send(&mut node, &mut sent);
+        sent.dialled.drain(..).for_each(|dialled| node.handle_disconnected(now, dialled));
+    }
+    assert!((20..=32).contains(&sent.datagrams), "{} datagrams in ten minutes", sent.datagrams);
+    assert!((10..=30).contains(&sent.dials), "{} dials in ten minutes", sent.dials);
+}
+
+#[test]
+fn strangers_addresses_take_a_few_dials_and_a_bounded_table() {
+    let mut bench = Bench::new(2);
+    bench.pass(ms(3000));
+    let member = bench.ids[1];
+    bench.introduce(0, 1);
+    let node = &mut bench.nodes[0];
+    let mut sent = Sent::default();
+    for n in 0..2000 {
+        let (stranger, peer_id, addr) = invented(n);
+        node.handle_peer_found(bench.now, stranger, peer_id, vec![addr], vec![addr]);
+        send(node, &mut sent);
+    }
+    assert_eq!(sent.dials, STRANGER_DIALS_MAX, "the others wait for these to end");
+    for dialled in sent.dialled.drain(..) {
+        node.handle_disconnected(bench.now, dialled);
+    }
+    // Ends of dials of strangers that were dropped meanwhile.
+    for n in 0..2000 {
+        node.handle_disconnected(bench.now, invented(n).0);
+    }
+    assert_eq!(node.contacts.len(), CONTACTS_MAX);
+    assert!(node.contacts.contains_key(&member), "a member is not pushed out by strangers");
+    assert!(node.dialled.len() <= CONTACTS_MAX + 1 && node.reaching.is_empty(), "{}", node.dialled.len());
 }

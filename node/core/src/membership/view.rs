@@ -158,6 +158,7 @@ impl Membership {
             memory: capacity.memory_free,
             bytes_per_second: capacity.bytes_per_second,
             flops_per_second: capacity.flops_per_second,
+            copy_bytes_per_second: capacity.copy_bytes_per_second,
             step_ns: capacity.step_ns,
             numerics: capacity.numerics,
             pass_steps: capacity.pass_steps,

@@ -1,6 +1,5 @@
 //! The router's part for simulations: their tiles at this node, and those of its jobs everywhere.
 use super::Node;
-use super::planning::HEADROOM_PERCENT;
 use crate::id::{Epoch, JobId, NodeId};
 use crate::input::GridInput;
 use crate::limits::{HALO_LOG_BYTES_MAX, LEASE, SNAPSHOT_EVERY_MIN};
@@ -112,8 +111,7 @@ impl Node {
                 for device in &mut fleet.devices {
                     device.excluded |= without.contains(&device.id.into());
                 }
-                let (work, headroom_percent) = (*work, HEADROOM_PERCENT);
-                let question = GridQuestion { work, fleet, headroom_percent, paces, depth, present };
+                let question = GridQuestion { work: *work, fleet, paces, depth, present };
                 self.out.push_back(Output::Grid(GridCommand::Plan { token, question: Box::new(question) }));
             }
             GridOutput::PlanFound { call, result, work, guarded } => {
@@ -124,7 +122,6 @@ impl Node {
                 });
                 self.notify(Event::GridPlan { call, result, standbys });
             }
-            GridOutput::Persist { seq, record } => self.out.push_back(Output::Persist { seq, record }),
             GridOutput::Message { to, job, epoch, say } => self.send(to, message(job, epoch, say)),
             GridOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),
             GridOutput::Standbys { job, work, owners, depth, step_ns, kept, resident, without } => {
@@ -186,7 +183,7 @@ fn guards(
     fleet: &Fleet,
     kept: &[(u16, DeviceId)],
 ) -> Vec<TileStandby> {
-    let mut chosen = standbys(work, owners, depth, fleet, HEADROOM_PERCENT, kept);
+    let mut chosen = standbys(work, owners, depth, fleet, kept);
     for standby in &mut chosen {
         let block = &owners[usize::from(standby.tile)].1;
         let last = halos_last_ns(work, block, depth, step_ns, HALO_LOG_BYTES_MAX / 2);

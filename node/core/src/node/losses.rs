@@ -22,7 +22,7 @@ impl Node {
             FailoverOutput::Replan { job } => {
                 let lost = self.failover.excluded(self.now, job).collect();
                 self.jobs.handle_replan(self.now, job, &lost);
-                self.grids.handle_replan(job, &lost);
+                self.grids.handle_replan(self.now, job, &lost);
             }
             FailoverOutput::StandbyLost { job, node } => {
                 self.jobs.handle_standby_lost(self.now, job, node);

@@ -3,6 +3,7 @@ use super::Node;
 use crate::id::{JobId, NodeId};
 use crate::limits::{CHALLENGE_STEPS, SOURCES_MAX};
 use crate::output::{Event, StageSpec};
+use crate::speeds::Timing;
 use crate::time::Duration;
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -21,15 +22,16 @@ impl Node {
         partitioner::cost::token_ns(work, fleet, self.me.into(), &plan.placement())
     }
 
-    /// A node answered challenges: what it took is held against what it says about itself.
+    /// A node answered challenges: what it took (the fastest of them, and whether no request ran meanwhile) is held against
+    /// what it says about itself.
     pub(super) fn measured(
         &mut self,
         job: JobId,
         node: NodeId,
         work: &Work,
         layers: &Range<u32>,
-        took: Duration,
-        digest: u64,
+        (took, quiet): (Duration, bool),
+        digest: (u64, u64),
     ) {
         let fleet = self.membership.fleet();
         let expected =
@@ -39,8 +41,9 @@ impl Node {
             return;
         };
         let way_ns = self.membership.member(node).and_then(|member| member.rtt_ns).unwrap_or(0);
-        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).saturating_sub(way_ns);
-        let news = self.speeds.handle_measured(node, took_ns, step_ns.saturating_mul(CHALLENGE_STEPS.into()));
+        let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let expected_ns = step_ns.saturating_mul(CHALLENGE_STEPS.into());
+        let news = self.speeds.handle_measured(node, numerics, Timing { took_ns, way_ns, expected_ns, quiet });
         if let Some(percent) = news {
             self.notify(Event::Measured { node, percent });
             self.fleet_changed();
@@ -65,7 +68,7 @@ impl Node {
     }
 
     pub(super) fn plan_options(&self, losses: bool) -> Options {
-        Options { goal: Goal::Latency, head: self.me.into(), headroom_percent: HEADROOM_PERCENT, losses }
+        Options { goal: Goal::Latency, head: self.me.into(), losses }
     }
 
     /// Who may have a stage's weights: the head and the other stages are asked first; then whoever says that it has some.
@@ -79,6 +82,3 @@ impl Node {
         }
     }
 }
-
-/// Share of a node's memory that plans leave free: allocators round up, and the rest of the machine breathes.
-pub(super) const HEADROOM_PERCENT: u8 = 10;

@@ -1,6 +1,6 @@
 //! Frames that wait for the executor: which run next, and which of them are joined.
 use crate::id::{RequestId, TensorId};
-use crate::limits::CHUNK_POSITIONS_MAX;
+use crate::limits::{CHUNK_POSITIONS_MAX, chunk_positions};
 use crate::message::FrameHeader;
 use crate::output::Payload;
 use alloc::collections::{BTreeMap, VecDeque};
@@ -23,10 +23,10 @@ struct Run {
 }
 
 impl Run {
-    /// Adds a frame if it goes on where the last one ended and there is room in the chunk.
-    fn take(&mut self, index: usize, header: &FrameHeader) {
+    /// Adds a frame if it goes on where the last one ended and there is room in a chunk of `most` rows.
+    fn take(&mut self, index: usize, header: &FrameHeader, most: u32) {
         let first = self.indices.is_empty();
-        self.broken |= header.position != self.end || self.rows + header.count > CHUNK_POSITIONS_MAX;
+        self.broken |= header.position != self.end || self.rows + header.count > most;
         if first || !self.broken {
             self.indices.push(index);
             self.end = header.position + header.count;
@@ -58,9 +58,11 @@ fn tensors(payload: Payload) -> impl Iterator<Item = TensorId> {
     tensors.into_iter()
 }
 
-/// Removes from the queue what runs next: each request's first frame, joined with those that follow it up to one
-/// chunk's rows (many wait only where something is sent again). Decode steps, or prefill chunks if it is their turn.
-pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool) -> Vec<Waiting> {
+/// Removes from the queue what runs next: each request's first frame, joined with those that follow it up to the rows of a
+/// chunk in a pipeline of `stages` stages (many wait only where something is sent again). Decode steps, or prefill chunks if it is
+/// their turn.
+pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool, stages: u32) -> Vec<Waiting> {
+    let most = chunk_positions(stages);
     let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
     let mut order = Vec::new();
     for (index, waiting) in queue.iter().enumerate() {
@@ -68,7 +70,7 @@ pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool) -> Vec<W
             order.push(waiting.header.request);
             Run { end: waiting.header.position, ..Run::default() }
         });
-        run.take(index, &waiting.header);
+        run.take(index, &waiting.header, most);
     }
     let rows_of = |request: &RequestId| runs.get(request).map_or(0, |run| run.rows);
     let has_decode = order.iter().any(|request| rows_of(request) == 1);

@@ -7,7 +7,7 @@ use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
 use crate::input::ItemResult;
 use crate::limits::{
     CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, SEQUENCES_MAX,
-    STAGE_QUEUE_MAX,
+    STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
 };
 use crate::message::{FrameHeader, Message, Position, Sampling};
 use crate::output::{Item, Payload, SampleSpec};
@@ -150,7 +150,8 @@ impl StageRun {
             return discard(payload, out);
         }
         let have = self.have(header.request);
-        let full = self.waiting.len() >= STAGE_QUEUE_MAX;
+        let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
+        let full = self.waiting.len() >= STAGE_QUEUE_MAX || positions >= STAGE_QUEUE_POSITIONS_MAX;
         if header.position > have || full {
             if !full && self.route.shadow {
                 self.ask(now, header.request, have, out);
@@ -332,7 +333,7 @@ impl StageRun {
         if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
             return None;
         }
-        let chosen = choose(&mut self.waiting, self.prefill_turn);
+        let chosen = choose(&mut self.waiting, self.prefill_turn, self.route.stages);
         let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         self.prefill_turn = chosen.iter().all(|waiting| waiting.header.count == 1);
         let mut batch = Batch {

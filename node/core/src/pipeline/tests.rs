@@ -19,6 +19,7 @@ fn route(next: Option<NodeId>) -> Route {
         next,
         sequences: 2,
         context: 2048,
+        stages: 2,
         ring_rows: 1024,
         shadow: false,
     }

@@ -4,13 +4,15 @@
 //! all go on from where they are; else all go back to the last checkpoint, under a new cut. Next: `tiles/grids/job.rs`.
 mod collect;
 mod job;
+#[cfg(test)]
+mod tests;
 
 use super::message::TileMessage;
-use super::order::{GridSpec, Report, SaveKind, Schedule, TileFigures};
+use super::order::{GridSpec, Report, SaveKind, Schedule, SimulationId, TileFigures};
 use super::succession::Inheritance;
 use crate::id::{CallId, Epoch, Ids, JobId, NodeId};
-use crate::limits::JOBS_MAX;
-use crate::output::{Event, Record};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
+use crate::output::Event;
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
@@ -19,8 +21,8 @@ pub use job::{GridJobView, GridState, TileView};
 use partitioner::DeviceId;
 use partitioner::tiles::{Block, GridError, GridPlan, GridWork, Paces, TileStandby};
 
-/// Top byte of this machine's `PlanGrid` tokens and `Persist` sequence numbers.
-pub const GRID_TAG: u64 = 3 << 56;
+/// Top byte of this machine's plan tokens.
+const GRID_TAG: u64 = 3 << 56;
 
 /// Why a simulation ended that somebody cancelled.
 pub const CANCELLED: &str = "it was cancelled";
@@ -45,8 +47,6 @@ pub enum GridOutput {
     },
     /// Tell the caller what was found, and who would stand by.
     PlanFound { call: CallId, result: Result<Box<GridPlan>, GridError>, work: Box<GridWork>, guarded: bool },
-    /// Write a record; nothing depends on it until `handle_persisted`.
-    Persist { seq: u64, record: Record },
     /// A message to a participant.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: TileMessage },
     /// These take part under this epoch.
@@ -80,7 +80,7 @@ pub enum GridOutput {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GridEvent {
     /// This node took it over, since the coordinator is silent.
-    Inherited { from: NodeId, simulation: Vec<u8>, schedule: Schedule },
+    Inherited { from: NodeId, simulation: SimulationId, schedule: Schedule },
     /// It has a placement and begins, or goes on, from this step.
     Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
     /// All tiles are there, and it runs.
@@ -93,7 +93,9 @@ pub enum GridEvent {
     Checkpoint { step: u32 },
     /// What comes of it cannot be written, or something else holds it up; it tries again.
     Waiting { reason: String },
-    /// It is over: all steps are made, or why not.
+    /// Another node coordinates it from now on.
+    Moved,
+    /// It is over here: all steps are made, or why not.
     Ended { result: Result<(), String>, figures: Vec<TileFigures> },
 }
 
@@ -175,26 +177,12 @@ impl Grids {
         }
         if let Some(grid) = self.jobs.values_mut().find(|grid| grid.waits_for_plan(token)) {
             if grid.waits_for_better(token) {
-                grid.handle_better(now, result, &mut self.ids, &mut self.out);
+                grid.handle_better(now, result, &mut self.out);
             } else {
-                grid.handle_planned(now, result, &mut self.ids, &mut self.out);
+                grid.handle_planned(now, result, &mut self.out);
             }
         }
         self.sweep();
-    }
-
-    /// A record is on disk.
-    pub fn handle_persisted(&mut self, now: Instant, seq: u64) {
-        if let Some(grid) = self.jobs.values_mut().find(|grid| grid.waits_for_disk(seq)) {
-            grid.handle_persisted(now, &mut self.out);
-        }
-    }
-
-    /// A record could not be written.
-    pub fn handle_persist_failed(&mut self, now: Instant, seq: u64, reason: &str) {
-        if let Some(grid) = self.jobs.values_mut().find(|grid| grid.waits_for_disk(seq)) {
-            grid.degrade(now, reason, &mut self.out);
-        }
     }
 
     /// A participant says something; whether it was for the coordinator.
@@ -222,7 +210,7 @@ impl Grids {
                 grid.handle_report(now, from, *tile, *step, report, &mut self.ids, &mut self.out);
             }
             TileMessage::Saved { tile, step, kind, bytes } if *kind != SaveKind::Snapshot => {
-                grid.handle_saved(from, *tile, *step, *kind, *bytes, &mut self.out);
+                failed = grid.handle_saved(from, *tile, *step, *kind, *bytes, &mut self.out);
             }
             TileMessage::Failed { tile: _, reason } => {
                 failed = Some(Unprepared { reason: reason.clone(), failed: true })
@@ -282,10 +270,11 @@ impl Grids {
     }
 
     /// Something of the present placement is lost.
-    pub fn handle_replan(&mut self, job: JobId, lost: &BTreeSet<NodeId>) {
+    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
         if let Some(grid) = self.jobs.get_mut(&job) {
-            grid.replan(lost, &mut self.ids, &mut self.out);
+            grid.replan(now, lost, &mut self.ids, &mut self.out);
         }
+        self.sweep();
     }
 
     /// This node takes a job over; whether it had not done so before.
@@ -299,18 +288,22 @@ impl Grids {
         true
     }
 
-    /// Somebody knows a higher epoch of a job than this node does: one of its own that it has forgotten, or a successor's.
-    /// Of that only who takes part is believed.
-    pub fn handle_stale(&mut self, from: NodeId, job: JobId, theirs: Epoch) {
+    /// A node knows a higher epoch of a job than this coordinator: one of its own that it has forgotten, or that of a
+    /// successor. Only nodes that were asked to take part are believed, and only epochs that can have been minted meanwhile.
+    pub fn handle_stale(&mut self, now: Instant, from: NodeId, job: JobId, theirs: Epoch) {
         let me = self.me;
-        let Some(grid) = self.jobs.get_mut(&job).filter(|grid| grid.epoch() < theirs) else { return };
+        let believed = |grid: &&mut GridJob| {
+            let ahead = theirs.counter.saturating_sub(grid.epoch().counter);
+            grid.epoch() < theirs && ahead <= EPOCHS_FORGOTTEN_MAX && grid.has_asked(from)
+        };
+        let Some(grid) = self.jobs.get_mut(&job).filter(believed) else { return };
         if theirs.minter == me {
             grid.skip_epochs(theirs);
-            grid.replan(&BTreeSet::new(), &mut self.ids, &mut self.out);
-        } else if grid.names(from) && grid.names(theirs.minter) {
-            grid.stand_down(theirs.minter);
-            self.sweep();
+            grid.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
+        } else if grid.may_succeed(theirs.minter) {
+            grid.stand_down(theirs.minter, &mut self.out);
         }
+        self.sweep();
     }
 
     /// The mesh changed: jobs that wait for room look again.
@@ -323,11 +316,6 @@ impl Grids {
     /// The epoch of a job coordinated here.
     pub fn epoch_of(&self, job: JobId) -> Option<Epoch> {
         self.jobs.get(&job).map(GridJob::epoch)
-    }
-
-    /// Whether there are jobs at all.
-    pub fn is_empty(&self) -> bool {
-        self.jobs.is_empty()
     }
 
     /// The jobs, for people.

@@ -1,9 +1,18 @@
 //! What a tile of a simulation is asked to be: the cut it is part of, where it starts, and what is made on the way.
-use crate::id::{JobId, NodeId};
+use crate::id::{ContentId, JobId, NodeId};
 use crate::limits::{FORMERS_MAX, GRID_STEPS_MAX, SIMULATION_BYTES_MAX, SUCCESSORS_MAX};
 use alloc::{format, string::String, vec::Vec};
 use partitioner::tiles::{self, Block, DEPTH_MAX, GridWork, TILES_MAX, TileLink};
 use serde::{Deserialize, Serialize};
+
+/// A packed simulation by its content. Its bytes travel between the shells, on the plane of weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SimulationId {
+    /// blake3 of the packed bytes.
+    pub content: ContentId,
+    /// How many there are.
+    pub bytes: u64,
+}
 
 /// A simulation as the submitter's shell describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,8 +21,8 @@ pub struct GridSpec {
     pub job: JobId,
     /// Name for people.
     pub name: String,
-    /// All of it, for the shells: the core does not look inside.
-    pub simulation: Vec<u8>,
+    /// Which simulation: the shells fetch it.
+    pub simulation: SimulationId,
     /// Costs for the planner.
     pub work: GridWork,
     /// Steps between exchanges, as asked for; chosen where it is not.
@@ -161,8 +170,8 @@ pub enum TileStart {
 pub struct TileOrder {
     /// Name for people.
     pub name: String,
-    /// The simulation, for the shell.
-    pub simulation: Vec<u8>,
+    /// Which simulation: the shell fetches it from the coordinator or an owner before the order is answered.
+    pub simulation: SimulationId,
     /// Size, periodic axes and costs.
     pub work: GridWork,
     /// Steps between exchanges.
@@ -228,8 +237,8 @@ impl TileOrder {
         if blocks.is_empty() || blocks.len() > TILES_MAX {
             return Some(format!("a cut into {} tiles, expected 1 to {TILES_MAX}", blocks.len()));
         }
-        if self.simulation.len() > SIMULATION_BYTES_MAX {
-            return Some(format!("a simulation of {} bytes, at most {SIMULATION_BYTES_MAX}", self.simulation.len()));
+        if self.simulation.bytes > SIMULATION_BYTES_MAX {
+            return Some(format!("a simulation of {} bytes, at most {SIMULATION_BYTES_MAX}", self.simulation.bytes));
         }
         if self.successors.len() > SUCCESSORS_MAX || self.formers.len() > FORMERS_MAX {
             return Some(format!("more than {SUCCESSORS_MAX} successors and {FORMERS_MAX} coordinators before"));

@@ -285,34 +285,53 @@ impl TileRun {
             return;
         }
         let to = if self.links.is_empty() { self.piece(steps) } else { self.next_exchange(self.step) };
+        let mut stops = self.order.schedule.stops(self.step, to, false);
+        // Of checkpoints closer to each other than exchanges the last: all tiles have the same exchanges, and leave out the same.
+        let checkpoint = |stop: &&Stop| stop.what == StopKind::Save(SaveKind::Checkpoint);
+        let last = stops.iter().rev().find(checkpoint).map(|stop| stop.step);
+        stops.retain(|stop| !checkpoint(&stop) || last == Some(stop.step));
+        if last.is_some() && !self.makes_room(job, SaveKind::Checkpoint, out) {
+            return;
+        }
         let strips = takes.iter().filter_map(|&link| Some((link, self.received.remove(&(self.step, link))?))).collect();
         if !takes.is_empty() {
             self.figures.halo_ns += nanos(now.since(self.strips_at));
             self.figures.wait_ns += nanos(now.since(self.made_at));
         }
-        let mut stops = self.order.schedule.stops(self.step, to, false);
-        if self.is_shadow() {
-            stops.retain(|stop| stop.what != StopKind::Save(SaveKind::Snapshot));
-        } else if !self.wanted_by.is_empty() {
+        if !self.is_shadow() && !self.wanted_by.is_empty() {
+            self.makes_room(job, SaveKind::Snapshot, out);
             stops.push(Stop { step: to, what: StopKind::Save(SaveKind::Snapshot) });
         }
         self.run(now, job, to, stops, strips, names, out);
     }
 
-    /// A tile without neighbours runs in pieces.
+    /// A tile without neighbours runs in pieces, of one checkpoint at most.
     fn piece(&self, steps: u32) -> u32 {
+        let every = self.order.schedule.checkpoint_every.unwrap_or(u32::MAX).max(1);
+        let checkpoint = (self.step / every).saturating_add(1).saturating_mul(every);
         let fit = (nanos(TILE_PIECE) / self.step_ns.max(1)).clamp(1, 4096) as u32;
         // Whole passes of several steps, if one does not take too long.
         let pass = (nanos(TILE_PASS) / self.step_ns.max(1)).clamp(1, self.order.work.pass_steps.max(1).into()) as u32;
-        self.step.saturating_add((fit / pass).max(1) * pass).min(steps)
+        self.step.saturating_add((fit / pass).max(1) * pass).min(checkpoint).min(steps)
     }
 
-    /// Whether so much waits to be fetched that nothing more is to be made. A standby's owner sees to that.
+    /// Whether too many frames wait to be fetched for another one to be computed. A standby leaves that to the tile's owner.
     fn saves_wait(&self) -> bool {
         let waiting =
-            |kind: SaveKind| self.saves.keys().filter(|(_, saved)| *saved == kind).count() > SAVES_WAITING_MAX;
+            |kind: SaveKind| self.saves.keys().filter(|(_, saved)| *saved == kind).count() >= SAVES_WAITING_MAX;
         let kinds: BTreeSet<SaveKind> = self.saves.keys().map(|(_, kind)| *kind).collect();
         !self.is_shadow() && kinds.into_iter().any(waiting)
+    }
+
+    /// Of full states, each as large as the tile's cells, one of a kind is kept: whether another may be made now. A checkpoint
+    /// has to be fetched first; a snapshot, and what a standby keeps for its owner's death, give way to the newer one.
+    fn makes_room(&mut self, job: JobId, kind: SaveKind, out: &mut VecDeque<TilesOutput>) -> bool {
+        let older: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
+        if kind == SaveKind::Checkpoint && !self.is_shadow() {
+            return older.is_empty();
+        }
+        older.into_iter().for_each(|step| self.taken(job, step, kind, out));
+        true
     }
 
     #[expect(clippy::too_many_arguments, reason = "one caller a line")]
@@ -390,12 +409,6 @@ impl TileRun {
         self.figures.wait_ns = self.figures.wait_ns.saturating_sub(made.overlap_ns);
         for (step, kind, bytes) in made.saves {
             if kind == SaveKind::Snapshot {
-                // Older ones are no use to anybody.
-                let old: Vec<u32> = self.saves.keys().filter(|(_, k)| *k == kind).map(|(step, _)| *step).collect();
-                for step in old {
-                    self.saves.remove(&(step, kind));
-                    out.push_back(TilesOutput::Forget { job, tile: self.tile(), step, kind });
-                }
                 for to in core::mem::take(&mut self.wanted_by) {
                     let say = TileMessage::Saved { tile: self.tile(), step, kind, bytes };
                     out.push_back(TilesOutput::Message { to, job, epoch: self.epoch, say });
@@ -420,7 +433,7 @@ impl TileRun {
         true
     }
 
-    /// The owner waits while too much of a kind is not fetched; its standby keeps as much, and a little more.
+    /// The owner waits while too many frames are not fetched; its standby keeps as many, and a few more.
     fn forget_old(&mut self, job: JobId, kind: SaveKind, out: &mut VecDeque<TilesOutput>) {
         let kept: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
         let over = if self.is_shadow() { kept.len().saturating_sub(2 * SAVES_WAITING_MAX) } else { 0 };

@@ -179,7 +179,7 @@ impl Tiles {
         }
         mirror.under_way = Some(step);
         let parts = run.order.tiles.iter().zip(&will.tiles).map(|((_, block), tile)| (*block, tile.bytes)).collect();
-        let (from, simulation) = (held.epoch.minter, run.order.simulation.clone());
+        let (from, simulation) = (held.epoch.minter, run.order.simulation);
         self.out.push_back(TilesOutput::Mirror { job, from, step, parts, simulation });
     }
 
@@ -233,7 +233,7 @@ impl Tiles {
             spec: GridSpec {
                 job,
                 name: order.name.clone(),
-                simulation: order.simulation.clone(),
+                simulation: order.simulation,
                 work: order.work.clone(),
                 depth: will.depth,
                 schedule: order.schedule.clone(),

@@ -1,4 +1,5 @@
 //! How fast this machine's processor advances grids: `bench lbm` and `bench life`.
+use crate::views::count;
 use kernels::grid::bench;
 use kernels::grid::lbm::{Fluid, Fluid3};
 use kernels::grid::life::Life;
@@ -74,10 +75,10 @@ pub(super) fn lbm_text(figures: &Value) -> String {
     let line = |run: &Value| {
         let number = |name: &str| run[name].as_f64().unwrap_or(0.0);
         format!(
-            "{} {}, {} threads ({}): {:.0} MLUPS, {:.0} % of what copying {:.1} GB/s allows if each step is a pass\n",
+            "{} {}, {} ({}): {:.0} MLUPS, {:.0} % of what copying {:.1} GB/s allows if each step is a pass\n",
             run["lattice"].as_str().unwrap_or("?"),
             size(run),
-            run["threads"],
+            count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
             run["instruction_set"].as_str().unwrap_or("?"),
             number("mlups"),
             number("share_of_copy_bandwidth") * 100.0,
@@ -102,10 +103,10 @@ pub(super) fn life(args: &LifeArgs) -> Result<Value, String> {
 pub(super) fn life_text(figures: &Value) -> String {
     let line = |run: &Value| {
         format!(
-            "{} {}, {} threads ({}): {:.2e} cells/s\n",
+            "{} {}, {} ({}): {:.2e} cells/s\n",
             run["rule"].as_str().unwrap_or("?"),
             size(run),
-            run["threads"],
+            count(run["threads"].as_u64().unwrap_or(0) as usize, "thread"),
             run["instruction_set"].as_str().unwrap_or("?"),
             run["cells_per_s"].as_f64().unwrap_or(0.0),
         )

@@ -1,6 +1,7 @@
 //! Members whose membership was taken back, and those they certified.
 use super::*;
-use std::collections::BTreeSet;
+use crate::Revocation;
+use std::collections::BTreeMap;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_banned_and_whom_they_certified_are_out() {
@@ -18,10 +19,22 @@ async fn the_banned_and_whom_they_certified_are_out() {
     }
     let (banned, guest) = (nodes[1].identity.peer_id(), nodes[3].identity.peer_id());
     assert_eq!(nodes[0].endpoint.certified_by(banned), [guest]);
-    nodes[0].endpoint.ban(BTreeSet::from([banned]));
+    let (founder, held) = (nodes[0].identity.clone(), nodes[0].endpoint.0.credentials().unwrap());
+    let revocation = Revocation::issue(&held, &founder, banned, now_unix(), ("n1", "n0")).unwrap();
+    nodes[0].endpoint.ban(BTreeMap::from([(banned, revocation.clone())]));
     for out in [1, 3] {
         let reason = nodes[out].disconnected().await;
         assert!(matches!(reason, Disconnect::ByPeer { code: CloseCode::Banned, .. }), "{reason}");
+        // It asks why by itself, and is shown the signed revocation.
+        let shown = nodes[out]
+            .until(|event| match event {
+                Event::Banned(revocation) => Some((**revocation).clone()),
+                _ => None,
+            })
+            .await;
+        assert_eq!(shown, revocation);
+        let reason = nodes[out].disconnected().await;
+        assert!(matches!(reason, Disconnect::Dial(DialError::Refused { code: CloseCode::Banned, .. })), "{reason}");
     }
     // Neither is let in again, nor dialed.
     for out in [1, 3] {
@@ -35,4 +48,19 @@ async fn the_banned_and_whom_they_certified_are_out() {
     assert!(matches!(reason, Disconnect::Dial(DialError::BadCertificate { .. })), "{reason}");
     let connected: Vec<NodeId> = nodes[0].endpoint.peers().iter().map(|peer| peer.node).collect();
     assert_eq!(connected, [ids[2]], "nobody else is touched");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_revocation_that_does_not_hold_is_not_believed() {
+    let mut nodes = mesh(2);
+    let (victim, liar) = (nodes[1].identity.peer_id(), nodes[0].identity.clone());
+    // Of another mesh, so that no member of this one signed it.
+    let other = MeshCredentials::found(&liar, now_unix() + 100);
+    let forged = Revocation::issue(&other, &liar, victim, now_unix(), ("", "")).unwrap();
+    nodes[0].endpoint.ban(BTreeMap::from([(victim, forged)]));
+    let (a, b) = pair(&mut nodes);
+    b.dial(a);
+    let reason = b.disconnected().await;
+    assert!(reason.to_string().contains("does not hold"), "{reason}");
+    assert!(!b.told().iter().any(|event| matches!(event, Event::Banned(_))));
 }

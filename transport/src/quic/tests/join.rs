@@ -109,7 +109,9 @@ async fn without_a_ticket_a_peer_waits_for_approval() {
     let text = result.unwrap_err().to_string();
     assert!(text.contains(&format!("meshnode approve {}", joiner.identity.peer_id())), "{text}");
     let (result, ()) = tokio::join!(ask(), decide(inviter, admit_anyway));
-    assert_eq!(result.unwrap().credentials().mesh, inviter.endpoint.0.credentials().unwrap().mesh);
+    let (admission, by) = result.unwrap();
+    assert_eq!(admission.credentials().mesh, inviter.endpoint.0.credentials().unwrap().mesh);
+    assert_eq!(by, inviter.identity.peer_id());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -227,7 +227,9 @@ impl Living {
             found &= u64::MAX >> (64 - count);
             bytes.copy_from_slice(&found.to_le_bytes()[..bytes.len()]);
         }
-        let alive = self.cells[self.near(y)].iter().map(|cell| cell[1]).filter(|at| (x..x + width).contains(at));
-        alive.for_each(|at| bits[(at - x) / 8] |= 1 << ((at - x) % 8));
+        for run in self.near(y) {
+            let (start, end) = ((run.start as usize).max(x), (run.end as usize).min(x + width));
+            (start..end).for_each(|at| bits[(at - x) / 8] |= 1 << ((at - x) % 8));
+        }
     }
 }

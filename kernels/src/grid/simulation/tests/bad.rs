@@ -233,13 +233,34 @@ fn files_that_cannot_be_read() {
     std::fs::write(&path, [0xff, 0xfe, 0]).unwrap();
     assert!(error(&path).contains("no text"));
     std::fs::write(&path, vec![b'#'; SIMULATION_MAX + 1]).unwrap();
-    assert!(error(&path).contains("at most 8388608"));
-    std::fs::write(&path, PLAIN.to_owned() + &"#".repeat(SIMULATION_MAX - PLAIN.len())).unwrap();
-    assert!(error(&path).contains("with its files"), "{}", error(&path));
-    let rest = "[initial]\npattern = { file = \"big.rle\" }\n".to_owned() + &"#".repeat(SIMULATION_MAX / 2);
-    let life = PLAIN.replace("d2q9", "life").replace("tau = 1", "") + &rest;
-    let (_folder, path) = written(&life, &[("big.rle", &vec![b'#'; SIMULATION_MAX / 2 + 1])]);
+    assert!(error(&path).contains("at most 67108864"));
+    std::fs::write(&path, PLAIN.to_owned() + &"#".repeat(JOB_TEXT_MAX - PLAIN.len() + 1)).unwrap();
+    assert!(error(&path).contains("a job file has at most 2097152"), "{}", error(&path));
+    let rest = "[initial]\npattern = { file = \"big.rle\" }\n";
+    let life = PLAIN.replace("d2q9", "life").replace("tau = 1", "") + rest;
+    let (_folder, path) = written(&life, &[("big.rle", &vec![b'#'; SIMULATION_MAX])]);
     assert!(error(&path).contains("with big.rle the job is larger than"), "{}", error(&path));
+}
+
+#[test]
+fn a_short_pattern_of_long_runs_takes_little_memory() {
+    // Each of these lines is a row of 4096 living cells: 16 bytes a cell would be 256 MiB.
+    let rows = "4096o$".repeat(4096);
+    let life = "name = \"t\"\nsteps = 1\n[grid]\nsize = [4096, 4096]\n[rule]\nname = \"life\"\n[initial]\npattern = { file = \"p.rle\" }\n";
+    let (_folder, path) = written(life, &[("p.rle", format!("x = 4096, y = 4096\n{rows}!").as_bytes())]);
+    let simulation = Simulation::read(&path).unwrap();
+    let Initial::Life(living) = &simulation.initial else { panic!("a pattern") };
+    assert_eq!(living.runs(), 4096);
+    let corner = Region { start: [4032, 4095, 0], end: [4096, 4096, 1] };
+    assert_eq!(simulation.initial(corner, 1), [0xff; 8]);
+    // Over the ends of periodic axes a run is two, and covers a row once.
+    let around = life.replace("[4096, 4096]", "[64, 64]").replace("p.rle\" }", "p.rle\", at = [60, 63] }");
+    let (_folder, path) = written(&around, &[("p.rle", b"8o$16777215o!")]);
+    let simulation = Simulation::read(&path).unwrap();
+    let bits = simulation.initial(simulation.grid().region(), 1);
+    assert_eq!(bits[63 * 8..], [0x0f, 0, 0, 0, 0, 0, 0, 0xf0]);
+    assert_eq!(bits[..8], [0xff; 8]);
+    assert!(bits[8..63 * 8].iter().all(|byte| *byte == 0));
 }
 
 #[test]

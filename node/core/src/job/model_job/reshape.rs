@@ -12,7 +12,7 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
-use partitioner::{Plan, PlanError};
+use partitioner::{Plan, PlanError, explain};
 
 /// What a job is up to about its placement, besides keeping it.
 #[derive(Debug, Default)]
@@ -216,8 +216,9 @@ impl ModelJob {
 
     fn abandon_move(&mut self, now: Instant, from: Option<NodeId>, reason: &str, out: &mut Out) {
         if let Some(moving) = self.reshape.moving.take() {
+            let route = route_of(&moving.plan);
             let route: Vec<String> =
-                route_of(&moving.plan).iter().map(|(node, l)| format!("{node} {}..{}", l.start, l.end)).collect();
+                route.iter().map(|(node, layers)| format!("{node} {}", explain::layers(layers))).collect();
             let what =
                 format!("job {:x} stays where it is, and does not move to {}: {reason}", self.id.0, route.join(", "));
             out.push_back(JobOutput::Notify(Event::Refused { from, what }));
@@ -234,7 +235,6 @@ impl ModelJob {
         from: NodeId,
         epoch: Epoch,
         result: Result<u64, String>,
-        ids: &mut Ids,
         out: &mut Out,
     ) {
         let Some(moving) = self.reshape.moving.as_mut().filter(|_| epoch == self.epoch) else { return };
@@ -252,7 +252,7 @@ impl ModelJob {
                     self.reshape.last = Some(Moved { change, fetched_bytes: came });
                     self.reshape.rest(now);
                     self.requests.stop();
-                    self.mint(now, plan, ids, out);
+                    self.place(now, plan, out);
                 }
             }
         }

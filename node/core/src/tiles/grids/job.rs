@@ -12,7 +12,7 @@ use super::collect::Collected;
 use super::{GridEvent, GridOutput, Ids, Unprepared};
 use crate::id::{Epoch, NodeId};
 use crate::limits::{DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
-use crate::output::{Event, Record};
+use crate::output::Event;
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
@@ -62,23 +62,33 @@ pub(super) struct GridJob {
     search: Option<Search>,
     /// Who took part in placements before the one that is being made.
     left_out: BTreeSet<NodeId>,
+    /// Every node that was asked for a tile, under any placement.
+    asked: BTreeSet<NodeId>,
+    /// Every node that was named a successor, under any placement: no other can have taken the job over.
+    named: BTreeSet<NodeId>,
 }
 
 #[derive(Debug)]
 struct Fetch {
     from: NodeId,
     bytes: u64,
-    /// Not under way: it is tried again then.
-    retry: Option<Instant>,
+    state: FetchState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FetchState {
+    /// For its turn.
+    Waiting,
+    /// The shell fetches it.
+    UnderWay,
+    /// It failed, and is fetched again then.
+    Failed(Instant),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Phase {
     Planning {
         token: u64,
-    },
-    Persisting {
-        seq: u64,
     },
     Preparing {
         again: Instant,
@@ -148,6 +158,8 @@ impl GridJob {
             begun_at: (Instant::default(), 0),
             search: None,
             left_out: BTreeSet::new(),
+            asked: BTreeSet::new(),
+            named: BTreeSet::new(),
             spec,
         }
     }
@@ -162,10 +174,6 @@ impl GridJob {
 
     pub(super) fn waits_for_better(&self, token: u64) -> bool {
         self.recut.waits_for(token)
-    }
-
-    pub(super) fn waits_for_disk(&self, seq: u64) -> bool {
-        self.phase == Phase::Persisting { seq }
     }
 
     pub(super) fn outcome(&mut self) -> Option<Result<(), String>> {
@@ -241,7 +249,6 @@ impl GridJob {
         &mut self,
         now: Instant,
         result: Result<Box<GridPlan>, GridError>,
-        ids: &mut Ids,
         out: &mut VecDeque<GridOutput>,
     ) {
         let plan = match result {
@@ -276,7 +283,7 @@ impl GridJob {
         self.tiles = plan.tiles().iter().map(tile).collect();
         self.collected.restart();
         self.fetching.clear();
-        self.mint(ids, out);
+        self.place(now, out);
     }
 
     fn start_step(&self) -> u32 {
@@ -286,15 +293,15 @@ impl GridJob {
         }
     }
 
-    fn mint(&mut self, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
-        self.epoch.counter += 1;
+    /// Mints the next epoch and asks every owner for its tile.
+    fn place(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
+        let Some(next) = self.epoch.counter.checked_add(1) else {
+            self.outcome = Some(Err("all epochs of this job are used up: submit it again, with --resume".into()));
+            return;
+        };
+        self.epoch.counter = next;
         self.unfit.clear();
-        let seq = ids.next();
-        self.phase = Phase::Persisting { seq };
-        out.push_back(GridOutput::Persist { seq, record: Record::Epoch { job: self.spec.job, epoch: self.epoch } });
-    }
-
-    pub(super) fn handle_persisted(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
+        self.remember_asked();
         self.phase = Phase::Preparing { again: now + PREPARE_RETRY };
         let tiles = self.tiles.iter().map(|tile| (tile.owner, tile.block)).collect();
         let step = if self.start == TileStart::Continue { self.step() } else { self.start_step() };
@@ -326,7 +333,7 @@ impl GridJob {
     fn order(&self, tile: usize, standby: Option<Tier>, start: TileStart) -> Box<TileOrder> {
         Box::new(TileOrder {
             name: self.spec.name.clone(),
-            simulation: self.spec.simulation.clone(),
+            simulation: self.spec.simulation,
             work: self.spec.work.clone(),
             depth: self.depth,
             schedule: self.schedule(),
@@ -420,7 +427,13 @@ impl GridJob {
     }
 
     /// Something is lost: standbys step in, or all go back.
-    pub(super) fn replan(&mut self, lost: &BTreeSet<NodeId>, ids: &mut Ids, out: &mut VecDeque<GridOutput>) {
+    pub(super) fn replan(
+        &mut self,
+        now: Instant,
+        lost: &BTreeSet<NodeId>,
+        ids: &mut Ids,
+        out: &mut VecDeque<GridOutput>,
+    ) {
         self.recut.lost(lost);
         if matches!(self.phase, Phase::Planning { .. }) {
             return self.plan(lost, ids, out);
@@ -431,7 +444,7 @@ impl GridJob {
         if !goes_on || self.tiles.iter().any(|tile| gone(tile) && stands(tile).is_none()) {
             return self.go_back(lost, ids, out);
         }
-        let epoch = Epoch { counter: self.epoch.counter + 1, minter: self.me };
+        let epoch = Epoch { counter: self.epoch.counter.saturating_add(1), minter: self.me };
         for (number, tile) in self.tiles.iter_mut().enumerate() {
             tile.ready = None;
             if tile.standby.is_some_and(|standby| lost.contains(&standby.node)) {
@@ -448,7 +461,8 @@ impl GridJob {
         }
         // Those who cannot be asked any more do not answer for what they put aside; it comes again.
         self.fetching.retain(|_, fetch| !lost.contains(&fetch.from));
-        self.mint(ids, out);
+        self.fetch_next(out);
+        self.place(now, out);
     }
 
     /// All tiles start anew, from the last checkpoint or from the beginning.
@@ -563,11 +577,7 @@ impl GridJob {
                 self.prepare(out);
             }
             Phase::Degraded { retry, .. } if now >= retry => self.go_back(&BTreeSet::new(), ids, out),
-            Phase::Preparing { .. }
-            | Phase::Degraded { .. }
-            | Phase::Planning { .. }
-            | Phase::Persisting { .. }
-            | Phase::Running => {}
+            Phase::Preparing { .. } | Phase::Degraded { .. } | Phase::Planning { .. } | Phase::Running => {}
         }
         self.look_at_paces(now, ids, out);
         if self.standbys_at.is_some_and(|at| now >= at) {
@@ -581,13 +591,7 @@ impl GridJob {
                 }
             }
         }
-        let due = |fetch: &Fetch| fetch.retry.is_some_and(|at| now >= at);
-        let job = self.spec.job;
-        for (&(tile, step, kind), fetch) in self.fetching.iter_mut().filter(|(_, fetch)| due(fetch)) {
-            fetch.retry = None;
-            let (from, bytes) = (fetch.from, fetch.bytes);
-            out.push_back(GridOutput::Collect { job, from, tile, step, kind, bytes });
-        }
+        self.fetch_again(now, out);
         if self.waiting && self.keeping.is_none() {
             self.keep_checkpoint(out);
         }
@@ -600,13 +604,14 @@ impl GridJob {
         let phase = match &self.phase {
             Phase::Preparing { again } => Some((*again, "grid: a tile is asked for again")),
             Phase::Degraded { retry, .. } => Some((*retry, "grid: a cut is looked for again")),
-            Phase::Planning { .. } | Phase::Persisting { .. } | Phase::Running => None,
+            Phase::Planning { .. } | Phase::Running => None,
         };
         let standbys = self.standbys_at.map(|at| (at, "grid: standbys are looked for"));
         let unprepared = self.tiles.iter().filter_map(|tile| tile.standby).filter(|standby| !standby.prepared);
         let asked = unprepared.map(|s| s.asked + PREPARE_RETRY).min().filter(|_| self.phase == Phase::Running);
         let asked = asked.map(|at| (at, "grid: a standby is asked again"));
-        let fetch = self.fetching.values().filter_map(|fetch| fetch.retry).min();
+        let failed = |fetch: &Fetch| if let FetchState::Failed(again) = fetch.state { Some(again) } else { None };
+        let fetch = self.fetching.values().filter_map(failed).min();
         let fetch = fetch.map(|at| (at, "grid: what could not be fetched is"));
         let lingers = self.lingers.map(|at| (at, "grid: what is missing does not come"));
         let lingers = lingers.filter(|_| self.fetching.is_empty() && self.keeping.is_none());

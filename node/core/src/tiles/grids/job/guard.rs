@@ -63,6 +63,7 @@ impl GridJob {
         let Some(standby) = self.tiles[tile].standby.as_mut().filter(|standby| !standby.prepared) else { return };
         standby.asked = now;
         let node = standby.node;
+        self.asked.insert(node);
         let order = self.order(tile, Some(self.spec.tier), TileStart::Snapshot);
         self.say(node, TileMessage::Prepare(order), out);
         let (job, stage) = (self.spec.job, tile as u16);

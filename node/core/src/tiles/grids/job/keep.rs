@@ -1,15 +1,17 @@
 //! What comes of a simulation on its way to the submitter's disk: who has put something aside is asked for it.
 use super::super::super::message::TileMessage;
 use super::super::super::order::SaveKind;
-use super::super::{GridEvent, GridOutput};
-use super::{Fetch, GridJob, Ids};
+use super::super::{GridEvent, GridOutput, Unprepared};
+use super::{Fetch, FetchState, GridJob, Ids};
 use crate::id::NodeId;
-use crate::limits::COLLECT_RETRY;
+use crate::limits::{CHECKPOINT_PARTS_AT_ONCE, COLLECT_RETRY};
 use crate::time::Instant;
 use alloc::collections::VecDeque;
+use alloc::format;
 use alloc::string::String;
 
 impl GridJob {
+    /// An owner announces a saved state. Its word on the size is bounded by what a tile's state can have.
     pub(in crate::tiles::grids) fn handle_saved(
         &mut self,
         from: NodeId,
@@ -18,18 +20,49 @@ impl GridJob {
         kind: SaveKind,
         bytes: u64,
         out: &mut VecDeque<GridOutput>,
-    ) {
-        if self.tiles.get(usize::from(tile)).is_none_or(|known| known.owner != from) {
-            return;
+    ) -> Option<Unprepared> {
+        let known = self.tiles.get(usize::from(tile)).filter(|known| known.owner == from)?;
+        let most = self.spec.work.saved_bytes(&known.block);
+        if kind == SaveKind::Checkpoint && bytes > most {
+            let reason = format!("tile {tile} announces a checkpoint of {bytes} bytes, its cells have {most}");
+            return Some(Unprepared { reason, failed: true });
         }
         if !self.collected.wants(tile, step, kind) {
-            return self.say(from, TileMessage::Taken { tile, step, kind }, out);
+            self.say(from, TileMessage::Taken { tile, step, kind }, out);
+        } else if self.fetching.get(&(tile, step, kind)).is_none_or(|fetch| fetch.from != from) {
+            self.fetching.insert((tile, step, kind), Fetch { from, bytes, state: FetchState::Waiting });
+            self.fetch_next(out);
         }
-        if self.fetching.get(&(tile, step, kind)).is_some_and(|fetch| fetch.from == from) {
-            return;
+        None
+    }
+
+    /// Fetches what waits: of checkpoints a few parts at once, so that they take a bounded share of the memory and of the links.
+    pub(super) fn fetch_next(&mut self, out: &mut VecDeque<GridOutput>) {
+        let busy = |(key, fetch): &(&(u16, u32, SaveKind), &Fetch)| {
+            key.2 == SaveKind::Checkpoint && fetch.state == FetchState::UnderWay
+        };
+        let mut busy = self.fetching.iter().filter(busy).count();
+        let job = self.spec.job;
+        for (&(tile, step, kind), fetch) in &mut self.fetching {
+            let part = kind == SaveKind::Checkpoint;
+            if fetch.state != FetchState::Waiting || part && busy >= CHECKPOINT_PARTS_AT_ONCE {
+                continue;
+            }
+            fetch.state = FetchState::UnderWay;
+            busy += usize::from(part);
+            let (from, bytes) = (fetch.from, fetch.bytes);
+            out.push_back(GridOutput::Collect { job, from, tile, step, kind, bytes });
         }
-        self.fetching.insert((tile, step, kind), Fetch { from, bytes, retry: None });
-        out.push_back(GridOutput::Collect { job: self.spec.job, from, tile, step, kind, bytes });
+    }
+
+    /// Fetches again what failed long enough ago.
+    pub(super) fn fetch_again(&mut self, now: Instant, out: &mut VecDeque<GridOutput>) {
+        for fetch in self.fetching.values_mut() {
+            if matches!(fetch.state, FetchState::Failed(again) if now >= again) {
+                fetch.state = FetchState::Waiting;
+            }
+        }
+        self.fetch_next(out);
     }
 
     pub(in crate::tiles::grids) fn handle_collected(
@@ -43,10 +76,12 @@ impl GridJob {
     ) {
         let Some(fetch) = self.fetching.get_mut(&(tile, step, kind)) else { return };
         if let Err(reason) = result {
-            fetch.retry = Some(now + COLLECT_RETRY);
+            fetch.state = FetchState::Failed(now + COLLECT_RETRY);
+            self.fetch_next(out);
             return self.wait(reason, out);
         }
         self.fetching.remove(&(tile, step, kind));
+        self.fetch_next(out);
         self.waiting = false;
         let Some(known) = self.tiles.get(usize::from(tile)) else { return };
         for node in core::iter::once(known.owner).chain(known.standby.map(|standby| standby.node)) {

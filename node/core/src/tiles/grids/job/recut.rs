@@ -161,7 +161,6 @@ impl GridJob {
         &mut self,
         now: Instant,
         result: Result<Box<GridPlan>, GridError>,
-        ids: &mut Ids,
         out: &mut VecDeque<GridOutput>,
     ) {
         self.recut.token = None;
@@ -190,7 +189,7 @@ impl GridJob {
         self.recut.times += 1;
         self.recut.planned();
         self.return_to_checkpoint();
-        self.handle_planned(now, Ok(plan), ids, out);
+        self.handle_planned(now, Ok(plan), out);
     }
 }
 

@@ -22,9 +22,21 @@ impl GridJob {
         successors
     }
 
-    /// Whether a node may be the coordinator after this one.
-    pub(in crate::tiles::grids) fn names(&self, node: NodeId) -> bool {
-        self.formers.contains(&node) || self.tiles.iter().any(|tile| tile.owner == node)
+    /// Whether a node may have taken the job over from this one: a successor that was named, or a coordinator before this one.
+    pub(in crate::tiles::grids) fn may_succeed(&self, node: NodeId) -> bool {
+        self.formers.contains(&node) || self.named.contains(&node)
+    }
+
+    /// Whether a node was ever asked to take part, or coordinated the job before.
+    pub(in crate::tiles::grids) fn has_asked(&self, node: NodeId) -> bool {
+        self.asked.contains(&node) || self.formers.contains(&node)
+    }
+
+    /// The nodes of the present placement may answer for it as long as the job lasts.
+    pub(super) fn remember_asked(&mut self) {
+        let (asked, named) = (self.participants(), self.successors());
+        self.asked.extend(asked);
+        self.named.extend(named);
     }
 
     /// Tells the successors what they would have to know.
@@ -51,7 +63,7 @@ impl GridJob {
         let Inheritance { spec, epoch, depth, owners, formers, will } = inheritance;
         let mut job = GridJob::new(me, spec);
         // One number is left out, so that a coordinator that was only paused comes too late instead of taking it back.
-        job.epoch = Epoch { counter: epoch.counter + 1, minter: me };
+        job.epoch = Epoch { counter: epoch.counter.saturating_add(1), minter: me };
         job.phase = Phase::Running;
         (job.depth, job.step_ns, job.start) = (depth, will.step_ns, will.start);
         (job.formers, job.inherited) = (formers, true);
@@ -76,7 +88,8 @@ impl GridJob {
             }),
         });
         job.tiles = tiles.collect();
-        let (simulation, schedule) = (job.spec.simulation.clone(), job.spec.schedule.clone());
+        job.remember_asked();
+        let (simulation, schedule) = (job.spec.simulation, job.spec.schedule.clone());
         job.tell(GridEvent::Inherited { from: epoch.minter, simulation, schedule }, out);
         job
     }
@@ -90,6 +103,7 @@ impl GridJob {
 
     /// This node leaves the mesh, which is told so: the others see to it.
     pub(in crate::tiles::grids) fn leave(&self, out: &mut VecDeque<GridOutput>) {
+        self.tell(GridEvent::Moved, out);
         out.push_back(GridOutput::Unwatch { job: self.spec.job });
         let result = Err(format!(
             "this node left the mesh, and another goes on with the simulation: `meshnode jobs` there shows it; its id is {:016x}",
@@ -100,7 +114,8 @@ impl GridJob {
     }
 
     /// Another node goes on with it.
-    pub(in crate::tiles::grids) fn stand_down(&mut self, successor: NodeId) {
+    pub(in crate::tiles::grids) fn stand_down(&mut self, successor: NodeId, out: &mut VecDeque<GridOutput>) {
+        self.tell(GridEvent::Moved, out);
         self.outcome = Some(Err(format!(
             "this node was silent for too long, and node {successor} has taken the simulation over: what is made from now on is kept \
              there; `meshnode jobs` and `meshnode watch {:016x}` there show it",

@@ -68,7 +68,7 @@ impl GridJob {
             name: self.spec.name.clone(),
             epoch: self.epoch,
             state: match &self.phase {
-                Phase::Planning { .. } | Phase::Persisting { .. } => GridState::Planning,
+                Phase::Planning { .. } => GridState::Planning,
                 Phase::Preparing { .. } => GridState::Loading,
                 Phase::Running => GridState::Running,
                 Phase::Degraded { reason, .. } => GridState::Degraded(reason.clone()),

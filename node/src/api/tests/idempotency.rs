@@ -1,0 +1,100 @@
+//! Requests sent again under the same idempotency key.
+use super::*;
+
+#[test]
+fn a_request_sent_again_with_its_key_gets_the_first_answer() {
+    let server = start(Pretended::says("naïve"));
+    for (path, extra) in [
+        ("/v1/chat/completions", json!({})),
+        ("/v1/chat/completions", json!({"stream": true, "stream_options": {"include_usage": true}})),
+        ("/v1/completions", json!({"messages": null, "prompt": "x", "stream": true})),
+    ] {
+        let (body, key) =
+            (chat_body(extra).to_string(), format!("key-{}", server.engine.requests.lock().unwrap().len()));
+        let before = server.engine.requests.lock().unwrap().len();
+        let first = server.call(&keyed(path, &key), &body);
+        let again = server.call(&keyed(path, &key), &body);
+        assert_eq!((first.0, again.0), (200, 200), "{}", first.2);
+        assert!(
+            again.1.contains("idempotent-replayed: true") && !first.1.contains("idempotent-replayed"),
+            "{}",
+            again.1
+        );
+        assert_eq!(server.engine.requests.lock().unwrap().len(), before + 1, "it ran once");
+        assert_eq!(gist(&first.2), gist(&again.2));
+        let other = server.call(&keyed(path, &key), &body.replacen('{', "{\"user\": \"me\", ", 1));
+        assert_eq!(other.0, 422, "{}", other.2);
+        assert!(other.2.contains("idempotency_key_reused"), "{}", other.2);
+    }
+}
+
+/// Id, text, reasons and counts of an answer, whole or in chunks.
+fn gist(text: &str) -> (String, String, Vec<Value>) {
+    let chunks: Vec<Value> =
+        text.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("data: ").unwrap_or(l)).ok()).collect();
+    let choice = |c: &Value| c["choices"][0].clone();
+    let words = |c: &Value| {
+        let choice = choice(c);
+        let places = [&choice["delta"]["content"], &choice["message"]["content"], &choice["text"]];
+        places.iter().find_map(|p| p.as_str()).unwrap_or_default().to_owned()
+    };
+    let rest = chunks.iter().flat_map(|c| [choice(c)["finish_reason"].clone(), c["usage"].clone()]);
+    let id = chunks[0]["id"].as_str().unwrap().to_owned();
+    (id, chunks.iter().map(words).collect(), rest.filter(|v| !v.is_null()).collect())
+}
+
+#[test]
+fn a_key_is_taken_while_its_request_runs_and_free_when_its_client_is_gone() {
+    let server = start(Pretended { endless: true, ..Pretended::says("more ") });
+    let body = chat_body(json!({"stream": true})).to_string();
+    let mut connection = server.send(&keyed("/v1/chat/completions", "k"), &body);
+    connection.read_exact(&mut [0; 512]).unwrap();
+    let (status, head, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
+    assert_eq!(status, 409, "{text}");
+    assert!(head.contains("retry-after: 1") && text.contains("idempotency_key_running"), "{head}\n{text}");
+    drop(connection);
+    wait_until_idle(&server.engine);
+    wait_until(|| {
+        let mut connection = server.send(&keyed("/v1/chat/completions", "k"), &body);
+        let mut start = [0; 12];
+        connection.read_exact(&mut start).unwrap();
+        start.ends_with(b"200")
+    });
+}
+
+#[test]
+fn a_request_that_failed_may_be_sent_again() {
+    let server = start(Pretended { done: DoneReason::Failed("a stage died".into()), ..Pretended::says("abc") });
+    for stream in [false, true, false] {
+        let body = chat_body(json!({"stream": stream})).to_string();
+        let (_, _, text) = server.call(&keyed("/v1/chat/completions", "k"), &body);
+        assert!(text.contains("a stage died"), "{text}");
+    }
+    assert_eq!(server.engine.requests.lock().unwrap().len(), 3);
+}
+
+#[test]
+fn the_key_is_the_seed_on_every_node_unless_the_client_chose_one() {
+    let seed = |key: &str, extra: Value| {
+        let server = start(Pretended::says("x"));
+        assert_eq!(server.call(&keyed("/v1/chat/completions", key), &chat_body(extra).to_string()).0, 200);
+        let requests = server.engine.requests.lock().unwrap();
+        requests[0].sampling.seed
+    };
+    assert_eq!(seed("a", json!({})), seed("a", json!({"user": "me"})));
+    assert_ne!(seed("a", json!({})), seed("b", json!({})));
+    assert_eq!(seed("a", json!({"seed": 5})), 5);
+}
+
+#[test]
+fn keys_that_are_none_are_refused() {
+    let server = start(Pretended::says("x"));
+    let body = chat_body(json!({})).to_string();
+    let long = "k".repeat(256);
+    for key in ["", "two words", "schlüssel", long.as_str(), "a\r\nIdempotency-Key: b"] {
+        let (status, _, text) = server.call(&keyed("/v1/chat/completions", key), &body);
+        assert_eq!(status, 400, "{key}: {text}");
+        assert!(text.contains("Idempotency-Key"), "{text}");
+    }
+    assert!(server.engine.requests.lock().unwrap().is_empty());
+}

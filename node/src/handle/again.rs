@@ -1,0 +1,99 @@
+//! Serving again after a restart what was served before it, and telling people of it meanwhile.
+use super::demand::Wanted;
+use super::remembered::{Entry, Starting};
+use super::{ModelRef, NodeError, NodeHandle, Opened};
+use crate::views::JobView;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// How soon a model that could not be placed is tried again, and how slowly at last: other members may still be starting.
+const AGAIN: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
+
+impl NodeHandle {
+    /// Begins to serve what this node served when it ended. To be called once, within a runtime.
+    pub(crate) fn serve_again(&self) {
+        let entries = self.inner.remembered.all();
+        entries.iter().for_each(|entry| self.inner.remembered.set_starting(&entry.name, None));
+        if entries.is_empty() {
+            return;
+        }
+        let node = self.clone();
+        tokio::spawn(async move {
+            // One after the other: in the order in which they were served, they find the memory that they had.
+            let mut wait = AGAIN[0];
+            while !node.inner.remembered.starting().is_empty() && !node.inner.leaving.load(Ordering::Relaxed) {
+                for Starting { entry, .. } in node.inner.remembered.starting() {
+                    node.start_again(&entry).await;
+                }
+                tokio::time::sleep(wait).await;
+                wait = (wait * 2).min(AGAIN[1]);
+            }
+        });
+    }
+
+    async fn start_again(&self, entry: &Entry) {
+        match self.deploy_in_turn(ModelRef(entry.name.clone()), Wanted::Again).await {
+            Ok(_) => {
+                self.inner.remembered.set_started(&entry.name);
+                tracing::info!("{} is served again, as before the restart", entry.name);
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                let known = self.inner.remembered.starting().into_iter().find(|known| known.entry.name == entry.name);
+                // Stopped meanwhile.
+                let Some(known) = known else { return };
+                if known.reason.as_ref() != Some(&reason) {
+                    tracing::warn!("{} was served before the restart and is not yet: {reason}", entry.name);
+                }
+                self.inner.remembered.set_starting(&entry.name, Some(reason));
+            }
+        }
+    }
+
+    /// The model of an entry, if its file is still there.
+    pub(super) async fn open_remembered(&self, entry: &Entry) -> Result<Opened, NodeError> {
+        if !entry.path.is_file() {
+            return Err(NodeError::NotFound(format!(
+                "its file {} is gone: put it back, or end it with `meshnode serve {} --stop`",
+                entry.path.display(),
+                entry.name
+            )));
+        }
+        self.open_file(entry.path.clone(), entry.name.clone()).await
+    }
+
+    /// Names and contexts of the models that are to be served again and are not yet.
+    pub(crate) fn starting_models(&self) -> Vec<(String, u32)> {
+        let context = |entry: &Entry| entry.options.context.unwrap_or_default();
+        let served = |name: &str| self.inner.serving.all().iter().any(|model| model.name == name);
+        let starting = self.inner.remembered.starting().into_iter().map(|starting| starting.entry);
+        starting.filter(|entry| !served(&entry.name)).map(|entry| (entry.name.clone(), context(&entry))).collect()
+    }
+
+    /// Jobs as the core sees them, and before them the models that are to be served again and are not yet: "starting" until the
+    /// first attempt to place them has failed, then "degraded", with the reason.
+    pub(super) fn with_starting(&self, mut jobs: Vec<JobView>) -> Vec<JobView> {
+        for Starting { entry, reason } in self.inner.remembered.starting() {
+            let state = if reason.is_none() { "starting" } else { "degraded" };
+            let placing = jobs.iter_mut().find(|job| job.head && job.model == entry.name);
+            match placing {
+                Some(job) if matches!(job.state.as_str(), "planning" | "loading") => job.state = "starting".into(),
+                Some(_) => {}
+                None => jobs.insert(
+                    0,
+                    JobView {
+                        model: entry.name,
+                        state: state.into(),
+                        reason,
+                        head: true,
+                        coordinator: self.inner.name.clone(),
+                        context: entry.options.context,
+                        sequences: entry.options.sequences,
+                        ..JobView::default()
+                    },
+                ),
+            }
+        }
+        jobs
+    }
+}

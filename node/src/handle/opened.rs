@@ -1,0 +1,147 @@
+//! Opening a model for serving: the file, what the planner has to know of it, and the name it is served under.
+use super::temporary::Uses;
+use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, unix_seconds};
+use crate::transfer::{Held, Library};
+use kernels::stage::Activations;
+use kernels::tokenizer::TokenizerError;
+use kernels::weights::ModelFile;
+use node_core::id::JobId;
+use node_core::input::{Input, ModelSpec};
+use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+impl NodeHandle {
+    /// Opens a model file off the async threads: hashing a large file for the first time takes seconds.
+    pub(super) async fn open(&self, model: &ModelRef) -> Result<Opened, NodeError> {
+        let served = || {
+            let served = self.inner.serving.all().into_iter().find(|served| served.name == model.0)?;
+            self.inner.library.path_of(served.spec.content)
+        };
+        let path = crate::pull::locate(&model.0, &self.inner.models_dir).or_else(served).ok_or_else(|| {
+            if std::path::Path::new(&model.0).is_dir() {
+                return NodeError::NotFound(crate::pull::PullError::Folder(model.0.clone()).to_string());
+            }
+            NodeError::NotFound(format!(
+                "no model `{}` here: give the path of a .gguf file or of a folder with {}, or fetch it with `meshnode pull {}`",
+                model.0,
+                crate::pull::FOLDER_WEIGHTS,
+                model.0
+            ))
+        })?;
+        self.open_file(path, model_name(&model.0)).await
+    }
+
+    pub(super) async fn open_file(&self, path: PathBuf, name: String) -> Result<Opened, NodeError> {
+        let library = self.inner.library.clone();
+        let opened = tokio::task::spawn_blocking(move || open_model(&library, &path, name))
+            .await
+            .map_err(|e| NodeError::Failed(format!("opening the model was interrupted: {e}")))??;
+        self.inner.driver.input(Input::Holdings(self.inner.library.contents()));
+        Ok(opened)
+    }
+}
+
+/// A model file that was read, and what it is called.
+pub(super) struct Opened {
+    pub(super) name: String,
+    /// Absolute.
+    pub(super) path: PathBuf,
+    pub(super) held: Held,
+    tokenizer: Arc<kernels::tokenizer::Tokenizer>,
+    template: Option<Arc<kernels::chat_template::ChatTemplate>>,
+}
+
+impl Opened {
+    /// What is to be served, without a job yet.
+    pub(super) fn handle(&self, spec: ModelSpec, temporary: bool) -> ModelHandle {
+        ModelHandle {
+            name: self.name.clone(),
+            job: JobId(0),
+            tokenizer: self.tokenizer.clone(),
+            template: self.template.clone(),
+            context: spec.work.context,
+            created: unix_seconds(),
+            spec: Arc::new(spec),
+            uses: Uses::new(temporary),
+        }
+    }
+
+    pub(super) fn spec(&self, options: &ModelOptions, gpus: bool) -> ModelSpec {
+        ModelSpec {
+            content: self.held.content,
+            name: self.name.clone(),
+            work: work(&self.held.file, options, gpus),
+            width: self.held.file.config().width as u32,
+            int8: options.is_int8(),
+            eos: self.tokenizer.eos().to_vec(),
+        }
+    }
+}
+
+fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result<Opened, NodeError> {
+    let invalid = |e: &dyn std::fmt::Display| NodeError::Invalid(format!("{}: {e}", path.display()));
+    // Equal weights may be held from another folder: words come from the one that was named.
+    let named = ModelFile::open(path).map_err(|e| invalid(&e))?;
+    let names_itself = |e: &TokenizerError| matches!(e, TokenizerError::NoFile { .. });
+    let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
+    let tokenizer = named.tokenizer().map_err(no_words)?;
+    let template = named.chat_template().ok().map(Arc::new);
+    let held = library.add(path).map_err(|e| invalid(&e))?;
+    let tokenizer = Arc::new(tokenizer);
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    Ok(Opened { name, path, held, tokenizer, template })
+}
+
+/// The default context: enough for a conversation, small enough that caches of four requests stay below small models'
+/// weights.
+pub(super) const CONTEXT_DEFAULT: u32 = 2048;
+/// Requests at once unless told otherwise.
+const SEQUENCES_DEFAULT: u32 = 4;
+
+/// What the planner has to know; `gpus`: some member computes on one.
+pub(super) fn work(file: &ModelFile, options: &ModelOptions, gpus: bool) -> partitioner::Work {
+    let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
+    let costs = file.costs(activations, gpus);
+    let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
+    let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
+    let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
+    let row_bytes = file.config().width as u64 * 4;
+    // What a stage keeps to send again: all rows of all sequences, up to the bound.
+    let ring_bytes = RING_BYTES_MAX.min(row_bytes * u64::from(context) * u64::from(sequences));
+    partitioner::Work {
+        layers: costs
+            .layers
+            .iter()
+            .map(|l| partitioner::Layer {
+                flops_per_token: l.flops_per_token,
+                weight_bytes: l.weight_bytes,
+                kv_bytes_per_token: l.kv_bytes_per_token,
+            })
+            .collect(),
+        embed_bytes: costs.embed_bytes,
+        head_bytes: costs.head_bytes,
+        tied: costs.tied,
+        head_flops: costs.head_flops,
+        activation_bytes: row_bytes,
+        context,
+        sequences,
+        scratch_bytes: crate::executor::SCRATCH_BYTES + ring_bytes,
+    }
+}
+
+/// `dir/SmolLM2-135M-Instruct.Q4_1.gguf` is served as `SmolLM2-135M-Instruct.Q4_1`, a folder of weights by its name, and a
+/// cached name as itself.
+fn model_name(reference: &str) -> String {
+    let path = std::path::Path::new(reference);
+    let folder = if path.ends_with(crate::pull::FOLDER_WEIGHTS) { path.parent() } else { Some(path) };
+    if let Some(folder) = folder.filter(|folder| folder.join(crate::pull::FOLDER_WEIGHTS).is_file())
+        && let Some(name) = folder.file_name()
+    {
+        return name.to_string_lossy().into_owned();
+    }
+    match path.extension() {
+        Some(extension) if extension == "gguf" => path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+        _ => reference.to_owned(),
+    }
+}

@@ -1,0 +1,210 @@
+//! Which models this node was asked to serve, kept in its data directory: after a restart it serves them again, with the same
+//! options, until `serve --stop`.
+use super::ModelOptions;
+use crate::disk;
+use node_core::limits::JOBS_MAX;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A model that is to be served, by the name that its user gave it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    /// Name for the API.
+    pub(crate) name: String,
+    /// Its file, or a folder's weights, as an absolute path.
+    pub(crate) path: PathBuf,
+    /// How it is served; all of them are set.
+    pub(crate) options: ModelOptions,
+}
+
+/// The list, and why an entry of it is not served now.
+pub(crate) struct Remembered {
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    entries: Vec<Entry>,
+    /// By name: entries that are not placed yet in this life, and why the last attempt failed.
+    starting: BTreeMap<String, Option<String>>,
+}
+
+/// An entry that is not placed yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Starting {
+    pub(crate) entry: Entry,
+    /// Why the last attempt failed; none before the first ended.
+    pub(crate) reason: Option<String>,
+}
+
+impl Remembered {
+    /// Reads the list. One that is damaged is kept beside it, and begun again: a node must start without it.
+    pub(crate) fn open(data_dir: &Path) -> Self {
+        let path = data_dir.join(FILE);
+        let entries = match read(&path) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(e) => {
+                let aside = path.with_extension("damaged");
+                tracing::warn!(
+                    "{} is not a list of served models ({e}): it is kept as {}, and no model is served again",
+                    path.display(),
+                    aside.display()
+                );
+                let _ = std::fs::rename(&path, &aside);
+                Vec::new()
+            }
+        };
+        Self { path, state: Mutex::new(State { entries, starting: BTreeMap::new() }) }
+    }
+
+    /// All entries, in the order in which they were first served.
+    pub(crate) fn all(&self) -> Vec<Entry> {
+        self.lock().entries.clone()
+    }
+
+    /// The entry of that name.
+    pub(crate) fn get(&self, name: &str) -> Option<Entry> {
+        self.lock().entries.iter().find(|entry| entry.name == name).cloned()
+    }
+
+    /// Adds entries, each instead of one of its name, and writes the list if that changed it. A list that cannot be written is
+    /// an error of the disk, not of the model: it is logged, and the model is served.
+    pub(crate) fn put(&self, new: Vec<Entry>) {
+        self.change(|entries| {
+            for entry in new {
+                match entries.iter_mut().find(|known| known.name == entry.name) {
+                    Some(known) => *known = entry,
+                    None => entries.push(entry),
+                }
+            }
+            // As many as can be served at once.
+            entries.drain(..entries.len().saturating_sub(JOBS_MAX));
+        });
+    }
+
+    /// Removes the entries of these names. Whether there were any.
+    pub(crate) fn remove(&self, names: &[String]) -> bool {
+        self.change(|entries| entries.retain(|entry| !names.contains(&entry.name)))
+    }
+
+    /// An entry is to be placed; `reason` says why that failed last.
+    pub(crate) fn set_starting(&self, name: &str, reason: Option<String>) {
+        self.lock().starting.insert(name.to_owned(), reason);
+    }
+
+    /// It is placed, or no longer requested.
+    pub(crate) fn set_started(&self, name: &str) {
+        self.lock().starting.remove(name);
+    }
+
+    /// Entries that are not placed yet.
+    pub(crate) fn starting(&self) -> Vec<Starting> {
+        let state = self.lock();
+        let starting = |entry: &Entry| {
+            let reason = state.starting.get(&entry.name)?.clone();
+            Some(Starting { entry: entry.clone(), reason })
+        };
+        state.entries.iter().filter_map(starting).collect()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<Entry>)) -> bool {
+        let mut state = self.lock();
+        let before = state.entries.clone();
+        change(&mut state.entries);
+        if state.entries == before {
+            return false;
+        }
+        if let Err(e) = write(&self.path, &state.entries) {
+            let why = disk::explain(&e, disk::FREE_DATA);
+            tracing::warn!(
+                "what is served cannot be written to {}: {why}; after a restart it is as before",
+                self.path.display()
+            );
+        }
+        true
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The file under the data directory.
+const FILE: &str = "served.json";
+/// A list of that many names and paths takes a tenth of it.
+const BYTES_MAX: u64 = 1 << 20;
+
+fn read(path: &Path) -> io::Result<Vec<Entry>> {
+    let bytes = std::fs::metadata(path)?.len();
+    if bytes > BYTES_MAX {
+        return Err(io::Error::other(format!("expected at most {BYTES_MAX} bytes, found {bytes}")));
+    }
+    let mut entries: Vec<Entry> = serde_json::from_slice(&std::fs::read(path)?)?;
+    entries.truncate(JOBS_MAX);
+    Ok(entries)
+}
+
+/// A crash leaves the old list or the new one.
+fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
+    let beside = path.with_extension("new");
+    let mut file = std::fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
+    file.write_all(&serde_json::to_vec_pretty(entries)?).and_then(|()| file.sync_all())?;
+    std::fs::rename(&beside, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, context: u32) -> Entry {
+        let options = ModelOptions { int8: Some(true), context: Some(context), sequences: Some(8) };
+        Entry { name: name.into(), path: format!("/models/{name}.gguf").into(), options }
+    }
+
+    #[test]
+    fn what_is_served_is_read_again_as_it_was_written_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let list = Remembered::open(dir.path());
+        list.put(vec![entry("a", 64), entry("b", 128)]);
+        list.put(vec![entry("a", 1024)]);
+        assert_eq!(Remembered::open(dir.path()).all(), [entry("a", 1024), entry("b", 128)]);
+        assert!(list.remove(&["a".into()]) && !list.remove(&["a".into()]));
+        assert_eq!(Remembered::open(dir.path()).all(), [entry("b", 128)]);
+        (0..2 * JOBS_MAX).for_each(|n| list.put(vec![entry(&n.to_string(), 64)]));
+        assert_eq!(Remembered::open(dir.path()).all().len(), JOBS_MAX, "as many as can be served");
+    }
+
+    #[test]
+    fn a_damaged_list_is_kept_aside_and_begun_again() {
+        let dir = tempfile::tempdir().unwrap();
+        for damage in ["", "{", "[{\"name\": 3}]", "[1, 2"] {
+            std::fs::write(dir.path().join(FILE), damage).unwrap();
+            let list = Remembered::open(dir.path());
+            assert_eq!(list.all(), []);
+            assert_eq!(std::fs::read_to_string(dir.path().join("served.damaged")).unwrap(), damage);
+            list.put(vec![entry("a", 64)]);
+            assert_eq!(Remembered::open(dir.path()).all(), [entry("a", 64)]);
+        }
+    }
+
+    #[test]
+    fn an_entry_is_starting_until_it_is_placed_or_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let list = Remembered::open(dir.path());
+        list.put(vec![entry("a", 64), entry("b", 64)]);
+        assert_eq!(list.starting(), []);
+        list.set_starting("a", None);
+        list.set_starting("b", Some("its file is gone".into()));
+        let reasons = |list: &Remembered| list.starting().into_iter().map(|s| s.reason).collect::<Vec<_>>();
+        assert_eq!(reasons(&list), [None, Some("its file is gone".into())]);
+        list.set_started("a");
+        list.remove(&["b".into()]);
+        assert_eq!(list.starting(), []);
+    }
+}

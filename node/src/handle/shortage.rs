@@ -1,0 +1,202 @@
+//! Why a model does not fit into the mesh, what holds the memory, and how much of it would fit.
+use super::{NodeError, NodeHandle, Opened, PLAN_MAX};
+use crate::config::Size;
+use crate::hub::CallEvent;
+use node_core::id::JobId;
+use node_core::input::Input;
+use node_core::output::Event;
+use partitioner::{Fit, Fleet, Options, PlanError};
+use std::fmt::Write;
+
+/// A model that does not fit.
+pub(super) struct Shortage<'a> {
+    pub(super) name: &'a str,
+    pub(super) wanted: Fit,
+    pub(super) error: &'a PlanError,
+    pub(super) fleet: &'a Fleet,
+    /// What would fit instead.
+    pub(super) fit: Option<Fit>,
+    /// What takes memory now, largest first.
+    pub(super) holders: &'a [Holder],
+}
+
+/// Something that takes memory, and what frees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub(super) what: String,
+    pub(super) bytes: u64,
+    pub(super) free_with: String,
+}
+
+/// Holders that are named: the largest are the ones to end.
+const HOLDERS_MAX: usize = 4;
+
+impl Shortage<'_> {
+    /// Human-readable, one sentence a line.
+    pub(super) fn text(&self) -> String {
+        let Fit { context, sequences } = self.wanted;
+        let mut text =
+            format!("{} does not fit with --context {context} --sequences {sequences}: {}", self.name, self.error);
+        let usable = self.fleet.devices.iter().filter(|device| !device.excluded);
+        let (free, nodes) = usable.fold((0u64, 0), |(sum, n), device| (sum.saturating_add(device.memory), n + 1));
+        let nodes = crate::views::count(nodes, "node");
+        let _ = write!(text, "\n  memory: {} free on {nodes}", Size(free));
+        for holder in self.holders.iter().take(HOLDERS_MAX) {
+            let _ = write!(text, "\n  {} holds {}: {}", holder.what, Size(holder.bytes), holder.free_with);
+        }
+        let _ = match self.fit {
+            Some(fit) => write!(text, "\n  it fits with: --context {} --sequences {}", fit.context, fit.sequences),
+            None => write!(text, "\n  no shorter context fits: more memory is needed"),
+        };
+        text
+    }
+}
+
+impl NodeHandle {
+    /// What to tell the user about a plan that was not found: for want of memory all there is to know, else the error itself.
+    pub(super) async fn explain(
+        &self,
+        opened: &Opened,
+        spec: &node_core::input::ModelSpec,
+        served: Option<JobId>,
+    ) -> Option<NodeError> {
+        let (fleet, options) = self.survey(served).await?;
+        let (file, int8, gpus) = (opened.held.file.clone(), spec.int8, self.has_gpus().await);
+        let wanted = Fit { context: spec.work.context, sequences: spec.work.sequences };
+        let work = spec.work.clone();
+        let question = (fleet.clone(), options.clone());
+        let (error, fit) = tokio::task::spawn_blocking(move || {
+            let (fleet, options) = question;
+            let error = partitioner::plan(&work, &fleet, &options).err()?;
+            let at = |fit: Fit| {
+                let options = super::ModelOptions {
+                    int8: Some(int8),
+                    context: Some(fit.context),
+                    sequences: Some(fit.sequences),
+                };
+                super::work(&file, &options, gpus)
+            };
+            let fit = partitioner::largest_fit(wanted, at, &fleet, &options).map(|fit| Fit {
+                context: fit.context - fit.context % CONTEXT_STEP, // a round number, with a little room to spare
+                ..fit
+            });
+            Some((error, fit))
+        })
+        .await
+        .ok()??;
+        match error {
+            PlanError::Memory { .. } | PlanError::LayerTooLarge { .. } | PlanError::Packing { .. } => {}
+            PlanError::NoDevices | PlanError::Unlinked | PlanError::Invalid(_) => return None,
+        }
+        let holders = self.holders(served).await;
+        let shortage = Shortage { name: &opened.name, wanted, error: &error, fleet: &fleet, fit, holders: &holders };
+        Some(NodeError::Plan(shortage.text()))
+    }
+
+    /// The mesh as plans see it, with what a job holds counted as free.
+    async fn survey(&self, job: Option<JobId>) -> Option<(Fleet, Options)> {
+        let (call, mut events) = self.inner.hub.open(8);
+        self.inner.driver.input(Input::Survey { call, job });
+        let answer = tokio::time::timeout(PLAN_MAX, async {
+            loop {
+                match events.recv().await? {
+                    CallEvent::Node(Event::Fleet { fleet, options, .. }) => return Some((*fleet, options)),
+                    CallEvent::Node(_) => {}
+                }
+            }
+        })
+        .await;
+        self.inner.hub.forget(call);
+        answer.ok().flatten()
+    }
+
+    /// What takes memory in the mesh as far as this node knows, but for one job.
+    async fn holders(&self, but: Option<JobId>) -> Vec<Holder> {
+        let views = self.inner.driver.views().await;
+        let but = but.map(super::serving::name_of);
+        let models = views.jobs.iter().filter(|job| Some(&job.job) != but.as_ref()).map(|job| {
+            let whose = if job.head { String::new() } else { format!(" on {}", job.coordinator) };
+            Holder {
+                what: format!("the model {}", job.model),
+                bytes: job.stages.iter().map(|stage| stage.bytes).sum(),
+                free_with: format!("`meshnode serve {} --stop`{whose} frees it", job.model),
+            }
+        });
+        let simulations = views.grids.iter().map(|job| Holder {
+            what: format!("the simulation {}", job.name),
+            bytes: job.tiles.iter().map(|tile| tile.bytes).sum(),
+            free_with: format!("`meshnode cancel {:016x}` frees it", job.job.0),
+        });
+        let mut holders: Vec<Holder> = models.chain(simulations).filter(|holder| holder.bytes > 0).collect();
+        holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+        holders
+    }
+}
+
+/// Contexts are proposed in these steps.
+const CONTEXT_STEP: u32 = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use partitioner::{Device, DeviceId, Link};
+    use std::collections::BTreeMap;
+
+    fn fleet(memories: &[u64]) -> Fleet {
+        let device = |(at, &memory): (usize, &u64)| Device {
+            id: DeviceId([at as u8; 16]),
+            name: format!("n{at}"),
+            machine: at as u64,
+            memory,
+            bytes_per_second: 1,
+            flops_per_second: 1,
+            copy_bytes_per_second: 1,
+            step_ns: 1,
+            numerics: 1,
+            pass_steps: 1,
+            excluded: false,
+        };
+        let default_link = Link { rtt_ns: 1, bytes_per_second: 1 };
+        Fleet { devices: memories.iter().enumerate().map(device).collect(), links: BTreeMap::new(), default_link }
+    }
+
+    #[test]
+    fn a_shortage_says_what_holds_the_memory_and_what_would_fit() {
+        let fleet = fleet(&[120 << 20; 3]);
+        let error = PlanError::Memory { need: 422_356_224, offered: 339_738_624, missing: 82_617_600 };
+        let holders = [
+            Holder {
+                what: "the model b".into(),
+                bytes: 50 << 20,
+                free_with: "`meshnode serve b --stop` frees it".into(),
+            },
+            Holder {
+                what: "the simulation karman".into(),
+                bytes: 1 << 20,
+                free_with: "`meshnode cancel 0f` frees it".into(),
+            },
+        ];
+        let mut shortage = Shortage {
+            name: "smollm2-135m",
+            wanted: Fit { context: 2048, sequences: 4 },
+            error: &error,
+            fleet: &fleet,
+            fit: Some(Fit { context: 1344, sequences: 4 }),
+            holders: &holders,
+        };
+        let text = shortage.text();
+        for words in [
+            "smollm2-135m does not fit with --context 2048 --sequences 4",
+            "needs 402.8 MiB",
+            "78.8 MiB are missing",
+            "360.0 MiB free on 3 nodes",
+            "the model b holds 50.0 MiB: `meshnode serve b --stop` frees it",
+            "the simulation karman holds 1.0 MiB: `meshnode cancel 0f` frees it",
+            "it fits with: --context 1344 --sequences 4",
+        ] {
+            assert!(text.contains(words), "{words} in:\n{text}");
+        }
+        shortage.fit = None;
+        assert!(shortage.text().contains("more memory is needed"));
+    }
+}

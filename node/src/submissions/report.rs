@@ -1,0 +1,163 @@
+//! A simulation as people and programs see it: what its coordinator knows, or what a node does that computes some of it.
+use super::{Submission, Watched};
+use crate::views::{Views, hex};
+use kernels::grid::Region;
+use kernels::grid::tile::Tile;
+use node_core::id::{JobId, NodeId};
+use node_core::tiles::{CANCELLED, GridJobView, HeldTile};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What reports of simulations contain besides the results on this node.
+pub struct Around {
+    me: NodeId,
+    /// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
+    nodes: BTreeMap<String, (String, u64)>,
+    grids: Vec<GridJobView>,
+    /// Tiles that this node holds, of its own simulations and of others'.
+    tiles: Vec<HeldTile>,
+}
+
+impl Around {
+    pub(super) fn new(me: NodeId, views: Views) -> Self {
+        let Views { peers, jobs: _, grids, tiles } = views;
+        let nodes = peers.into_iter().map(|peer| (peer.node, (peer.name, peer.bytes_per_second))).collect();
+        Self { me, nodes, grids, tiles }
+    }
+
+    fn name(&self, node: &str) -> Option<&String> {
+        self.nodes.get(node).map(|(name, _)| name)
+    }
+
+    fn node_of(&self, node: NodeId) -> Value {
+        let node = hex(&node);
+        json!({"name": self.name(&node), "node": node})
+    }
+
+    /// Jobs of which this node holds tiles.
+    pub(super) fn held(&self) -> BTreeSet<JobId> {
+        self.tiles.iter().map(|tile| tile.job).collect()
+    }
+
+    pub(super) fn holds(&self, job: &str) -> bool {
+        self.tiles.iter().any(|tile| format!("{:016x}", tile.job.0) == job)
+    }
+
+    /// Who coordinates a job of which this node holds tiles.
+    pub(super) fn coordinator_of(&self, job: JobId) -> Option<NodeId> {
+        self.tiles.iter().find(|tile| tile.job == job).map(|tile| tile.epoch.minter)
+    }
+}
+
+/// A simulation of which this node holds tiles, as far as it knows by itself.
+pub(super) fn held_report(job: JobId, around: &Around) -> Value {
+    let held: Vec<&HeldTile> = around.tiles.iter().filter(|tile| tile.job == job).collect();
+    let (owns, stands_by) = (held.iter().any(|tile| !tile.standby), held.iter().any(|tile| tile.standby));
+    let role = match (owns, stands_by) {
+        (true, true) => "owner and standby",
+        (true, false) => "owner",
+        (false, _) => "standby",
+    };
+    let tiles: Vec<Value> = held
+        .iter()
+        .map(|tile| json!({"tile": tile.tile, "standby": tile.standby, "step": tile.step, "bytes": tile.bytes}))
+        .collect();
+    let (name, steps) = held.first().map_or(("", 0), |tile| (tile.name.as_str(), tile.steps));
+    json!({
+        "job": format!("{:016x}", job.0), "name": name, "state": "computing", "role": role,
+        "coordinator": around.coordinator_of(job).map(|node| around.node_of(node)),
+        "step": held.iter().map(|tile| tile.step).max(), "steps": steps, "held": tiles,
+        "bytes": held.iter().map(|tile| tile.bytes).sum::<u64>(),
+    })
+}
+
+/// How a simulation stands, or how it ended.
+pub(super) fn report(submission: &Submission, around: &Around) -> Value {
+    let (mut told, simulation) = (submission.told(), &submission.simulation);
+    // While it runs, the driver thread knows what tiles have spent, and their standbys.
+    let running = around.grids.iter().find(|grid| grid.job == submission.job && told.ended.is_none());
+    let running = running.map(|grid| grid.tiles.as_slice()).unwrap_or_default();
+    if told.ended.is_none() {
+        told.figures = running.iter().map(|tile| tile.figures).collect();
+    }
+    let cells = simulation.grid().region().cells() as f64;
+    let steps = f64::from(told.step.saturating_sub(told.begun_at));
+    let end = told.computed.unwrap_or_else(std::time::Instant::now);
+    let seconds = told.running_since.map_or(0.0, |since| (end - since).as_secs_f64());
+    let rate = if seconds > 0.0 { steps / seconds } else { 0.0 };
+    let now = if told.ended.is_some() { None } else { told.pace.steps_per_s(std::time::Instant::now(), told.step) };
+    let left = (simulation.steps() as f64 - f64::from(told.step)).max(0.0);
+    let traffic = simulation.rule().costs().traffic_bits as f64 / 8.0;
+    let sum = |value: fn(&node_core::tiles::order::TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
+    let (halo_ns, wait_ns) = (sum(|f| f.halo_ns), sum(|f| f.wait_ns));
+    let hidden = (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64);
+    let state = match (&told.ended, told.running_since) {
+        (Some(Ok(())), _) => "done",
+        (Some(Err(reason)), _) if reason == CANCELLED => "cancelled",
+        (Some(Err(_)), _) => "failed",
+        (None, Some(_)) if told.waiting.is_some() => "waiting",
+        (None, Some(_)) => "running",
+        (None, None) => "starting",
+    };
+    let number = |totals: &[i128], fields: &[usize]| {
+        let sum =
+            fields.iter().filter_map(|field| totals.get(*field)).fold(0i128, |sum, total| sum.wrapping_add(*total));
+        Tile::total_value(sum)
+    };
+    let totals: Vec<Value> = simulation
+        .totals()
+        .iter()
+        .map(|(name, fields)| {
+            let first = told.first_totals.as_deref().map(|totals| number(totals, fields));
+            let last = told.totals.as_ref().map(|(_, totals)| number(totals, fields));
+            json!({"name": name, "first": first, "last": last})
+        })
+        .collect();
+    let force = told.totals.as_ref().and_then(|(step, totals)| {
+        let force = simulation.force_of(totals)?;
+        Some(json!({"step": step, "force": force.force, "coefficients": force.coefficients}))
+    });
+    let tiles: Vec<Value> = told
+        .tiles
+        .iter()
+        .enumerate()
+        .map(|(number, (node, Region { start, end }))| {
+            let node = hex(&NodeId(node.0));
+            let figures = told.figures.get(number).copied().unwrap_or_default();
+            let standby = running.get(number).and_then(|tile| tile.standby).map(|(node, step)| {
+                let node = hex(&node);
+                json!({"name": around.name(&node), "node": node, "step": step})
+            });
+            json!({
+                "name": around.name(&node), "node": node, "from": start, "to": end, "standby": standby,
+                "compute_s": figures.compute_ns as f64 / 1e9, "wait_s": figures.wait_ns as f64 / 1e9,
+                "halo_bytes": figures.sent_bytes,
+            })
+        })
+        .collect();
+    let computing: BTreeSet<String> = told.tiles.iter().map(|(node, _)| hex(&NodeId(node.0))).collect();
+    let read = computing.iter().map(|node| around.nodes.get(node).map(|(_, read)| *read));
+    let read = read.sum::<Option<u64>>().filter(|read| *read > 0);
+    // Steps of a small tile that stays in a cache take more than the memory gives: that is no share of it.
+    let share =
+        read.filter(|_| rate > 0.0).map(|read| rate * cells * traffic / read as f64).filter(|share| *share <= 1.0);
+    let quantity = Watched::of(simulation).quantity;
+    let picture = submission.view().map(|view| json!({"step": view.step, "quantity": quantity, "range": view.range}));
+    let pace = now.unwrap_or(rate);
+    json!({
+        "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
+        "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
+        "error": told.ended.as_ref().and_then(|result| result.as_ref().err()), "waiting": told.waiting,
+        "step": told.step, "steps": simulation.steps(), "from_step": told.begun_at, "depth": told.depth,
+        "seconds": seconds, "seconds_left": (pace > 0.0).then(|| left / pace), "steps_per_s": rate, "steps_per_s_now": now,
+        "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),
+        "mlups": rate * cells / 1e6, "cells_per_s": rate * cells, "t_eff_gb_s": rate * cells * traffic / 1e9, "share_of_node_bandwidth": share,
+        "halo_bytes": sum(|f| f.sent_bytes), "standby_bytes": sum(|f| f.copied_bytes), "communication_hidden": hidden,
+        "losses": told.losses, "longest_stall_ms": told.longest_stall.as_secs_f64() * 1e3, "totals": totals,
+        "force": force,
+        "checkpoint": told.checkpoint, "out": submission.out, "replaced": told.replaced, "tiles": tiles,
+        "role": "coordinator", "coordinator": around.node_of(around.me),
+        "taken_over_from": told.inherited_from.map(|node| node.to_string()),
+        "picture": picture, "state_hash": told.hash.map(|hash| format!("{hash:032x}")),
+    })
+}

@@ -1,0 +1,657 @@
+//! The folder that a run writes into: a manifest says what in it is meshnode's, so that no results are replaced unasked, and
+//! nothing is ever removed that no manifest there names.
+//!
+//! A run that replaces another one puts that one aside, whole, and removes it only once it has a checkpoint of its own or is
+//! done. A folder without a manifest (of an earlier version, or of another program) is left as it is.
+use super::checkpoints::{self, whole_file};
+use super::forces::FORCES_FILE;
+use crate::output;
+use kernels::grid::simulation::{OutputKind, OutputSpec, Simulation};
+use node_core::id::JobId;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// The manifest. No folder of an output has a dot in its name.
+pub const MANIFEST: &str = "meshnode-run.json";
+/// Where a run that is being replaced is kept.
+const REPLACED: &str = "replaced.run";
+/// What a manifest begins with.
+const FORMAT: &str = "meshnode run 1";
+/// What names of files begin with that this program leaves in a folder for moments, to see whether it may write there.
+const OWN: &str = ".meshnode-";
+/// Largest manifest: a few lines for each of 16 outputs, of as many jobs as were resumed here.
+const MANIFEST_BYTES_MAX: u64 = 1 << 20;
+/// Entries of a folder that are named to the user.
+const NAMED: usize = 4;
+
+/// What to do with a run that a folder holds already.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Existing {
+    /// Nothing: the folder must be empty.
+    #[default]
+    Refuse,
+    /// Go on from its last checkpoint.
+    Resume,
+    /// Put it aside, and remove it once there is something to take its place.
+    Overwrite,
+}
+
+/// What a run writes, and how far it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Manifest {
+    format: String,
+    name: String,
+    job: String,
+    state: State,
+    /// Steps completed when it ended.
+    step: u32,
+    /// Steps requested.
+    steps: u64,
+    outputs: Vec<Written>,
+    /// Its files are on their way to where replaced runs are kept, or back.
+    #[serde(default)]
+    moving: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    Running,
+    Done,
+    Ended,
+}
+
+/// The files of one output.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Written {
+    folder: String,
+    kind: Kind,
+    quantity: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    Png,
+    Gif,
+    Zarr,
+    Vtk,
+}
+
+impl From<&OutputSpec> for Written {
+    fn from(output: &OutputSpec) -> Self {
+        let kind = match output.kind {
+            OutputKind::Png => Kind::Png,
+            OutputKind::Gif => Kind::Gif,
+            OutputKind::Zarr => Kind::Zarr,
+            OutputKind::Vtk => Kind::Vtk,
+        };
+        Self { folder: output.folder.clone(), kind, quantity: output.quantity.clone() }
+    }
+}
+
+impl Written {
+    /// Files that it has in a run's folder, relative to that.
+    fn files(&self, run: &Path) -> Vec<PathBuf> {
+        let kind = match self.kind {
+            Kind::Png => OutputKind::Png,
+            Kind::Gif => OutputKind::Gif,
+            Kind::Zarr => OutputKind::Zarr,
+            Kind::Vtk => OutputKind::Vtk,
+        };
+        output::written(run, &self.folder, kind, &self.quantity)
+    }
+}
+
+/// What a folder holds.
+enum Contents {
+    Nothing,
+    Run(Manifest),
+    /// Things that no manifest names, by name.
+    Others(Vec<String>),
+}
+
+/// The folder of a run that is under way. No other run writes into it while this is held.
+#[derive(Debug)]
+pub struct RunFolder {
+    path: PathBuf,
+    manifest: Manifest,
+    _lock: Option<File>,
+}
+
+/// What `--out` may name: an existing folder, or one that can be made.
+///
+/// # Errors
+/// It is neither.
+pub fn folder(out: &Path) -> Result<(), String> {
+    fs::create_dir_all(out)
+        .map_err(|e| format!("cannot write into {}: {e}; name a folder that can be written, with --out", out.display()))
+}
+
+/// Whether a run may begin in a folder. Changes nothing.
+///
+/// # Errors
+/// It holds something that is not to be touched: what, and which flags there are.
+pub fn check(out: &Path, existing: Existing) -> Result<(), String> {
+    let shown = out.display();
+    match (contents(out)?, existing) {
+        (Contents::Nothing, _) => Ok(()),
+        (Contents::Run(_), Existing::Resume | Existing::Overwrite) => Ok(()),
+        (Contents::Run(manifest), Existing::Refuse) => Err(format!(
+            "{shown} holds {}: --resume goes on from its last checkpoint, --overwrite replaces it, another --out keeps both",
+            manifest.described(out)
+        )),
+        // Nothing but checkpoints: what a user of an earlier version brings.
+        (Contents::Others(names), Existing::Resume) if names == [checkpoints::FOLDER] => Ok(()),
+        (Contents::Others(names), _) => {
+            let more = names.len().saturating_sub(NAMED);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let names = names[..names.len().min(NAMED)].join(", ");
+            let has = checkpoints::newest_step(out);
+            let resume = has.map_or_else(String::new, |step| {
+                format!("; to go on from the checkpoint of step {step}, copy `{}` into an empty folder and name that with --resume", checkpoints::FOLDER)
+            });
+            Err(format!(
+                "{shown} holds {names}{more}, which no manifest of a run names (earlier versions wrote none), so neither --resume \
+                 nor --overwrite touches it: name another --out{resume}"
+            ))
+        }
+    }
+}
+
+fn contents(out: &Path) -> Result<Contents, String> {
+    let path = out.join(MANIFEST);
+    match File::open(&path) {
+        Ok(file) => {
+            let mut text = String::new();
+            let read = file.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(|e| e.to_string());
+            let manifest = read.and_then(|_| serde_json::from_str::<Manifest>(&text).map_err(|e| e.to_string()));
+            let manifest = manifest.and_then(|manifest| manifest.sound());
+            let manifest = manifest
+                .map_err(|e| format!("{} is no manifest of a run ({e}): name another --out", path.display()))?;
+            return Ok(Contents::Run(manifest));
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(format!("{}: {error}", path.display())),
+    }
+    let entries = match fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Contents::Nothing),
+        Err(error) => {
+            return Err(format!("cannot write into {}: {error}; name another folder with --out", out.display()));
+        }
+    };
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    // A manifest whose first writing was interrupted is no file of others.
+    let torn = Path::new(MANIFEST).with_extension(checkpoints::PARTIAL);
+    let of_others = |name: &String| !name.starts_with(OWN) && Path::new(name) != torn;
+    let mut names: Vec<String> = names.filter(of_others).collect();
+    names.sort();
+    Ok(if names.is_empty() { Contents::Nothing } else { Contents::Others(names) })
+}
+
+impl Manifest {
+    fn new(simulation: &Simulation, job: JobId) -> Self {
+        Self {
+            format: FORMAT.into(),
+            name: simulation.name().into(),
+            job: format!("{:016x}", job.0),
+            state: State::Running,
+            step: 0,
+            steps: simulation.steps(),
+            outputs: simulation.outputs().iter().map(Written::from).collect(),
+            moving: false,
+        }
+    }
+
+    /// Another program may have written it: it names nothing outside its folder.
+    fn sound(self) -> Result<Self, String> {
+        let plain = |name: &str| {
+            let letters = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+            !name.is_empty() && name.len() <= 64 && name.chars().all(letters)
+        };
+        if self.format != FORMAT {
+            return Err(format!("of format {:?}, expected {FORMAT:?}", self.format));
+        }
+        match self.outputs.iter().find(|output| !plain(&output.folder) || !plain(&output.quantity)) {
+            None => Ok(self),
+            Some(output) => Err(format!("it names an output {:?} in {:?}", output.quantity, output.folder)),
+        }
+    }
+
+    /// In words, with its last checkpoint.
+    fn described(&self, run: &Path) -> String {
+        let Self { name, steps, step, .. } = self;
+        let checkpoint = checkpoints::newest_step(run);
+        let last = checkpoint
+            .map_or_else(|| "without a checkpoint".into(), |step| format!("with a checkpoint of step {step}"));
+        let found = match self.state {
+            State::Done => format!("a finished run of {steps} steps ({name})"),
+            State::Ended => format!("a run that ended at step {step} of {steps} ({name}), {last}"),
+            State::Running => format!("an unfinished run of {steps} steps ({name}), {last}"),
+        };
+        match contents(&run.join(REPLACED)) {
+            Ok(Contents::Run(before)) => {
+                format!(
+                    "{found}; and, in {REPLACED}, the run that it was to replace: {}",
+                    before.described(&run.join(REPLACED))
+                )
+            }
+            Ok(Contents::Nothing | Contents::Others(_)) | Err(_) => found,
+        }
+    }
+
+    /// All files of the run but the manifest, relative to its folder.
+    fn files(&self, run: &Path) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = self.outputs.iter().flat_map(|output| output.files(run)).collect();
+        files.extend(checkpoints::written(run));
+        files.push(FORCES_FILE.into());
+        files.retain(|file| run.join(file).is_file());
+        // Two outputs of one folder, of jobs that were resumed here, may share some.
+        files.sort();
+        files.dedup();
+        files
+    }
+
+    fn write(&self, run: &Path) -> Result<(), String> {
+        let text = serde_json::to_vec_pretty(self).map_err(|e| e.to_string())?;
+        whole_file(&run.join(MANIFEST), &text)
+    }
+}
+
+/// A folder in which a run may begin: nothing of it is changed yet.
+#[derive(Debug)]
+pub struct Opened {
+    path: PathBuf,
+    existing: Existing,
+    before: Option<Manifest>,
+    lock: Option<File>,
+}
+
+impl Opened {
+    /// Takes a folder for a run. With `Resume`, a run that was interrupted before it had a checkpoint to take the place of the
+    /// one before gives way to that.
+    ///
+    /// # Errors
+    /// As [`check`]; another run writes into it, as `lock` says; the disk.
+    pub fn new(
+        out: &Path,
+        existing: Existing,
+        lock: impl FnOnce(&Path) -> Result<Option<File>, String>,
+    ) -> Result<Self, String> {
+        folder(out)?;
+        let lock = lock(out)?;
+        recover(out)?;
+        // A run that is done was interrupted while it removed the run that it replaced.
+        if matches!(contents(out)?, Contents::Run(run) if run.state == State::Done) {
+            remove_replaced(out);
+        }
+        check(out, existing)?;
+        let before = match contents(out)? {
+            Contents::Run(interrupted)
+                if existing == Existing::Resume
+                    && checkpoints::newest_step(out).is_none()
+                    && out.join(REPLACED).join(MANIFEST).is_file() =>
+            {
+                Some(put_back(out, &interrupted)?)
+            }
+            Contents::Run(before) => Some(before),
+            Contents::Nothing | Contents::Others(_) => None,
+        };
+        Ok(Self { path: out.into(), existing, before, lock })
+    }
+
+    /// The run begins. With `Overwrite`, what is there is put aside.
+    ///
+    /// # Errors
+    /// An output would go over files of others; the disk.
+    pub fn begin(self, simulation: &Simulation, job: JobId) -> Result<RunFolder, String> {
+        let Self { path, existing, before, lock } = self;
+        let mut manifest = Manifest::new(simulation, job);
+        if let Some(before) = before {
+            if existing == Existing::Overwrite {
+                put_aside(&path, &before)?;
+            } else {
+                strange_files(&path, &manifest, &before)?;
+                let kept: Vec<Written> =
+                    before.outputs.into_iter().filter(|output| !manifest.outputs.contains(output)).collect();
+                manifest.outputs.extend(kept);
+            }
+        }
+        manifest.write(&path)?;
+        Ok(RunFolder { path, manifest, _lock: lock })
+    }
+}
+
+impl RunFolder {
+    /// The folder of a run that this node goes on with, in its own data directory.
+    ///
+    /// # Errors
+    /// The disk.
+    pub fn inherit(out: &Path, simulation: &Simulation, job: JobId) -> Result<Self, String> {
+        folder(out)?;
+        let manifest = Manifest::new(simulation, job);
+        manifest.write(out)?;
+        Ok(Self { path: out.into(), manifest, _lock: None })
+    }
+
+    /// There is a checkpoint of this run: the one that it replaces is no longer needed.
+    pub fn has_checkpoint(&self) {
+        remove_replaced(&self.path);
+    }
+
+    /// The run is over. One that wrote nothing (there was no place for its grid, say) leaves the folder as it found it.
+    pub fn finish(mut self, step: u32, done: bool) {
+        let nothing = |file: &PathBuf| file.as_path() == Path::new(FORCES_FILE);
+        if !done && step == 0 && self.manifest.files(&self.path).iter().all(nothing) {
+            let undone = match self.path.join(REPLACED).join(MANIFEST).is_file() {
+                true => put_back(&self.path, &self.manifest).map(drop),
+                false => remove(&self.path, &self.manifest).map(|()| drop(fs::remove_file(self.path.join(MANIFEST)))),
+            };
+            if let Err(error) = undone {
+                tracing::warn!("{error}");
+            }
+            return;
+        }
+        self.manifest.state = if done { State::Done } else { State::Ended };
+        self.manifest.step = step;
+        if let Err(error) = self.manifest.write(&self.path) {
+            tracing::warn!("{error}");
+        }
+        if done {
+            remove_replaced(&self.path);
+        }
+    }
+}
+
+/// What a run that ended without a checkpoint leaves to go on from: the run that it was to replace, in words.
+pub fn replaced(out: &Path) -> Option<String> {
+    match contents(&out.join(REPLACED)) {
+        Ok(Contents::Run(before)) if checkpoints::newest_step(out).is_none() => {
+            Some(before.described(&out.join(REPLACED)))
+        }
+        Ok(Contents::Run(_) | Contents::Nothing | Contents::Others(_)) | Err(_) => None,
+    }
+}
+
+/// New outputs of a run that is resumed go to folders without files of others.
+fn strange_files(out: &Path, manifest: &Manifest, before: &Manifest) -> Result<(), String> {
+    let known: BTreeSet<PathBuf> = before.files(out).into_iter().collect();
+    for output in manifest.outputs.iter().filter(|output| !before.outputs.contains(output)) {
+        let entries = fs::read_dir(out.join(&output.folder)).into_iter().flatten().flatten();
+        let files = entries.map(|entry| entry.path()).filter(|path| path.is_file());
+        let strange = |path: &PathBuf| path.strip_prefix(out).is_ok_and(|path| !known.contains(path));
+        if let Some(path) = files.into_iter().find(strange) {
+            return Err(format!(
+                "the output {:?} is new, and {} is there already: give the output another `folder`",
+                output.folder,
+                path.display()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Moves a run's files out of the way. One that was itself interrupted while it replaced another, and has no checkpoint, has
+/// nothing to go on from: it goes, and the other stays.
+fn put_aside(out: &Path, before: &Manifest) -> Result<(), String> {
+    let replaced = out.join(REPLACED);
+    if replaced.join(MANIFEST).is_file() {
+        if checkpoints::newest_step(out).is_none() {
+            return remove(out, before);
+        }
+        remove_replaced(out);
+    }
+    // If this is interrupted, what was moved by then is moved back (`recover`).
+    Manifest { moving: true, ..before.clone() }.write(out)?;
+    folder(&replaced)?;
+    before.write(&replaced)?;
+    move_files(out, &replaced, &before.files(out))
+}
+
+/// Takes a run back that was put aside; what the one that was to replace it wrote goes.
+fn put_back(out: &Path, interrupted: &Manifest) -> Result<Manifest, String> {
+    let replaced = out.join(REPLACED);
+    let Contents::Run(before) = contents(&replaced)? else {
+        return Err(format!("{} is missing", replaced.display()));
+    };
+    remove(out, interrupted)?;
+    Manifest { moving: true, ..before.clone() }.write(out)?;
+    recover(out)?;
+    Ok(before)
+}
+
+/// Moves the files of a run that were put aside back, if that or the contrary was interrupted.
+fn recover(out: &Path) -> Result<(), String> {
+    let Contents::Run(manifest) = contents(out)? else { return Ok(()) };
+    if !manifest.moving {
+        return Ok(());
+    }
+    let replaced = out.join(REPLACED);
+    move_files(&replaced, out, &manifest.files(&replaced))?;
+    Manifest { moving: false, ..manifest }.write(out)?;
+    let _ = fs::remove_file(replaced.join(MANIFEST));
+    let _ = fs::remove_dir(replaced);
+    Ok(())
+}
+
+fn remove_replaced(out: &Path) {
+    let replaced = out.join(REPLACED);
+    if let Ok(Contents::Run(before)) = contents(&replaced) {
+        match remove(&replaced, &before) {
+            Ok(()) => drop(fs::remove_file(replaced.join(MANIFEST))),
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    let _ = fs::remove_dir(&replaced);
+}
+
+/// Moves files; folders that are empty then go.
+fn move_files(from: &Path, to: &Path, files: &[PathBuf]) -> Result<(), String> {
+    for file in files {
+        let (old, new) = (from.join(file), to.join(file));
+        let parent = new.parent().unwrap_or(to);
+        let moved = fs::create_dir_all(parent).and_then(|()| fs::rename(&old, &new));
+        moved.map_err(|e| format!("cannot move {} to {}: {e}", old.display(), new.display()))?;
+    }
+    remove_empty(from, files);
+    Ok(())
+}
+
+/// Removes a run's files but the manifest, and folders that are empty then.
+fn remove(run: &Path, manifest: &Manifest) -> Result<(), String> {
+    let files = manifest.files(run);
+    for file in &files {
+        let path = run.join(file);
+        fs::remove_file(&path).map_err(|e| format!("cannot remove {}: {e}", path.display()))?;
+    }
+    remove_empty(run, &files);
+    Ok(())
+}
+
+/// Folders in which these files were, where nothing is left in them.
+fn remove_empty(run: &Path, files: &[PathBuf]) {
+    let parents = files.iter().flat_map(|file| file.ancestors().skip(1));
+    let folders: BTreeSet<&Path> = parents.filter(|folder| !folder.as_os_str().is_empty()).collect();
+    // Inner ones come after outer ones.
+    for folder in folders.into_iter().rev() {
+        let _ = fs::remove_dir(run.join(folder));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of a Life world with one output, and a checkpoint every 5 steps.
+    fn simulation(steps: u64) -> Simulation {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("job.toml");
+        let text = format!(
+            "name = \"world\"\nsteps = {steps}\ncheckpoint_every = 5\n[grid]\nsize = [64, 8]\n[rule]\nname = \"life\"\n\
+             [[output]]\nkind = \"png\"\nevery = 5\n"
+        );
+        fs::write(&path, text).unwrap();
+        Simulation::read(&path).unwrap()
+    }
+
+    fn begin(out: &Path, existing: Existing) -> Result<RunFolder, String> {
+        Opened::new(out, existing, |_| Ok(None))?.begin(&simulation(20), JobId(7))
+    }
+
+    /// A checkpoint as its manifest alone says it: the cells are not read.
+    fn checkpoint(out: &Path, step: u32) {
+        let folder = out.join(format!("checkpoints/step-{step}"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("x0-64_y0-8_z0-1.cells"), [0; 64]).unwrap();
+        fs::write(folder.join("manifest.json"), "{}").unwrap();
+    }
+
+    /// A run as it is when it is done.
+    fn finished(out: &Path) {
+        let run = begin(out, Existing::Refuse).unwrap();
+        fs::create_dir_all(out.join("alive-png")).unwrap();
+        fs::write(out.join("alive-png/alive_0000000020.png"), "picture").unwrap();
+        checkpoint(out, 20);
+        run.finish(20, true);
+    }
+
+    fn all(folder: &Path) -> BTreeSet<PathBuf> {
+        let mut found = BTreeSet::new();
+        let mut left = vec![folder.to_path_buf()];
+        while let Some(folder) = left.pop() {
+            for entry in fs::read_dir(folder).unwrap().flatten() {
+                if entry.path().is_dir() {
+                    left.push(entry.path())
+                } else {
+                    let _ = found.insert(entry.path());
+                }
+            }
+        }
+        found.into_iter().map(|path| path.strip_prefix(folder).unwrap().to_path_buf()).collect()
+    }
+
+    #[test]
+    fn a_finished_run_is_not_replaced_unasked() {
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path();
+        finished(out);
+        let before = all(out);
+        let refused = begin(out, Existing::Refuse).unwrap_err();
+        assert!(refused.contains("a finished run of 20 steps (world)"), "{refused}");
+        assert!(refused.contains("--resume") && refused.contains("--overwrite"), "{refused}");
+        assert_eq!(all(out), before);
+        begin(out, Existing::Resume).unwrap();
+        assert_eq!(all(out), before);
+    }
+
+    #[test]
+    fn a_run_that_is_overwritten_stays_until_there_is_a_checkpoint_of_the_new_one() {
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path();
+        finished(out);
+        fs::write(out.join("notes.txt"), "mine").unwrap();
+        fs::write(out.join("alive-png/notes.txt"), "mine").unwrap();
+        let before = all(out);
+        // Ended before its first checkpoint: the old one is put back by --resume, what the new one wrote goes.
+        let run = begin(out, Existing::Overwrite).unwrap();
+        assert!(!out.join("alive-png/alive_0000000020.png").exists() && out.join("alive-png/notes.txt").exists());
+        fs::write(out.join("alive-png/alive_0000000005.png"), "new").unwrap();
+        run.finish(7, false);
+        let told = replaced(out).unwrap();
+        assert!(told.contains("a finished run of 20 steps (world)"), "{told}");
+        let refused = begin(out, Existing::Refuse).unwrap_err();
+        assert!(refused.contains("ended at step 7 of 20") && refused.contains("finished run of 20 steps"), "{refused}");
+        begin(out, Existing::Resume).unwrap();
+        assert_eq!(all(out), before);
+        // Interrupted while it was put aside: it is whole again.
+        let Contents::Run(finished) = contents(out).unwrap() else { panic!("a run") };
+        put_aside(out, &finished).unwrap();
+        fs::create_dir_all(out.join("alive-png")).unwrap();
+        fs::rename(out.join("replaced.run/alive-png/alive_0000000020.png"), out.join("alive-png/alive_0000000020.png"))
+            .unwrap();
+        begin(out, Existing::Resume).unwrap();
+        assert_eq!(all(out), before);
+        // Interrupted twice: the finished one is still the one to go back to.
+        drop((begin(out, Existing::Overwrite).unwrap(), begin(out, Existing::Overwrite).unwrap()));
+        assert!(replaced(out).unwrap().contains("finished run of 20 steps"));
+        let run = begin(out, Existing::Overwrite).unwrap();
+        checkpoint(out, 5);
+        run.has_checkpoint();
+        assert_eq!(replaced(out), None);
+        let left = all(out);
+        assert!(left.contains(Path::new("notes.txt")) && left.contains(Path::new("alive-png/notes.txt")));
+        assert!(
+            !left.iter().any(|path| path.starts_with(REPLACED) || path.ends_with("alive_0000000020.png")),
+            "{left:?}"
+        );
+        assert!(left.contains(Path::new("checkpoints/step-5/manifest.json")));
+    }
+
+    #[test]
+    fn a_finished_run_outlives_a_crash_while_it_removes_the_run_that_it_replaced() {
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path();
+        finished(out);
+        let run = begin(out, Existing::Overwrite).unwrap();
+        fs::create_dir_all(out.join("alive-png")).unwrap();
+        fs::write(out.join("alive-png/alive_0000000010.png"), "new").unwrap();
+        let mut manifest = run.manifest.clone();
+        manifest.state = State::Done;
+        manifest.write(out).unwrap();
+        drop(run);
+        assert!(replaced(out).is_some(), "the crash comes before it is removed");
+        begin(out, Existing::Resume).unwrap();
+        assert!(out.join("alive-png/alive_0000000010.png").exists(), "the finished run's picture");
+        assert_eq!(replaced(out), None);
+    }
+
+    #[test]
+    fn a_manifest_that_a_power_cut_tore_does_not_block_its_folder() {
+        let out = tempfile::tempdir().unwrap();
+        fs::write(out.path().join("meshnode-run.partial"), "{").unwrap();
+        begin(out.path(), Existing::Refuse).unwrap();
+    }
+
+    #[test]
+    fn a_run_that_wrote_nothing_leaves_the_folder_as_it_was() {
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path();
+        begin(out, Existing::Refuse).unwrap().finish(0, false);
+        assert_eq!(all(out), BTreeSet::new());
+        finished(out);
+        let before = all(out);
+        begin(out, Existing::Overwrite).unwrap().finish(0, false);
+        assert_eq!(all(out), before);
+        assert!(check(out, Existing::Refuse).unwrap_err().contains("a finished run of 20 steps"));
+    }
+
+    #[test]
+    fn what_no_manifest_names_is_left_alone() {
+        let out = tempfile::tempdir().unwrap();
+        let out = out.path();
+        // An earlier version's folder.
+        checkpoint(out, 7);
+        fs::create_dir_all(out.join("checkpoints/step-8/deep")).unwrap();
+        fs::write(out.join("checkpoints/step-8/deep/file"), "mine").unwrap();
+        fs::write(out.join("forces.csv"), "step\n").unwrap();
+        let before = all(out);
+        for existing in [Existing::Refuse, Existing::Resume, Existing::Overwrite] {
+            let refused = begin(out, existing).unwrap_err();
+            assert!(refused.contains("checkpoints, forces.csv") && refused.contains("step 7"), "{refused}");
+        }
+        assert_eq!(all(out), before);
+        // Its checkpoints alone can be gone on from.
+        fs::remove_file(out.join("forces.csv")).unwrap();
+        assert!(begin(out, Existing::Overwrite).is_err());
+        begin(out, Existing::Resume).unwrap();
+        // A manifest that points elsewhere is none.
+        let text = fs::read_to_string(out.join(MANIFEST)).unwrap();
+        fs::write(out.join(MANIFEST), text.replace("alive-png", "../alive-png")).unwrap();
+        assert!(begin(out, Existing::Overwrite).unwrap_err().contains("no manifest of a run"));
+        assert!(out.join("checkpoints/step-8/deep/file").exists());
+    }
+}

@@ -1,0 +1,144 @@
+//! Threads and tasks that a node cannot do without: when one of them ends before the node does, the node says so and stops.
+//!
+//! A node whose gossip, executor or bans have died unnoticed looks alive and is not. It ends with the exit code of a failure
+//! instead, so that a supervisor starts it again and the mesh takes its work over.
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+/// How often it is checked that all parts run.
+const GLANCE: Duration = Duration::from_secs(1);
+
+/// The end of a node: told once, by the thread that decides or by the watch over the parts.
+#[derive(Clone)]
+pub struct End(Arc<Mutex<Option<oneshot::Sender<()>>>>);
+
+impl End {
+    /// One that is not told, and what completes with it: with an error if the node failed.
+    pub fn new() -> (Self, oneshot::Receiver<()>) {
+        let (sender, stopped) = oneshot::channel();
+        (Self(Arc::new(Mutex::new(Some(sender)))), stopped)
+    }
+
+    /// Runs the node; it has stopped as it should when this returns, and has failed when it panics.
+    pub fn after(self, node: impl FnOnce()) {
+        let failed = Failed(self);
+        node();
+        if let Some(sender) = failed.0.take() {
+            let _ = sender.send(());
+        }
+    }
+
+    fn take(&self) -> Option<oneshot::Sender<()>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn is_told(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+}
+
+/// Says that the node failed, unless something else was said before.
+struct Failed(End);
+
+impl Drop for Failed {
+    fn drop(&mut self) {
+        drop(self.0.take());
+    }
+}
+
+/// The parts of a node, each with whether it runs.
+#[derive(Default)]
+pub struct Parts(Vec<Part>);
+
+struct Part {
+    name: &'static str,
+    runs: Box<dyn Fn() -> bool + Send + Sync>,
+}
+
+impl Parts {
+    /// One more: `runs` says whether it does.
+    pub fn add(&mut self, name: &'static str, runs: impl Fn() -> bool + Send + Sync + 'static) {
+        self.0.push(Part { name, runs: Box::new(runs) });
+    }
+
+    /// One more, which is a task.
+    pub fn add_task(&mut self, name: &'static str, task: AbortHandle) {
+        self.add(name, move || !task.is_finished());
+    }
+
+    /// Begins to watch; the watch ends with the node, or when it is aborted.
+    pub fn watch(self, end: End) -> AbortHandle {
+        self.watch_every(GLANCE, end)
+    }
+
+    fn watch_every(self, glance: Duration, end: End) -> AbortHandle {
+        let watch = async move {
+            loop {
+                tokio::time::sleep(glance).await;
+                let Some(Part { name, .. }) = self.0.iter().find(|part| !(part.runs)()) else { continue };
+                // A node that stops takes its parts down before it says so.
+                tokio::time::sleep(glance).await;
+                if !end.is_told() {
+                    tracing::error!(
+                        "expected {name} to run as long as the node, found that it has ended; its panic is above. The node stops: \
+                         start it again, and report this as a bug"
+                    );
+                    drop(Failed(end));
+                }
+                return;
+            }
+        };
+        tokio::spawn(watch).abort_handle()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(5);
+
+    fn panics() {
+        panic!("on purpose");
+    }
+
+    #[tokio::test]
+    async fn a_part_that_panics_ends_the_node() {
+        let (end, stopped) = End::new();
+        let thread = std::thread::spawn(panics);
+        let mut parts = Parts::default();
+        parts.add("the gossip thread", || true);
+        parts.add("the executor", move || !thread.is_finished());
+        parts.watch_every(SOON, end);
+        assert!(stopped.await.is_err(), "the node has failed");
+    }
+
+    #[tokio::test]
+    async fn a_task_that_panics_ends_the_node() {
+        let (end, stopped) = End::new();
+        let mut parts = Parts::default();
+        parts.add_task("the exchange of bans", tokio::spawn(async { panics() }).abort_handle());
+        parts.watch_every(SOON, end);
+        assert!(stopped.await.is_err(), "the node has failed");
+    }
+
+    #[tokio::test]
+    async fn parts_that_end_with_the_node_are_no_failure() {
+        let (end, stopped) = End::new();
+        let mut parts = Parts::default();
+        parts.add("the executor", || false);
+        parts.watch_every(SOON, end.clone());
+        end.after(|| {});
+        assert!(stopped.await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_driver_that_panics_ends_the_node() {
+        let (end, stopped) = End::new();
+        let (watched, driver) = (end.clone(), std::thread::spawn(move || end.after(panics)));
+        assert!(driver.join().is_err());
+        assert!(stopped.await.is_err() && watched.is_told());
+    }
+}

@@ -1,0 +1,104 @@
+//! Two nodes that hold stages are killed shortly after each other: both standbys step in, and the answer is that of one
+//! undisturbed node. By hand as often as wanted:
+//! `MESHNODE_KILLS=50 cargo test --release -p system-tests two_owners -- --nocapture`
+use crate::client::{Solo, seed, solo, watch};
+use crate::harness::Mesh;
+use rustix::process::Signal;
+use serde_json::Value;
+use std::time::Duration;
+use system_tests::relay::Random;
+
+/// Two standbys fetch their shares, load them and catch up, on a machine with fewer cores than nodes.
+const HOT_MAX: Duration = Duration::from_secs(120);
+/// Three stages, a standby for each, and one node to spare.
+const NODES: usize = 7;
+/// Three nodes hold the model, two do not: its first and its last stage both hold the embedding, so that two stages take 1.35
+/// times what one takes.
+const SHARE: f64 = 0.58;
+const TOKENS: u32 = 64;
+const APART: Duration = Duration::from_millis(50);
+/// What a client calls a pause, with two leases of 340 ms in it.
+const PAUSE_MAX: Duration = Duration::from_millis(900);
+/// Times in every test run; `MESHNODE_KILLS` for more.
+const KILLS: usize = 2;
+/// From this many kills on their pauses say something about the program, and not only about the machine.
+const KILLS_MEASURED: usize = 50;
+
+fn kills() -> usize {
+    let given = std::env::var("MESHNODE_KILLS").ok();
+    given.map_or(KILLS, |text| {
+        text.parse().unwrap_or_else(|_| panic!("MESHNODE_KILLS is `{text}`, expected a number of kills"))
+    })
+}
+
+fn formed(solo: &Solo) -> Mesh {
+    let mut mesh = Mesh::new();
+    for i in 0..NODES {
+        mesh.start(&format!("n{i}"), Some(solo.memory(SHARE)));
+    }
+    mesh.wait_members(NODES);
+    mesh.deploy(0, &solo.model);
+    mesh
+}
+
+/// Owners of stages beside the head whose standbys are current, once there are two of them and no standby is still to come.
+fn covered(mesh: &Mesh) -> Vec<usize> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let owners = |state: &Value| -> Vec<usize> {
+        let job = &state["jobs"][0];
+        let stages = list(&job["stages"]);
+        let current = list(&job["standbys"]).into_iter().filter(|standby| standby["state"] == "current");
+        let names = current.filter_map(|standby| {
+            let stage = stages.get(usize::try_from(standby["stage"].as_u64()?).ok()?)?;
+            Some(stage["name"].as_str()?.to_owned())
+        });
+        let places = names.filter_map(|name| mesh.nodes.iter().position(|node| node.name == name));
+        places.filter(|&place| place != 0).collect()
+    };
+    let settled = |state: &Value| {
+        let job = &state["jobs"][0];
+        let done = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
+        job["state"] == "ready" && list(&job["standbys"]).iter().all(done) && owners(state).len() >= 2
+    };
+    let state = mesh.nodes[0].wait_state(HOT_MAX, settled).expect("two stages beside the head have current standbys");
+    owners(&state)
+}
+
+#[test]
+fn two_owners_killed_50_ms_apart_cost_no_token() {
+    let Some(solo) = solo() else { return };
+    let seed = seed("two_owners_killed_50_ms_apart_cost_no_token");
+    let (mut mesh, mut random, kills) = (formed(solo), Random(seed), kills());
+    let mut pauses = Vec::new();
+    for round in 0..kills {
+        let mut owners = covered(&mesh);
+        let first = owners.swap_remove(random.below(owners.len()));
+        let second = owners[random.below(owners.len())];
+        let moment = 4 + random.below(TOKENS as usize / 2);
+        let nodes = &mesh.nodes;
+        let view = std::thread::scope(|scope| {
+            watch(&nodes[0], &solo.model, TOKENS, |count| {
+                if count == moment {
+                    scope.spawn(|| {
+                        nodes[first].signal(Signal::KILL);
+                        std::thread::sleep(APART);
+                        nodes[second].signal(Signal::KILL);
+                    });
+                }
+            })
+        });
+        eprintln!("{round}: SIGKILL of n{first} and n{second} at token {moment}: {view}");
+        assert_eq!(view.tokens, solo.tokens(TOKENS), "round {round}");
+        pauses.push(view.longest_pause());
+        [first, second].into_iter().for_each(|victim| mesh.restart(victim));
+        mesh.wait_members(NODES);
+    }
+    pauses.sort();
+    let long = pauses.iter().filter(|pause| **pause > PAUSE_MAX).count();
+    eprintln!(
+        "{kills} times two owners killed {APART:?} apart: longest pause {:?} (median), {:?} (most), {long} above {PAUSE_MAX:?}",
+        pauses[pauses.len() / 2],
+        pauses[pauses.len() - 1]
+    );
+    assert!(kills < KILLS_MEASURED || long <= 1, "{pauses:?}");
+}
