@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 use system_tests::relay::Link;
 
 const RUN_MAX: Duration = Duration::from_secs(240);
-/// Nodes that offer 48 MiB each, for a grid of `SIZE` that takes 51 MiB: it needs two of them, and a third has room for any
-/// standby.
+/// Too little for a grid of `SIZE` on one node (48 MiB of cells without standbys, and 16 MiB for each tile).
 const MEMORY: u64 = 64 << 20;
+/// The same with hot standbys, which take half as much again: 87 MiB on one node. However four such nodes share the grid, each
+/// tile's standby has room: a node holds two thirds of the cells in two tiles.
+const WITH_STANDBYS: u64 = 86 << 20;
 /// Nodes so small that the grid needs three of them.
 const THIRD: u64 = 45 << 20;
 const SIZE: u32 = 832;
@@ -191,7 +193,7 @@ fn a_run_survives_its_nodes_and_ends_with_the_hash_of_one_that_met_nothing() {
     let tier = std::env::var("GRID_STANDBY").unwrap_or_else(|_| "hot".into());
     let alone = solo(&folder, steps);
     for kill in 0..kills {
-        let mut mesh = mesh(4, MEMORY);
+        let mut mesh = mesh(4, WITH_STANDBYS);
         let text = job(steps, &format!("standby = {tier:?}"));
         let file = folder.job(&text);
         let api = mesh.nodes[0].api.to_string();
@@ -333,7 +335,7 @@ fn a_run_survives_the_node_that_it_was_submitted_to() {
     let steps = 4000;
     let alone = solo(&folder, steps);
     // More than half of those who take part have to agree: of three tiles' owners two are left.
-    for (standby, checkpoints, memory) in [("hot", "", MEMORY), ("none", "checkpoint_every = 200", THIRD)] {
+    for (standby, checkpoints, memory) in [("hot", "", WITH_STANDBYS), ("none", "checkpoint_every = 200", THIRD)] {
         let mut mesh = mesh(4, memory);
         let file = folder.job(&job(steps, &format!("standby = {standby:?}\n{checkpoints}")));
         let run = submit(Some(&mesh.nodes[0]), &file, &folder.out(standby), &[]);
@@ -484,7 +486,7 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
 #[test]
 fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitter_knows_where_it_went() {
     let folder = Folder::new();
-    let mut mesh = mesh(4, MEMORY);
+    let mut mesh = mesh(4, WITH_STANDBYS);
     let file = folder.job(&job(4000, "standby = \"hot\""));
     let run = submit(Some(&mesh.nodes[0]), &file, &folder.out("run"), &[]);
     let report = run
