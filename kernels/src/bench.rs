@@ -10,12 +10,13 @@ use serde::Serialize;
 use crate::cpu::Isa;
 use crate::cpu::activations::{self, Quantise};
 use crate::cpu::engine::products;
-use crate::cpu::product::Matrix;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::model::CpuStage;
+use crate::model::load::Matrix;
 use crate::pool::Pool;
 use crate::quant::{QuantType, random_blocks};
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use crate::tile::Layout;
 use crate::weights::ModelFile;
 
 mod sampler;
@@ -140,20 +141,21 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     const PREFILLED: usize = 4;
     let isa = Isa::detect();
     let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
-    let one = random_blocks(KIND, SIDE * SIDE / KIND.block_len(), 1);
+    let stored = random_blocks(KIND, SIDE * SIDE / KIND.block_len(), 1);
+    let one = Layout::of(KIND).matrix_bytes(SIDE, SIDE);
     let most = usize::try_from(memory).unwrap_or(usize::MAX);
-    let bytes = one.repeat((beyond_caches().min(most) / one.len()).max(PREFILLED));
-    let matrices = bytes.chunks_exact(one.len()).filter_map(|bytes| Matrix::new(KIND, SIDE, SIDE, bytes));
-    let matrices: Vec<Matrix<'_>> = matrices.collect();
+    let count = (beyond_caches().min(most) / one).max(PREFILLED);
+    let matrices = (0..count).map(|_| Matrix::convert(&mut pool, KIND, [SIDE; 2], &stored));
+    let matrices = matrices.collect::<Result<Vec<Matrix>, _>>()?;
     let (row, prompt) = (some_rows(isa, 1, SIDE), some_rows(isa, PROMPT, SIDE));
     let mut out = Vec::new();
-    let mut seconds = |x: &activations::Rows, matrices: &[Matrix<'_>]| {
+    let mut seconds = |x: &activations::Rows, matrices: &[Matrix]| {
         let began = Instant::now();
         let mut passes = Vec::new();
         // The first pass finds scratch memory and sleeping threads, and does not count.
         while passes.len() < 2 || (passes.len() < 7 && began.elapsed() < MEASURE) {
             let start = Instant::now();
-            matrices.iter().for_each(|matrix| products(isa, &mut pool, x, true, &[*matrix], [&mut out]));
+            matrices.iter().for_each(|matrix| products(isa, &mut pool, x, true, &[matrix.tiles()], [&mut out]));
             passes.push(start.elapsed().as_secs_f64());
         }
         // The fastest: whoever else uses the machine now makes it slower, and may be gone in a minute.
@@ -163,7 +165,7 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     let few = &matrices[..PREFILLED];
     let prefill = seconds(&prompt, few);
     Ok(Speed {
-        weight_bytes_s: ((matrices.len() * one.len()) as f64 / decode) as u64,
+        weight_bytes_s: ((matrices.len() * one) as f64 / decode) as u64,
         flops_s: ((few.len() * SIDE * SIDE * 2 * PROMPT) as f64 / prefill) as u64,
         step_ns: hand_over_ns(),
     })
@@ -218,9 +220,9 @@ fn some_rows(isa: Isa, count: usize, cols: usize) -> activations::Rows {
     for i in 0..count {
         // SAFETY: one row at a time; the instruction set was detected.
         unsafe {
-            let (floats, groups) = out.row(i);
+            let (floats, blocks) = out.row(i);
             floats[..cols].iter_mut().enumerate().for_each(|(k, x)| *x = ((k * 37 + i) % 101) as f32 - 50.0);
-            isa.run(Quantise { floats: &floats[..cols], groups });
+            isa.run(Quantise { floats: &floats[..cols], blocks });
         }
     }
     rows

@@ -1,7 +1,7 @@
 //! Arithmetic on the CPU: one text per kernel, compiled for each instruction set and chosen at run time.
 //!
-//! The numerics contract is kept here: every sum has one order, fixed by 16 lanes and the position of its terms, never by
-//! the number of rows, the number of threads or the instruction set. Multiplications that feed a sum are fused with it.
+//! Products, norms and attention have the bits of [`crate::order`], whatever the number of rows, the number of threads or the
+//! instruction set.
 //! Next: `cpu/simd.rs`, then `cpu/product.rs`.
 
 pub(crate) mod activations;
@@ -16,7 +16,6 @@ pub(crate) mod product;
 pub(crate) mod rotary;
 pub(crate) mod rows;
 pub(crate) mod simd;
-pub(crate) mod unpack;
 pub(crate) mod words;
 
 use simd::Kernel;

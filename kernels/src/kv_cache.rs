@@ -1,15 +1,15 @@
 //! Keys and values of several sequences, addressed by position.
 //!
 //! Writing a position again is harmless, and writing at one forgets those behind it: replay, cancellation and
-//! speculation need nothing else. Memory comes in pages of [`BLOCK`] positions and follows use. Cells are f32 or f16, as
+//! speculation need nothing else. Memory comes in pages of [`PAGE`] positions and follows use. Cells are f32 or f16, as
 //! [`Activations::cache_cell_bytes`] says.
 use std::collections::BTreeMap;
 
 use crate::cpu::simd::{Kernel, Simd};
 use crate::stage::{Activations, SequenceId};
 
-/// Positions in a block: two vectors of keys, small enough to waste little.
-pub(crate) const BLOCK: usize = 32;
+/// Positions in a page: two vectors of keys, small enough to waste little.
+pub(crate) const PAGE: usize = 32;
 
 /// Keys and values of a stage's layers.
 pub(crate) struct KvCache {
@@ -32,17 +32,17 @@ struct Sequence {
     pages: Vec<Page>,
 }
 
-/// `BLOCK` positions: `[layer][kv head]` of keys `[head_dim][BLOCK]`, then values `[BLOCK][head_dim padded to 16]`.
+/// `PAGE` positions: `[layer][kv head]` of keys `[head_dim][PAGE]`, then values `[PAGE][head_dim padded to 16]`.
 struct Page(Vec<Aligned>);
 
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Aligned([u8; 64]);
 
-/// Bytes that one position takes in one layer, all heads; memory comes for [`BLOCK`] positions at a time.
+/// Bytes that one position takes in one layer, all heads; memory comes for [`PAGE`] positions at a time.
 pub(crate) fn position_bytes(kv_heads: usize, head_dim: usize, activations: Activations) -> usize {
     let shape = Shape { layers: 1, kv_heads, head_dim, cell_bytes: activations.cache_cell_bytes() };
-    shape.page_bytes() / BLOCK
+    shape.page_bytes() / PAGE
 }
 
 impl Shape {
@@ -55,12 +55,12 @@ impl Shape {
     }
 
     fn keys_bytes(&self) -> usize {
-        BLOCK * self.head_dim * self.cell_bytes
+        PAGE * self.head_dim * self.cell_bytes
     }
 
     /// Of one head: a multiple of 64, as 32 cells are.
     fn head_bytes(&self) -> usize {
-        self.keys_bytes() + BLOCK * self.value_row_bytes()
+        self.keys_bytes() + PAGE * self.value_row_bytes()
     }
 
     fn head_offset(&self, layer: usize, kv_head: usize) -> usize {
@@ -102,7 +102,7 @@ impl KvCache {
         let entry = self.sequences.entry(sequence).or_default();
         debug_assert!(position <= entry.held);
         entry.held = position + count;
-        let pages = entry.held.div_ceil(BLOCK);
+        let pages = entry.held.div_ceil(PAGE);
         entry.pages.truncate(pages);
         let lines = shape.page_bytes().div_ceil(64);
         entry.pages.resize_with(pages, || Page(vec![Aligned([0; 64]); lines]));
@@ -114,12 +114,12 @@ impl KvCache {
         pages * self.shape.page_bytes().next_multiple_of(64)
     }
 
-    /// Blocks of a sequence for reading; `None` if it is not known.
-    pub(crate) fn view(&self, sequence: SequenceId) -> Option<SequenceBlocks<'_>> {
-        self.sequences.get(&sequence).map(|s| SequenceBlocks { shape: self.shape, pages: &s.pages })
+    /// Pages of a sequence for reading; `None` if it is not known.
+    pub(crate) fn view(&self, sequence: SequenceId) -> Option<SequencePages<'_>> {
+        self.sequences.get(&sequence).map(|s| SequencePages { shape: self.shape, pages: &s.pages })
     }
 
-    /// Blocks of a sequence for writing by several threads.
+    /// Pages of a sequence for writing by several threads.
     pub(crate) fn writer(&mut self, sequence: SequenceId) -> Option<Writer> {
         let shape = self.shape;
         self.sequences
@@ -130,46 +130,46 @@ impl KvCache {
 
 /// Pages of one sequence.
 #[derive(Clone, Copy)]
-pub(crate) struct SequenceBlocks<'a> {
+pub(crate) struct SequencePages<'a> {
     shape: Shape,
     pages: &'a [Page],
 }
 
-impl<'a> SequenceBlocks<'a> {
-    pub(crate) fn head(&self, layer: usize, kv_head: usize) -> HeadBlocks<'a> {
+impl<'a> SequencePages<'a> {
+    pub(crate) fn head(&self, layer: usize, kv_head: usize) -> HeadPages<'a> {
         assert!(layer < self.shape.layers && kv_head < self.shape.kv_heads, "a head of the cache");
-        HeadBlocks { blocks: *self, offset: self.shape.head_offset(layer, kv_head) }
+        HeadPages { pages: *self, offset: self.shape.head_offset(layer, kv_head) }
     }
 }
 
 /// Keys and values of one head of one layer.
 #[derive(Clone, Copy)]
-pub(crate) struct HeadBlocks<'a> {
-    blocks: SequenceBlocks<'a>,
+pub(crate) struct HeadPages<'a> {
+    pages: SequencePages<'a>,
     offset: usize,
 }
 
-impl HeadBlocks<'_> {
+impl HeadPages<'_> {
     /// Whether cells are f16.
     pub(crate) fn half(&self) -> bool {
-        self.blocks.shape.half()
+        self.pages.shape.half()
     }
 
     /// Positions there is room for.
     pub(crate) fn positions(&self) -> usize {
-        self.blocks.pages.len() * BLOCK
+        self.pages.pages.len() * PAGE
     }
 
-    /// Keys of block `b`: `[head_dim][BLOCK]` cells.
+    /// Keys of page `b`: `[head_dim][PAGE]` cells.
     #[inline(always)]
     pub(crate) fn keys(&self, b: usize) -> *const u8 {
-        self.blocks.pages[b].0.as_ptr().cast::<u8>().wrapping_add(self.offset)
+        self.pages.pages[b].0.as_ptr().cast::<u8>().wrapping_add(self.offset)
     }
 
-    /// Values of block `b` and the bytes of each of its `BLOCK` rows.
+    /// Values of page `b` and the bytes of each of its `PAGE` rows.
     #[inline(always)]
     pub(crate) fn values(&self, b: usize) -> (*const u8, usize) {
-        let shape = &self.blocks.shape;
+        let shape = &self.pages.shape;
         (self.keys(b).wrapping_add(shape.keys_bytes()), shape.value_row_bytes())
     }
 }
@@ -190,11 +190,10 @@ impl Writer {
     pub(crate) fn place(&self, layer: usize, position: usize) -> Place {
         let shape = self.shape;
         assert!(layer < shape.layers, "a layer of the cache");
-        let page = self.pages[position / BLOCK];
-        let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % BLOCK * shape.cell_bytes);
-        let values = page.wrapping_add(
-            shape.head_offset(layer, 0) + shape.keys_bytes() + position % BLOCK * shape.value_row_bytes(),
-        );
+        let page = self.pages[position / PAGE];
+        let keys = page.wrapping_add(shape.head_offset(layer, 0) + position % PAGE * shape.cell_bytes);
+        let values = page
+            .wrapping_add(shape.head_offset(layer, 0) + shape.keys_bytes() + position % PAGE * shape.value_row_bytes());
         Place { shape, keys, values }
     }
 }
@@ -236,12 +235,12 @@ impl StoreRow<'_> {
         for (head, (keys, values)) in self.keys.chunks_exact(size).zip(self.values.chunks_exact(size)).enumerate() {
             let offset = head * shape.head_bytes();
             for (i, (keys, values)) in keys.chunks(16).zip(values.chunks(16)).enumerate() {
-                // SAFETY: the head has `size` keys, `BLOCK` cells apart, and a row of values padded to whole vectors.
+                // SAFETY: the head has `size` keys, `PAGE` cells apart, and a row of values padded to whole vectors.
                 unsafe {
                     let mut cells = [0u8; 64];
                     C::store::<S>(S::load_first(keys.as_ptr(), keys.len()), cells.as_mut_ptr());
                     for d in 0..keys.len() {
-                        let to = to_keys.add(offset + (16 * i + d) * BLOCK * C::BYTES);
+                        let to = to_keys.add(offset + (16 * i + d) * PAGE * C::BYTES);
                         std::ptr::copy_nonoverlapping(cells.as_ptr().add(d * C::BYTES), to, C::BYTES);
                     }
                     let to = to_values.add(offset + 16 * i * C::BYTES);

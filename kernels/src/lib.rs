@@ -11,6 +11,10 @@ mod kv_cache;
 pub mod model;
 mod pool;
 
+pub mod order;
+pub mod recipe;
+pub mod tile;
+
 pub mod chat_template;
 pub mod gpu;
 pub mod grid;

@@ -1,24 +1,24 @@
-//! Models on the CPU: a range of layers loaded from a file, run pass by pass.
+//! Models on the CPU: a range of layers loaded from a file, run pass by pass as their recipe says.
 //!
-//! Each architecture is one file that reads top to bottom: `model/llama.rs` first.
-use std::ops::Range;
+//! Next: `model/load.rs`, then `cpu/engine.rs`.
 use std::sync::Arc;
 
 use crate::cpu::Isa;
-use crate::cpu::engine::{Bias, Engine, RowAt, Shape};
-use crate::cpu::product::Matrix;
+use crate::cpu::engine::{Engine, RowAt, Shape};
 use crate::cpu::rotary::RotaryTable;
+use crate::pool::Pool;
+use crate::recipe::Recipe;
 use crate::stage::{Activations, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions};
-use crate::weights::{Architecture, ModelConfig, ModelFile, RopeKind, WeightsError};
+use crate::weights::{ModelFile, RopeKind, WeightsError};
 
-mod llama;
-mod qwen2;
-mod qwen3;
+pub(crate) mod load;
 
-/// Loads layers of a model for this machine's CPU. Matrices stay in the file's mapping; only norms and biases are copied.
+use load::{Head, LayerWeights, Loader};
+
+/// Loads layers of a model for this machine's CPU. Matrices become tiles in memory; embedding rows stay in the file's mapping.
 ///
 /// # Errors
-/// Options that make no sense, a tensor that is not there, or no threads to be had.
+/// Options that make no sense, a tensor that is not there or holds numbers that are not finite, no threads or no memory.
 pub fn load_cpu_stage(file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
     Ok(Box::new(CpuStage::load(file, options, Isa::detect())?))
 }
@@ -30,51 +30,13 @@ pub(crate) struct CpuStage {
     options: StageOptions,
     width: usize,
     vocab: usize,
-    blocks: Vec<Block>,
-    embedding: Option<Stored>,
+    recipe: Recipe,
+    layers: Vec<LayerWeights>,
     head: Option<Head>,
     pub(crate) engine: Engine,
     weight_bytes: u64,
-    /// Matrices above point into it.
-    _file: Arc<ModelFile>,
-}
-
-/// One layer of some architecture.
-enum Block {
-    Llama(llama::Block),
-    Qwen2(qwen2::Block),
-    Qwen3(qwen3::Block),
-}
-
-struct Head {
-    norm: Vec<f32>,
-    matrix: Stored,
-}
-
-/// A matrix in the mapping of the file that the stage keeps open.
-struct Stored(Matrix<'static>);
-
-impl Stored {
-    fn matrix(&self) -> Matrix<'_> {
-        self.0
-    }
-}
-
-/// Biases around attention: any architecture's files may have them.
-struct AttentionBiases {
-    /// Of query, key and value.
-    inputs: [Option<Vec<f32>>; 3],
-    output: Option<Vec<f32>>,
-}
-
-impl AttentionBiases {
-    fn inputs(&self) -> [Bias<'_>; 3] {
-        self.inputs.each_ref().map(Option::as_deref)
-    }
-
-    fn output(&self) -> Bias<'_> {
-        self.output.as_deref()
-    }
+    /// Embedding rows are read from it.
+    file: Arc<ModelFile>,
 }
 
 impl CpuStage {
@@ -89,14 +51,16 @@ impl CpuStage {
                 "expected at least one sequence, position and thread; found {sequences}, {context} and {threads}"
             )));
         }
-        let mut loader = Loader { file: &file, weight_bytes: 0 };
-        let blocks = layers.clone().map(|layer| loader.block(config, layer)).collect::<Result<_, _>>()?;
-        let embedding = (layers.start == 0).then(|| loader.matrix("token_embd.weight")).transpose()?;
-        let head = (layers.end == config.layers).then(|| loader.head(config, embedding.is_some())).transpose()?;
-        let weight_bytes = loader.weight_bytes;
-        let engine = engine(&file, &options, isa)?;
+        let recipe = Recipe::of(config);
+        let no_threads = |e| StageError::Device(format!("{threads} compute threads: {e}"));
+        let mut engine = engine(&file, &options, isa, Pool::new(*threads).map_err(no_threads)?)?;
+        let mut loader = Loader { file: &file, pool: &mut engine.pool, bytes: 0 };
+        let weights =
+            layers.clone().map(|layer| loader.layer(&recipe.layers[layer], layer)).collect::<Result<_, _>>()?;
+        let head = (layers.end == config.layers).then(|| loader.head(config)).transpose()?;
+        let weight_bytes = loader.bytes;
         let (width, vocab) = (config.width, config.vocab);
-        Ok(Self { options, width, vocab, blocks, embedding, head, engine, weight_bytes, _file: file })
+        Ok(Self { options, width, vocab, recipe, layers: weights, head, engine, weight_bytes, file })
     }
 
     /// Tokens of the vocabulary.
@@ -104,13 +68,13 @@ impl CpuStage {
         self.vocab
     }
 
-    /// Weights that decoding one token reads: all but the embedding, of which it is one row.
+    /// Weights that decoding one token reads, beside a row of the embedding.
     pub(crate) fn bytes_per_token(&self) -> u64 {
-        let untied = |stored: &Stored| match &self.head {
-            Some(head) if std::ptr::eq(head.matrix.0.bytes(), stored.0.bytes()) => 0,
-            Some(_) | None => stored.0.bytes().len() as u64,
-        };
-        self.weight_bytes - self.embedding.as_ref().map_or(0, untied)
+        self.weight_bytes
+    }
+
+    fn embeds(&self) -> bool {
+        self.options.layers.start == 0
     }
 
     /// Everything that can be wrong with a batch, before anything changes.
@@ -152,13 +116,13 @@ impl CpuStage {
     /// Rows of an entry, which are of the kind and shape that this stage takes.
     fn count(&self, rows: &Rows<'_>) -> Result<usize, StageError> {
         let count = match rows.input {
-            RowsIn::Tokens(tokens) if self.embedding.is_some() => {
+            RowsIn::Tokens(tokens) if self.embeds() => {
                 if let Some(token) = tokens.iter().find(|t| **t as usize >= self.vocab) {
                     return Err(StageError::Input(format!("token {token} of a vocabulary of {}", self.vocab)));
                 }
                 tokens.len()
             }
-            RowsIn::Hidden(hidden) if self.embedding.is_none() => {
+            RowsIn::Hidden(hidden) if !self.embeds() => {
                 if !hidden.len().is_multiple_of(self.width) {
                     let found = hidden.len();
                     return Err(StageError::Input(format!("{found} numbers are no whole rows of {}", self.width)));
@@ -176,28 +140,20 @@ impl CpuStage {
 
     /// One pass: `rows` of the batch (entry, row within it) through all layers.
     fn pass(&mut self, batch: &[Rows<'_>], rows: &[(usize, usize)], out: &mut [RowsOut]) {
-        let Self { blocks, embedding, head, engine, width, vocab, .. } = self;
+        let Self { options, recipe, layers, head, engine, width, vocab, file, .. } = self;
         let at = |&(entry, row): &(usize, usize)| RowAt {
             sequence: batch[entry].sequence,
             position: batch[entry].position + row,
         };
         engine.begin(rows.iter().map(at));
         for (hidden, &(entry, row)) in engine.hidden.chunks_exact_mut(*width).zip(rows) {
-            match (batch[entry].input, &*embedding) {
-                (RowsIn::Tokens(tokens), Some(table)) => {
-                    let table = table.matrix();
-                    table.kind().dequantize(table.row(tokens[row] as usize), hidden);
-                }
-                (RowsIn::Hidden(from), _) => hidden.copy_from_slice(&from[row * *width..][..*width]),
-                (RowsIn::Tokens(_), None) => unreachable!("checked with the batch"),
+            match batch[entry].input {
+                RowsIn::Tokens(tokens) => embed(file, recipe, tokens[row], hidden),
+                RowsIn::Hidden(from) => hidden.copy_from_slice(&from[row * *width..][..*width]),
             }
         }
-        for (layer, block) in blocks.iter().enumerate() {
-            match block {
-                Block::Llama(block) => block.forward(engine, layer),
-                Block::Qwen2(block) => block.forward(engine, layer),
-                Block::Qwen3(block) => block.forward(engine, layer),
-            }
+        for (index, weights) in layers.iter().enumerate() {
+            engine.layer(&recipe.layers[options.layers.start + index], weights, index);
         }
         engine.settle();
         let Some(head) = head else {
@@ -219,7 +175,7 @@ impl CpuStage {
         if wanted.is_empty() {
             return;
         }
-        let logits = engine.logits(&wanted, &head.norm, head.matrix.matrix());
+        let logits = engine.logits(&wanted, &head.norm, head.matrix.tiles(), recipe.logit_cap);
         if let [one] = wanted[..] {
             out[rows[one].0] = RowsOut::Logits(logits);
             return;
@@ -268,13 +224,25 @@ impl Stage for CpuStage {
 
     fn numerics(&self) -> &str {
         match self.options.activations {
-            Activations::Int8 => "cpu-int8-1",
-            Activations::F32 => "cpu-f32-1",
+            Activations::Int8 => "int8-2",
+            Activations::F32 => "f32-2",
         }
     }
 }
 
-fn engine(file: &ModelFile, options: &StageOptions, isa: Isa) -> Result<Engine, StageError> {
+/// The embedding of a token, which is one of the vocabulary.
+fn embed(file: &ModelFile, recipe: &Recipe, token: u32, row: &mut [f32]) {
+    let table = file.tensor(EMBEDDING).expect("checked when the file was opened");
+    let row_bytes = table.bytes.len() / table.rows;
+    table.quant.dequantize(&table.bytes[token as usize * row_bytes..][..row_bytes], row);
+    if let Some(scale) = recipe.embed_scale {
+        row.iter_mut().for_each(|x| *x *= scale);
+    }
+}
+
+const EMBEDDING: &str = "token_embd.weight";
+
+fn engine(file: &ModelFile, options: &StageOptions, isa: Isa, pool: Pool) -> Result<Engine, StageError> {
     let config = file.config();
     let factors = file.tensor("rope_freqs.weight").map(|t| t.to_f32());
     let rotary = RotaryTable::new(config.rope.frequencies(factors.as_deref()).map_err(unusable)?);
@@ -287,86 +255,11 @@ fn engine(file: &ModelFile, options: &StageOptions, isa: Isa) -> Result<Engine, 
         halves: config.rope.kind == RopeKind::Halves,
         activations: options.activations,
     };
-    Engine::new(isa, options.threads, shape, options.layers.len(), rotary)
-        .map_err(|e| StageError::Device(format!("{} compute threads: {e}", options.threads)))
+    Ok(Engine::new(isa, pool, shape, options.layers.len(), rotary))
 }
 
 fn unusable(error: WeightsError) -> StageError {
     StageError::Input(format!("the weights cannot be used: {error}"))
-}
-
-/// Takes tensors out of a file and counts their bytes.
-struct Loader<'a> {
-    file: &'a ModelFile,
-    weight_bytes: u64,
-}
-
-impl Loader<'_> {
-    fn block(&mut self, config: &ModelConfig, layer: usize) -> Result<Block, StageError> {
-        let mut layer = LayerLoader { loader: self, prefix: format!("blk.{layer}.") };
-        Ok(match config.architecture {
-            Architecture::Llama => Block::Llama(llama::Block::load(&mut layer, config)?),
-            Architecture::Qwen2 => Block::Qwen2(qwen2::Block::load(&mut layer, config)?),
-            Architecture::Qwen3 => Block::Qwen3(qwen3::Block::load(&mut layer, config)?),
-        })
-    }
-
-    fn head(&mut self, config: &ModelConfig, embedding_counted: bool) -> Result<Head, StageError> {
-        let matrix = self.matrix(config.head_tensor())?;
-        if config.tied && embedding_counted {
-            let Range { start, end } = matrix.matrix().bytes().as_ptr_range();
-            self.weight_bytes -= end as u64 - start as u64;
-        }
-        Ok(Head { norm: self.vector("output_norm.weight")?, matrix })
-    }
-
-    fn matrix(&mut self, name: &str) -> Result<Stored, StageError> {
-        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-        self.weight_bytes += tensor.bytes.len() as u64;
-        let matrix = Matrix::new(tensor.quant, tensor.rows, tensor.cols, tensor.bytes)
-            .ok_or_else(|| StageError::Input(format!("tensor {name:?}: bytes and shape disagree")))?;
-        // SAFETY: the bytes belong to the file, which never moves or changes them and which the stage keeps open as long
-        // as it has any `Stored`; the lifetime is shortened again by `Stored::matrix`.
-        Ok(Stored(unsafe { std::mem::transmute::<Matrix<'_>, Matrix<'static>>(matrix) }))
-    }
-
-    fn vector(&mut self, name: &str) -> Result<Vec<f32>, StageError> {
-        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-        self.weight_bytes += tensor.bytes.len() as u64;
-        Ok(tensor.to_f32())
-    }
-}
-
-/// Takes the tensors of one layer, by their names within it.
-struct LayerLoader<'a, 'f> {
-    loader: &'a mut Loader<'f>,
-    prefix: String,
-}
-
-impl LayerLoader<'_, '_> {
-    fn matrix(&mut self, name: &str) -> Result<Stored, StageError> {
-        self.loader.matrix(&format!("{}{name}.weight", self.prefix))
-    }
-
-    fn vector(&mut self, name: &str) -> Result<Vec<f32>, StageError> {
-        self.loader.vector(&format!("{}{name}.weight", self.prefix))
-    }
-
-    /// Those that the model has.
-    fn attention_biases(&mut self, config: &ModelConfig) -> Result<AttentionBiases, StageError> {
-        let mut bias = |name: &str, there: bool| {
-            there.then(|| self.loader.vector(&format!("{}{name}.bias", self.prefix))).transpose()
-        };
-        let mut input = |name| bias(name, config.attention_bias);
-        Ok(AttentionBiases {
-            inputs: [input("attn_q")?, input("attn_k")?, input("attn_v")?],
-            output: bias("attn_output", config.attention_output_bias)?,
-        })
-    }
-}
-
-fn missing(name: &str) -> StageError {
-    StageError::Input(format!("tensor {name:?} is missing"))
 }
 
 #[cfg(test)]

@@ -17,6 +17,10 @@ pub enum QuantType {
     Q4_0,
     /// 32 weights: f16 scale, f16 minimum, 4 bit each.
     Q4_1,
+    /// 32 weights: f16 scale, 5 bit each (the fifth bits apart), minus 16.
+    Q5_0,
+    /// 32 weights: f16 scale, f16 minimum, 5 bit each (the fifth bits apart).
+    Q5_1,
     /// 32 weights: f16 scale, signed bytes.
     Q8_0,
     /// 256 weights: 8 groups of 32 with 6-bit scales and minima, 4 bit each.
@@ -28,12 +32,14 @@ pub enum QuantType {
 }
 
 /// Every format, for tests that go through all of them.
-pub const QUANT_TYPES: [QuantType; 9] = [
+pub const QUANT_TYPES: [QuantType; 11] = [
     QuantType::F32,
     QuantType::F16,
     QuantType::Bf16,
     QuantType::Q4_0,
     QuantType::Q4_1,
+    QuantType::Q5_0,
+    QuantType::Q5_1,
     QuantType::Q8_0,
     QuantType::Q4K,
     QuantType::Q5K,
@@ -60,6 +66,8 @@ impl QuantType {
             Self::F16 => 1,
             Self::Q4_0 => 2,
             Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
             Self::Q8_0 => 8,
             Self::Q4K => 12,
             Self::Q5K => 13,
@@ -77,6 +85,8 @@ impl QuantType {
             Self::Bf16 => "BF16",
             Self::Q4_0 => "Q4_0",
             Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
             Self::Q8_0 => "Q8_0",
             Self::Q4K => "Q4_K",
             Self::Q5K => "Q5_K",
@@ -89,7 +99,7 @@ impl QuantType {
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q4_0 | Self::Q4_1 | Self::Q8_0 => BLOCK,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => BLOCK,
             Self::Q4K | Self::Q5K | Self::Q6K => SUPER_BLOCK,
         }
     }
@@ -102,6 +112,8 @@ impl QuantType {
             Self::F16 | Self::Bf16 => 2,
             Self::Q4_0 => 18,
             Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
             Self::Q8_0 => 34,
             Self::Q4K => 144,
             Self::Q5K => 176,
@@ -149,8 +161,10 @@ impl QuantType {
                 Self::F32 => out[0] = R::new(f64::from(f32::from_le_bytes([block[0], block[1], block[2], block[3]]))),
                 Self::F16 => out[0] = R::new(half_at(block, 0)),
                 Self::Bf16 => out[0] = R::new(bf16::from_le_bytes([block[0], block[1]]).to_f64()),
-                Self::Q4_0 => q4(half_at(block, 0), -8.0 * half_at(block, 0), &block[2..], out),
-                Self::Q4_1 => q4(half_at(block, 0), half_at(block, 2), &block[4..], out),
+                Self::Q4_0 => q4(half_at(block, 0), -8.0 * half_at(block, 0), &[0; 4], &block[2..], out),
+                Self::Q4_1 => q4(half_at(block, 0), half_at(block, 2), &[0; 4], &block[4..], out),
+                Self::Q5_0 => q4(half_at(block, 0), -16.0 * half_at(block, 0), &block[2..6], &block[6..], out),
+                Self::Q5_1 => q4(half_at(block, 0), half_at(block, 2), &block[4..8], &block[8..], out),
                 Self::Q8_0 => q8_0(block, out),
                 Self::Q4K => q45_k(block, None, &block[16..], out),
                 Self::Q5K => q45_k(block, Some(&block[16..48]), &block[48..], out),
@@ -181,11 +195,16 @@ fn half_at(block: &[u8], at: usize) -> f64 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f64()
 }
 
-/// 16 bytes: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble.
-fn q4<R: Real>(scale: f64, minimum: f64, nibbles: &[u8], out: &mut [R]) {
+/// 16 bytes: weight `j` is the low nibble of byte `j`, weight `16 + j` its high nibble; bit `i` of the four bytes of `fifth`
+/// is the fifth bit of weight `i`.
+fn q4<R: Real>(scale: f64, minimum: f64, fifth: &[u8], nibbles: &[u8], out: &mut [R]) {
+    let mut put = |i: usize, nibble: u8| {
+        let code = nibble | (fifth[i / 8] >> (i % 8) & 1) << 4;
+        out[i] = R::new(scale * f64::from(code) + minimum);
+    };
     for (j, &byte) in nibbles[..16].iter().enumerate() {
-        out[j] = R::new(scale * f64::from(byte & 15) + minimum);
-        out[16 + j] = R::new(scale * f64::from(byte >> 4) + minimum);
+        put(j, byte & 15);
+        put(16 + j, byte >> 4);
     }
 }
 
@@ -237,7 +256,7 @@ fn q6_k<R: Real>(block: &[u8], out: &mut [R]) {
 }
 
 /// Stores rows in one of the formats that have a quantiser here: F32, F16, BF16, Q8_0, Q4_0, Q4_1 (the rounding of
-/// ggml's reference quantisers). `None` for the K formats, whose files come from elsewhere.
+/// ggml's reference quantisers). `None` for the others, whose files come from elsewhere.
 ///
 /// # Panics
 /// If `weights` is no whole number of blocks.
@@ -260,7 +279,7 @@ pub fn quantize(kind: QuantType, weights: &[f32]) -> Option<Vec<u8>> {
                 let high = block.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 quantize_q4(block, (high - low) / 15.0, Some(low), &mut out);
             }
-            QuantType::Q4K | QuantType::Q5K | QuantType::Q6K => return None,
+            QuantType::Q5_0 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K | QuantType::Q6K => return None,
         }
     }
     Some(out)
@@ -307,6 +326,11 @@ pub fn random_blocks(kind: QuantType, blocks: usize, seed: u64) -> Vec<u8> {
             QuantType::Q4_0 => block[..2].copy_from_slice(&unit(0.125)),
             QuantType::Q4_1 => {
                 block[..2].copy_from_slice(&unit(0.125));
+                block[2..4].copy_from_slice(&unit(-1.0));
+            }
+            QuantType::Q5_0 => block[..2].copy_from_slice(&unit(0.0625)),
+            QuantType::Q5_1 => {
+                block[..2].copy_from_slice(&unit(0.0625));
                 block[2..4].copy_from_slice(&unit(-1.0));
             }
             QuantType::Q8_0 => block[..2].copy_from_slice(&unit(1.0 / 128.0)),

@@ -89,11 +89,11 @@ pub trait Stage: Send {
     fn held(&self, sequence: SequenceId) -> usize;
     /// Frees a sequence's cache; unknown sequences are ignored.
     fn release(&mut self, sequence: SequenceId);
-    /// Bytes of weights resident (mapped or copied), and of caches and scratch.
+    /// Bytes of weights in memory, and of caches and scratch.
     fn resident_bytes(&self) -> ResidentBytes;
     /// Elements of a hidden row.
     fn width(&self) -> usize;
-    /// Kernel set whose results agree bit for bit ("cpu-int8-1", "cpu-f32-1", "vulkan-1", …).
+    /// Kernel set whose results agree bit for bit ("int8-2", "f32-2", "vulkan-f32-1 …").
     fn numerics(&self) -> &str;
 }
 

@@ -191,6 +191,23 @@ impl ModelFile {
         &self.metadata
     }
 
+    /// Gives the pages of a tensor back to the system: it was copied, and is read again from the disk if it is wanted.
+    pub(crate) fn release(&self, name: &str) {
+        #[cfg(target_os = "linux")]
+        if let (Some(_), Some(tensor)) = (&self.path, self.tensor(name)) {
+            const PAGE: usize = 4096;
+            let start = (tensor.bytes.as_ptr() as usize).next_multiple_of(PAGE);
+            let end = (tensor.bytes.as_ptr_range().end as usize) / PAGE * PAGE;
+            if start < end {
+                // SAFETY: whole pages of a shared read-only mapping of a file, which stay what they are.
+                let given =
+                    unsafe { rustix::mm::madvise(start as *mut _, end - start, rustix::mm::Advice::LinuxDontNeed) };
+                // Pages may be larger than assumed: then they stay.
+                let _ = given;
+            }
+        }
+    }
+
     /// A tensor by its name in the file.
     #[must_use]
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {

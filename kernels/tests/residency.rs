@@ -1,4 +1,4 @@
-//! A stage's resident weights are its share of the file plus at most a tenth.
+//! A stage holds its share of the weights once: as tiles, and not in the file's mapping too.
 #![expect(clippy::print_stdout, reason = "figures for people")]
 #![cfg(target_os = "linux")]
 use kernels::stage::{Activations, Rows, RowsIn, StageOptions};
@@ -6,7 +6,7 @@ use kernels::weights::ModelFile;
 use kernels::weights::testing::real_model_path;
 
 #[test]
-fn a_stage_touches_its_own_weights_only() {
+fn a_stage_holds_its_own_weights_once() {
     let Some(path) = real_model_path() else { return };
     let header = ModelFile::open(&path).unwrap().header_range().end;
     // A copy, so that no other test of this process maps the same file.
@@ -25,12 +25,8 @@ fn a_stage_touches_its_own_weights_only() {
     let share: u64 = file.costs(Activations::Int8, false).layers[10..20].iter().map(|layer| layer.weight_bytes).sum();
     assert_eq!(said.weights, share);
     let found = resident(copy.file_name().unwrap().to_str().unwrap());
-    println!("share {share} B, header {header} B, resident {found} B");
-    assert!(found >= share, "every weight was read: {found} of {share}");
-    assert!(
-        found <= share + share / 10 + header,
-        "resident {found} B of a share of {share} B and a header of {header} B"
-    );
+    println!("share {share} B, header {header} B, resident in the mapping {found} B");
+    assert!(found <= share / 10 + header, "{found} B of the file beside tiles of {share} B and a header of {header} B");
     assert!(said.working < 4 << 20, "scratch and cache of five positions: {} B", said.working);
 }
 

@@ -102,6 +102,17 @@ pub fn dequantize<B: Backend>(matrix: &Matrix<B>) -> Tensor<B, 2> {
             let scales = halves(&matrix.scales, blocks, 2);
             nibbles(bytes(&matrix.quants, blocks, 16)) * columns(&scales, 0, 1) + columns(&scales, 1, 1)
         }
+        QuantType::Q5_0 => {
+            let apart = bytes(&matrix.scales, blocks, 6);
+            let codes = nibbles(bytes(&matrix.quants, blocks, 16)) + fifths(&columns(&apart, 2, 4));
+            (codes - 16.0) * halves_of(columns(&apart, 0, 2))
+        }
+        QuantType::Q5_1 => {
+            let apart = bytes(&matrix.scales, blocks, 8);
+            let scales = halves_of(columns(&apart, 0, 4));
+            let codes = nibbles(bytes(&matrix.quants, blocks, 16)) + fifths(&columns(&apart, 4, 4));
+            codes * columns(&scales, 0, 1) + columns(&scales, 1, 1)
+        }
         QuantType::Q8_0 => signed(bytes(&matrix.quants, blocks, 32)) * halves(&matrix.scales, blocks, 1),
         QuantType::Q4K => super_blocks(&bytes(&matrix.quants, blocks, 144), false),
         QuantType::Q5K => super_blocks(&bytes(&matrix.quants, blocks, 176), true),
@@ -178,6 +189,12 @@ fn columns<B: Backend, K: burn::tensor::BasicOps<B>>(
 /// 16 bytes to 32 weights: the low nibbles, then the high ones.
 fn nibbles<B: Backend>(bytes: Tensor<B, 2, Int>) -> Tensor<B, 2> {
     Tensor::cat(vec![field(bytes.clone(), 0, 4), field(bytes, 4, 4)], 1).float()
+}
+
+/// Four bytes to what the fifth bits of 32 weights add to their codes.
+fn fifths<B: Backend>(bytes: &Tensor<B, 2, Int>) -> Tensor<B, 2> {
+    let bits = (0..32).map(|i| field(columns(bytes, i / 8, 1), (i % 8) as i32, 1));
+    Tensor::cat(bits.collect(), 1).float() * 16.0
 }
 
 fn signed<B: Backend>(bytes: Tensor<B, 2, Int>) -> Tensor<B, 2> {

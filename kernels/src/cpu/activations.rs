@@ -2,15 +2,15 @@
 use std::ops::Range;
 
 use super::simd::{Kernel, Simd};
-use super::unpack::GROUP;
+use crate::order::{BLOCK, GROUP, SMALLEST, reciprocal};
 
-/// Rows of activations, padded with zeros to whole groups, in both forms.
+/// Rows of activations, padded with zeros to whole groups of 64 columns, in both forms.
 #[derive(Default)]
 pub(crate) struct Rows {
     count: usize,
     cols: usize,
     floats: Vec<Line>,
-    groups: Vec<Group>,
+    blocks: Vec<Block>,
 }
 
 /// 16 numbers on a cache line.
@@ -18,22 +18,29 @@ pub(crate) struct Rows {
 #[repr(C, align(64))]
 pub(crate) struct Line(pub(crate) [f32; 16]);
 
-/// 128 activations as integers, in the order of unpacked weights: first halves of four blocks of 32, then second halves.
-/// Lane i of the rest belongs to the bytes 4i to 4i+3 of both.
+/// 32 activations as integers.
 #[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct Group {
-    pub(crate) low: [i8; 64],
-    pub(crate) high: [i8; 64],
-    /// Scale of the lane's block.
-    pub(crate) scale: [f32; 16],
-    /// Scale times the sum of the lane's eight integers: what a block's minimum multiplies.
-    pub(crate) sums: [f32; 16],
-    /// Minus the sum of the lane's eight integers: what an offset of the weights multiplies.
-    pub(crate) neg_sums: [i32; 16],
+#[repr(C, align(16))]
+pub(crate) struct Block {
+    /// Each within ±127.
+    pub(crate) codes: [i8; BLOCK],
+    pub(crate) scale: f32,
+    /// The scale times the sum of the codes: what a block's minimum multiplies.
+    pub(crate) total: f32,
+    /// Sums of the codes of the first and the second half: what an offset of the weights multiplies.
+    pub(crate) sums: [i32; 2],
 }
 
-const ZERO: Group = Group { low: [0; 64], high: [0; 64], scale: [0.0; 16], sums: [0.0; 16], neg_sums: [0; 16] };
+const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
+
+impl Block {
+    /// Codes of four columns, as one number.
+    #[inline(always)]
+    pub(crate) fn slot(&self, index: usize) -> i32 {
+        let four = [0, 1, 2, 3].map(|i| self.codes[4 * index + i].cast_unsigned());
+        i32::from_le_bytes(four)
+    }
+}
 
 impl Rows {
     /// Makes room for `count` rows of `cols`; what they hold is undefined until written, except that the padding is zero.
@@ -42,8 +49,8 @@ impl Rows {
         if self.cols != cols || self.floats.len() < lines {
             self.floats.clear(); // padding must be zero, and moves with the number of columns
             self.floats.resize(lines, Line::default());
-            self.groups.clear();
-            self.groups.resize(count * group_count(cols), ZERO);
+            self.blocks.clear();
+            self.blocks.resize(count * block_count(cols), ZERO);
         }
         (self.count, self.cols) = (count, cols);
     }
@@ -58,22 +65,22 @@ impl Rows {
 
     /// Every row for writing.
     pub(crate) fn rows_mut(&mut self) -> RowsMut<'_> {
-        RowsMut { floats: self.floats.as_mut_ptr().cast(), groups: self.groups.as_mut_ptr(), rows: self }
+        RowsMut { floats: self.floats.as_mut_ptr().cast(), blocks: self.blocks.as_mut_ptr(), rows: self }
     }
 
-    /// First of the numbers of a row; whole groups of zeros pad it.
+    /// First of the numbers of a row; zeros pad it to whole groups.
     pub(crate) fn floats_at(&self, index: usize) -> *const f32 {
         self.floats[index * line_count(self.cols)..].as_ptr().cast()
     }
 
-    /// First of the integer groups of a row.
-    pub(crate) fn groups_at(&self, index: usize) -> *const Group {
-        self.groups[index * group_count(self.cols)..].as_ptr()
+    /// First of the integer blocks of a row.
+    pub(crate) fn blocks_at(&self, index: usize) -> *const Block {
+        self.blocks[index * block_count(self.cols)..].as_ptr()
     }
 
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
-        self.floats.capacity() * size_of::<Line>() + self.groups.capacity() * size_of::<Group>()
+        self.floats.capacity() * size_of::<Line>() + self.blocks.capacity() * size_of::<Block>()
     }
 }
 
@@ -81,7 +88,7 @@ impl Rows {
 #[derive(Clone, Copy)]
 pub(crate) struct RowsMut<'a> {
     floats: *mut f32,
-    groups: *mut Group,
+    blocks: *mut Block,
     rows: &'a Rows,
 }
 
@@ -96,14 +103,14 @@ impl RowsMut<'_> {
     /// # Safety
     /// No two live borrows of the same index.
     #[allow(clippy::mut_from_ref)]
-    pub(crate) unsafe fn row(&self, index: usize) -> (&mut [f32], &mut [Group]) {
-        let (lines, groups) = (line_count(self.rows.cols), group_count(self.rows.cols));
+    pub(crate) unsafe fn row(&self, index: usize) -> (&mut [f32], &mut [Block]) {
+        let (lines, blocks) = (line_count(self.rows.cols), block_count(self.rows.cols));
         assert!(index < self.rows.count, "row {index} of {}", self.rows.count);
         // SAFETY: `shape` made room for `count` rows; rows do not overlap.
         unsafe {
             (
                 std::slice::from_raw_parts_mut(self.floats.add(index * lines * 16), lines * 16),
-                std::slice::from_raw_parts_mut(self.groups.add(index * groups), groups),
+                std::slice::from_raw_parts_mut(self.blocks.add(index * blocks), blocks),
             )
         }
     }
@@ -121,12 +128,12 @@ impl RowsMut<'_> {
     }
 }
 
-/// Rounds one row to integers: each block of 32 has scale = largest magnitude / 127.
+/// Rounds one row to integers: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]).
 pub(crate) struct Quantise<'a> {
     /// The row, without padding; behind it zeros up to a whole group.
     pub(crate) floats: &'a [f32],
-    /// `ceil(floats.len() / 128)` groups.
-    pub(crate) groups: &'a mut [Group],
+    /// The blocks of whole groups.
+    pub(crate) blocks: &'a mut [Block],
 }
 
 impl Kernel for Quantise<'_> {
@@ -134,50 +141,38 @@ impl Kernel for Quantise<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for (g, group) in self.groups.iter_mut().enumerate() {
-            let mut scales = [0.0; 4];
-            for (b, scale) in scales.iter_mut().enumerate() {
-                let from = g * GROUP + b * 32;
-                let here = self.floats.len().saturating_sub(from);
-                if here == 0 {
-                    group.low[16 * b..16 * b + 16].fill(0);
-                    group.high[16 * b..16 * b + 16].fill(0);
-                    continue;
-                }
-                // SAFETY: lanes beyond the row are not touched; each half block of integers has 16 bytes.
-                unsafe {
-                    let x = self.floats.as_ptr().add(from);
-                    let low = S::load_first(x, here.min(16));
-                    let high = S::load_first(x.wrapping_add(16), here.saturating_sub(16).min(16));
-                    let largest = S::max_lane(S::max(S::abs(low), S::abs(high)));
-                    // Below this its reciprocal overflows, and nothing in a model is this small but a zero.
-                    let inverse = if largest > 1e-30 { 127.0 / largest } else { 0.0 };
-                    *scale = if largest > 1e-30 { largest / 127.0 } else { 0.0 };
-                    S::store_i8(S::mul(low, S::splat(inverse)), group.low.as_mut_ptr().add(16 * b));
-                    S::store_i8(S::mul(high, S::splat(inverse)), group.high.as_mut_ptr().add(16 * b));
-                }
+        for (b, block) in self.blocks.iter_mut().enumerate() {
+            let from = b * BLOCK;
+            let here = self.floats.len().saturating_sub(from);
+            if here == 0 {
+                *block = ZERO;
+                continue;
             }
-            // SAFETY: all arrays of a group have the width of a vector.
+            // SAFETY: lanes beyond the row are not touched; each half of the codes has 16 bytes.
             unsafe {
-                let x = (S::load_bytes(group.low.as_ptr().cast()), S::load_bytes(group.high.as_ptr().cast()));
-                let ones = S::halves(1, 1);
-                let sums = S::dot::<0>((ones, ones), x, std::ptr::null());
-                let scale = S::expand(scales.as_ptr());
-                S::store(scale, group.scale.as_mut_ptr());
-                S::store(S::mul(scale, S::to_f32(sums)), group.sums.as_mut_ptr());
-                S::store_i32(sums, group.neg_sums.as_mut_ptr());
+                let x = self.floats.as_ptr().add(from);
+                let low = S::load_first(x, here.min(16));
+                let high = S::load_first(x.wrapping_add(16), here.saturating_sub(16).min(16));
+                let largest = S::max_lane(S::max(S::abs(low), S::abs(high)));
+                let some = largest > SMALLEST;
+                let inverse = S::splat(if some { 127.0 * reciprocal(largest) } else { 0.0 });
+                block.scale = if some { largest * (1.0 / 127.0) } else { 0.0 };
+                S::store_i8(S::mul(low, inverse), block.codes.as_mut_ptr());
+                S::store_i8(S::mul(high, inverse), block.codes.as_mut_ptr().add(16));
             }
-            group.neg_sums = group.neg_sums.map(|sum| -sum);
+            let sum = |half: &[i8]| half.iter().map(|code| i32::from(*code)).sum();
+            block.sums = [sum(&block.codes[..16]), sum(&block.codes[16..])];
+            block.total = block.scale * (block.sums[0] + block.sums[1]) as f32;
         }
     }
 }
 
-/// Groups of a row.
-pub(crate) fn group_count(cols: usize) -> usize {
-    cols.div_ceil(GROUP)
+/// Blocks of a row: whole groups.
+pub(crate) fn block_count(cols: usize) -> usize {
+    cols.div_ceil(GROUP) * (GROUP / BLOCK)
 }
 
 /// Cache lines of a row's numbers: whole groups.
 fn line_count(cols: usize) -> usize {
-    group_count(cols) * (GROUP / 16)
+    cols.div_ceil(GROUP) * (GROUP / 16)
 }

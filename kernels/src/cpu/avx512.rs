@@ -7,37 +7,6 @@ use super::simd::Simd;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-/// Lane indices 0 0 0 0 s s s s 2s 2s 2s 2s 3s 3s 3s 3s, each plus `first`.
-const fn by_quarters(first: i32, step: i32) -> [i32; 16] {
-    let mut lanes = [0; 16];
-    let mut i = 0;
-    while i < 16 {
-        lanes[i] = first + step * (i as i32 / 4);
-        i += 1;
-    }
-    lanes
-}
-
-static QUARTER_LANES: [i32; 16] = by_quarters(0, 1);
-static EVEN_LANES: [i32; 16] = by_quarters(0, 2);
-static ODD_LANES: [i32; 16] = by_quarters(1, 2);
-/// Words 1 to 4 of each 5-word Q4_1 block; those of the fourth block from a load that began 4 words later.
-static Q4_1_NIBBLES: [i32; 16] = [1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 28, 29, 30, 31];
-static Q4_1_HEADS: [i32; 16] = [0, 5, 10, 15, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-
-const fn byte_of_quarter(step: u8, place: usize) -> [u8; 64] {
-    let mut bytes = [0x80; 64]; // no byte: zero
-    let mut i = 0;
-    while i < 16 {
-        bytes[4 * i + place] = (i as u8 / 4) * step;
-        i += 1;
-    }
-    bytes
-}
-
-static EXPAND_U8: [u8; 64] = byte_of_quarter(1, 0);
-static EXPAND_I8: [u8; 64] = byte_of_quarter(2, 3);
-
 // SAFETY (whole file): the functions are called only where the instruction set was detected (`Isa::detect`), from code
 // compiled for it; pointers are valid by the contract of `Simd`.
 #[allow(clippy::undocumented_unsafe_blocks)]
@@ -141,43 +110,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_reduce_max_ps(v) }
     }
     #[inline(always)]
-    unsafe fn spread<const QUARTER: i32>(v: __m512) -> __m512 {
-        unsafe {
-            match QUARTER {
-                0 => _mm512_shuffle_f32x4::<0b00_00_00_00>(v, v),
-                1 => _mm512_shuffle_f32x4::<0b01_01_01_01>(v, v),
-                2 => _mm512_shuffle_f32x4::<0b10_10_10_10>(v, v),
-                _ => _mm512_shuffle_f32x4::<0b11_11_11_11>(v, v),
-            }
-        }
-    }
-    #[inline(always)]
-    unsafe fn expand(from: *const f32) -> __m512 {
-        unsafe { _mm512_permutexvar_ps(lanes(&QUARTER_LANES), _mm512_castps128_ps512(_mm_loadu_ps(from))) }
-    }
-    #[inline(always)]
-    unsafe fn expand_f16(four: u64) -> __m512 {
-        unsafe {
-            let four = _mm_cvtph_ps(_mm_cvtsi64_si128(four as i64));
-            _mm512_permutexvar_ps(lanes(&QUARTER_LANES), _mm512_castps128_ps512(four))
-        }
-    }
-    #[inline(always)]
-    unsafe fn expand_u8(four: u32) -> __m512 {
-        unsafe {
-            let v = _mm512_shuffle_epi8(_mm512_set1_epi32(four as i32), bytes(&EXPAND_U8));
-            _mm512_cvtepi32_ps(v)
-        }
-    }
-    #[inline(always)]
-    unsafe fn expand_i8<const ODD: bool>(eight: u64) -> __m512 {
-        unsafe {
-            let eight = if ODD { eight >> 8 } else { eight };
-            let v = _mm512_shuffle_epi8(_mm512_set1_epi64(eight as i64), bytes(&EXPAND_I8));
-            _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(v))
-        }
-    }
-    #[inline(always)]
     unsafe fn to_f32(v: __m512i) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(v) }
     }
@@ -186,26 +118,8 @@ impl Simd for Avx512 {
         unsafe { _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))) }
     }
     #[inline(always)]
-    unsafe fn store_i32(v: __m512i, to: *mut i32) {
-        unsafe { _mm512_storeu_si512(to.cast(), v) }
-    }
-    #[inline(always)]
     unsafe fn load_bytes(from: *const u8) -> __m512i {
         unsafe { _mm512_loadu_si512(from.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn load_quarters(from: [*const u8; 4]) -> __m512i {
-        unsafe {
-            let (a, b) = (_mm_loadu_si128(from[0].cast()), _mm_loadu_si128(from[1].cast()));
-            let (c, d) = (_mm_loadu_si128(from[2].cast()), _mm_loadu_si128(from[3].cast()));
-            let low = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(a), b);
-            let high = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(c), d);
-            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_twice(from: *const u8) -> __m512i {
-        unsafe { _mm512_broadcast_i64x4(_mm256_loadu_si256(from.cast())) }
     }
     #[inline(always)]
     unsafe fn low_nibbles(v: __m512i) -> __m512i {
@@ -216,88 +130,52 @@ impl Simd for Avx512 {
         unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(v), _mm512_set1_epi8(15)) }
     }
     #[inline(always)]
-    unsafe fn flip_sign(v: __m512i) -> __m512i {
-        unsafe { _mm512_xor_si512(v, _mm512_set1_epi8(-128)) }
+    unsafe fn load_u8(from: *const u8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))) }
     }
     #[inline(always)]
-    unsafe fn add16_where(v: __m512i, bits: __m512i, mask: __m512i) -> __m512i {
-        unsafe { _mm512_mask_add_epi8(v, _mm512_test_epi8_mask(bits, mask), v, _mm512_set1_epi8(16)) }
+    unsafe fn load_i8(from: *const u8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
     }
     #[inline(always)]
-    unsafe fn join_two_bits<const SHIFT: u32>(low: __m512i, bits: __m512i) -> __m512i {
+    unsafe fn reflect(pattern: u32, v: __m512) -> __m512 {
+        unsafe { _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(pattern as i32), _mm512_castps_si512(v))) }
+    }
+    #[inline(always)]
+    unsafe fn join_bit<const AT: u32>(low: __m512i, plane: __m512i) -> __m512i {
         unsafe {
-            let (near, far) = (_mm256_set1_epi16(SHIFT as i16), _mm256_set1_epi16(SHIFT as i16 + 2));
-            let shift = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(near), far);
-            let two = _mm512_and_si512(_mm512_srlv_epi16(bits, shift), _mm512_set1_epi8(3));
-            _mm512_or_si512(low, _mm512_slli_epi16::<4>(two))
+            let there = to_bit_4::<AT>(plane);
+            _mm512_or_si512(low, _mm512_and_si512(there, _mm512_set1_epi8(16)))
         }
     }
     #[inline(always)]
-    unsafe fn halves(a: u8, b: u8) -> __m512i {
+    unsafe fn join_two_bits<const AT: u32>(low: __m512i, plane: __m512i) -> __m512i {
         unsafe {
-            let (a, b) = (_mm256_set1_epi8(a as i8), _mm256_set1_epi8(b as i8));
-            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(a), b)
+            let there = to_bit_4::<AT>(plane);
+            _mm512_or_si512(low, _mm512_and_si512(there, _mm512_set1_epi8(48)))
         }
     }
     #[inline(always)]
-    unsafe fn deal(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
-        unsafe { (_mm512_shuffle_i32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b)) }
-    }
-    #[inline(always)]
-    unsafe fn weave(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
+    unsafe fn byte<const INDEX: u32>(v: __m512i) -> __m512 {
         unsafe {
-            let even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-            let odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-            (_mm512_permutex2var_epi64(a, even, b), _mm512_permutex2var_epi64(a, odd, b))
-        }
-    }
-    #[inline(always)]
-    unsafe fn widen<const QUARTER: i32>(v: __m512i) -> __m512 {
-        unsafe {
-            let quarter = match QUARTER {
-                0 => _mm512_castsi512_si128(v),
-                1 => _mm512_extracti32x4_epi32::<1>(v),
-                2 => _mm512_extracti32x4_epi32::<2>(v),
-                _ => _mm512_extracti32x4_epi32::<3>(v),
+            let shifted = match INDEX {
+                0 => v,
+                1 => _mm512_srli_epi32::<8>(v),
+                2 => _mm512_srli_epi32::<16>(v),
+                _ => _mm512_srli_epi32::<24>(v),
             };
-            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(quarter))
+            _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(255)))
         }
     }
     #[inline(always)]
-    unsafe fn dot<const OFFSET: i32>(w: (__m512i, __m512i), x: (__m512i, __m512i), neg_sums: *const i32) -> __m512i {
-        unsafe {
-            let start = match OFFSET {
-                0 => _mm512_setzero_si512(),
-                8 => _mm512_slli_epi32::<3>(_mm512_loadu_si512(neg_sums.cast())),
-                _ => _mm512_slli_epi32::<7>(_mm512_loadu_si512(neg_sums.cast())),
-            };
-            _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(start, w.0, x.0), w.1, x.1)
-        }
+    unsafe fn begin<const OFFSET: i32>(total: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(-OFFSET * total) }
     }
     #[inline(always)]
-    unsafe fn dot_half<const OFFSET: i32>(w: __m512i, x: __m512i) -> __m512i {
+    unsafe fn dot<const OFFSET: i32>(sum: __m512i, w: (__m512i, __m512i), x: (i32, i32)) -> __m512i {
         unsafe {
-            let offset = _mm512_set1_epi8(OFFSET as i8);
-            let zero = _mm512_setzero_si512();
-            _mm512_sub_epi32(_mm512_dpbusd_epi32(zero, w, x), _mm512_dpbusd_epi32(zero, offset, x))
-        }
-    }
-    #[inline(always)]
-    unsafe fn q4_1(from: *const u8, blocks: usize) -> (__m512i, __m512i, __m512, __m512) {
-        unsafe {
-            // Four blocks are 20 words; both loads together see them all, and a mask hides what is not there.
-            let there = (1u32 << (5 * blocks)) - 1;
-            let a = _mm512_maskz_loadu_epi32(there as u16, from.cast());
-            let b = _mm512_maskz_loadu_epi32((there >> 4) as u16, from.add(16).cast());
-            let q = _mm512_permutex2var_epi32(a, lanes(&Q4_1_NIBBLES), b);
-            let heads = _mm512_castsi512_si128(_mm512_permutexvar_epi32(lanes(&Q4_1_HEADS), a));
-            let heads = _mm512_castps256_ps512(_mm256_cvtph_ps(heads));
-            (
-                Self::low_nibbles(q),
-                Self::high_nibbles(q),
-                _mm512_permutexvar_ps(lanes(&EVEN_LANES), heads),
-                _mm512_permutexvar_ps(lanes(&ODD_LANES), heads),
-            )
+            let sum = _mm512_dpbusd_epi32(sum, w.0, _mm512_set1_epi32(x.0));
+            _mm512_dpbusd_epi32(sum, w.1, _mm512_set1_epi32(x.1))
         }
     }
 }
@@ -316,14 +194,20 @@ pub(super) unsafe fn sum4_quads(q: [__m128; 4]) -> [f32; 4] {
     }
 }
 
+/// Bit `AT` of each byte to bit 4; others come along.
 #[inline(always)]
-unsafe fn lanes(table: &'static [i32; 16]) -> __m512i {
-    // SAFETY: the table has 64 bytes; AVX-512 is there by the caller's contract.
-    unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
-}
-
-#[inline(always)]
-unsafe fn bytes(table: &'static [u8; 64]) -> __m512i {
-    // SAFETY: the table has 64 bytes; AVX-512 is there by the caller's contract.
-    unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
+unsafe fn to_bit_4<const AT: u32>(plane: __m512i) -> __m512i {
+    // SAFETY: AVX-512 is there by the caller's contract.
+    unsafe {
+        match AT {
+            0 => _mm512_slli_epi32::<4>(plane),
+            1 => _mm512_slli_epi32::<3>(plane),
+            2 => _mm512_slli_epi32::<2>(plane),
+            3 => _mm512_slli_epi32::<1>(plane),
+            4 => plane,
+            5 => _mm512_srli_epi32::<1>(plane),
+            6 => _mm512_srli_epi32::<2>(plane),
+            _ => _mm512_srli_epi32::<3>(plane),
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! The steps of a transformer block over all rows of a pass, shared among the threads: what an architecture is written in.
+//! A transformer layer over all rows of a pass, shared among the threads, as its recipe says.
 //!
 //! A step either splits the output rows of a matrix among the threads, or the rows of the pass; the split never changes a
 //! bit. Small steps run on the caller alone: waking the others would cost more.
@@ -7,17 +7,21 @@ use std::ops::Range;
 use super::Isa;
 use super::activations::{Quantise, Rows};
 use super::attention::{Attend, scores_len};
-use super::product::{Matrix, Product};
+use super::product::Product;
 use super::rotary::RotaryTable;
-use super::rows::{NormHeads, NormRow, RotateHeads, SwigluRow};
+use super::rows::{GateRow, NormHeads, NormRow, RotateHeads};
 use crate::kv_cache::{KvCache, StoreRow, Writer};
+use crate::model::load::LayerWeights;
+use crate::order::{Activation, soft_cap};
 use crate::pool::Pool;
+use crate::recipe::LayerRecipe;
 use crate::stage::{Activations, SequenceId};
+use crate::tile::{ROWS, Tiles};
 
 /// Threads, scratch, caches, and the rows that are being computed.
 pub(crate) struct Engine {
     isa: Isa,
-    pool: Pool,
+    pub(crate) pool: Pool,
     shape: Shape,
     pub(crate) cache: KvCache,
     rotary: RotaryTable,
@@ -64,22 +68,12 @@ pub(crate) struct RowAt {
     pub(crate) position: usize,
 }
 
-/// A biased matrix product's bias may be absent.
-pub(crate) type Bias<'a> = Option<&'a [f32]>;
-
 /// Below so many multiplications a step runs on the caller alone: about two microseconds of work.
 const ALONE: usize = 100_000;
 
 impl Engine {
-    pub(crate) fn new(
-        isa: Isa,
-        threads: usize,
-        shape: Shape,
-        layers: usize,
-        rotary: RotaryTable,
-    ) -> std::io::Result<Self> {
-        let pool = Pool::new(threads)?;
-        Ok(Self {
+    pub(crate) fn new(isa: Isa, pool: Pool, shape: Shape, layers: usize, rotary: RotaryTable) -> Self {
+        Self {
             isa,
             scores: vec![Vec::new(); pool.workers()],
             pool,
@@ -97,7 +91,7 @@ impl Engine {
             gate: Vec::new(),
             up: Vec::new(),
             gated: Rows::default(),
-        })
+        }
     }
 
     /// Begins a pass over these rows; the caller then fills `hidden`. Their places in the cache exist already.
@@ -111,8 +105,26 @@ impl Engine {
         self.delta.clear();
     }
 
+    /// One layer, which is the stage's `index`-th.
+    pub(crate) fn layer(&mut self, recipe: &LayerRecipe, weights: &LayerWeights, index: usize) {
+        self.norm(&weights.attention_norm);
+        self.queries_keys_values(weights);
+        if let Some([query, key]) = &weights.head_norms {
+            self.norm_heads(query, key);
+        }
+        self.attend(recipe, index);
+        let Self { isa, pool, shape, attended, delta, .. } = self;
+        products(*isa, pool, attended, shape.integers(), &[weights.output.tiles()], [delta]);
+        add_bias(delta, weights.output_bias.as_deref());
+        let [after_attention, after_ffn] = weights.norms_after.as_ref().map_or([None; 2], |[a, b]| [Some(a), Some(b)]);
+        self.norm_delta(after_attention);
+        self.norm(&weights.ffn_norm);
+        self.feed_forward(recipe.activation, weights);
+        self.norm_delta(after_ffn);
+    }
+
     /// hidden += what the last step gave; x = RMSNorm(hidden) · weight.
-    pub(crate) fn norm(&mut self, weight: &[f32]) {
+    fn norm(&mut self, weight: &[f32]) {
         let rows = 0..self.pass.len();
         self.norm_rows(weight, rows);
     }
@@ -127,25 +139,42 @@ impl Engine {
             let place = (rows.start + i) * width;
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
-                let (floats, groups) = out.row(i);
+                let (floats, blocks) = out.row(i);
                 let (hidden, x) = (hidden.slice(place..place + width), floats);
                 let delta = if delta.is_empty() { &[] } else { &delta[place..place + width] };
-                let groups = if shape.integers() { groups } else { &mut [] };
-                isa.run(NormRow { hidden, delta, weight, eps: shape.eps, x, groups });
+                let blocks = if shape.integers() { blocks } else { &mut [] };
+                isa.run(NormRow { hidden, delta, weight, eps: shape.eps, x, blocks });
             }
         });
         delta.clear();
     }
 
+    /// RMSNorm of what a step gave, before it is added to the stream.
+    fn norm_delta(&mut self, weight: Option<&Vec<f32>>) {
+        let Some(weight) = weight else { return };
+        let Self { isa, pool, shape, delta, .. } = self;
+        let (count, width) = (delta.len() / shape.width, shape.width);
+        let delta = Shared::of(delta);
+        each_row(pool, count, 8 * width, &|i| {
+            // SAFETY: each row is visited once; the instruction set was detected.
+            unsafe {
+                isa.run(NormHeads { row: delta.slice(i * width..(i + 1) * width), weight, eps: shape.eps });
+            }
+        });
+    }
+
     /// q, k, v = products of x with three matrices, plus biases.
-    pub(crate) fn queries_keys_values(&mut self, matrices: [Matrix<'_>; 3], biases: [Bias<'_>; 3]) {
+    fn queries_keys_values(&mut self, weights: &LayerWeights) {
         let Self { isa, pool, shape, x, q, k, v, .. } = self;
+        let matrices = weights.inputs.each_ref().map(|matrix| matrix.tiles());
         products(*isa, pool, x, shape.integers(), &matrices, [&mut *q, &mut *k, &mut *v]);
-        [q, k, v].into_iter().zip(biases).for_each(|(rows, bias)| add_bias(rows, bias));
+        for (rows, bias) in [q, k, v].into_iter().zip(weights.input_biases.iter().flatten()) {
+            add_bias(rows, Some(bias));
+        }
     }
 
     /// RMSNorm of each head of queries and keys.
-    pub(crate) fn norm_heads(&mut self, q_weight: &[f32], k_weight: &[f32]) {
+    fn norm_heads(&mut self, q_weight: &[f32], k_weight: &[f32]) {
         let Self { isa, pool, shape, q, k, pass, .. } = self;
         let (q_width, k_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let (q, k) = (Shared::of(q), Shared::of(k));
@@ -161,15 +190,15 @@ impl Engine {
     }
 
     /// Turns queries and keys by their positions, puts keys and values into the cache of `layer`, and lets each row attend
-    /// to all positions up to its own.
-    pub(crate) fn attend(&mut self, layer: usize) {
-        self.rotate_and_store(layer);
+    /// to the positions that it sees.
+    fn attend(&mut self, recipe: &LayerRecipe, layer: usize) {
+        self.rotate_and_store(recipe.scale, layer);
         let Self { isa, pool, shape, cache, pass, q, attended, scores, .. } = self;
         let group = shape.heads / shape.kv_heads * shape.head_dim;
         let q_width = group * shape.kv_heads;
-        let highest = pass.iter().map(|row| row.position).max().unwrap_or(0);
+        let end = pass.iter().map(|row| row.position + 1).max().unwrap_or(0);
         for scores in scores.iter_mut() {
-            let needed = scores_len(shape.heads / shape.kv_heads, highest);
+            let needed = scores_len(shape.heads / shape.kv_heads, end);
             if scores.len() < needed {
                 scores.resize(needed.next_power_of_two(), 0.0);
             }
@@ -188,8 +217,10 @@ impl Engine {
                     isa.run(Attend {
                         queries: &q[i * q_width + head * group..][..group],
                         head_dim: shape.head_dim,
-                        blocks: views[i].head(layer, head),
-                        position: pass[i].position,
+                        pages: views[i].head(layer, head),
+                        seen: pass[i].position.saturating_sub(recipe.window.map_or(usize::MAX, |window| window - 1))
+                            ..pass[i].position + 1,
+                        cap: recipe.score_cap,
                         scores: &mut scores.slice(worker..worker + 1)[0],
                         out: out.part(i, head * group..(head + 1) * group),
                     });
@@ -205,18 +236,17 @@ impl Engine {
             each_row(pool, pass.len(), 4 * q_width, &|i| {
                 // SAFETY: each row is visited once; the instruction set was detected.
                 unsafe {
-                    let (floats, groups) = out.row(i);
-                    isa.run(Quantise { floats: &floats[..q_width], groups });
+                    let (floats, blocks) = out.row(i);
+                    isa.run(Quantise { floats: &floats[..q_width], blocks });
                 }
             });
         }
     }
 
-    fn rotate_and_store(&mut self, layer: usize) {
+    fn rotate_and_store(&mut self, scale: f32, layer: usize) {
         let Self { isa, pool, shape, cache, rotary, pass, q, k, v, .. } = self;
         let (size, halves) = (shape.head_dim, shape.halves);
         let (q_width, k_width) = (shape.heads * size, shape.kv_heads * size);
-        let scale = 1.0 / (size as f32).sqrt();
         let mut writers: Vec<(SequenceId, Writer)> = Vec::new();
         for row in pass.iter() {
             if writers.last().is_none_or(|(sequence, _)| *sequence != row.sequence) {
@@ -241,30 +271,24 @@ impl Engine {
         });
     }
 
-    /// What attention gave, through the output matrix, plus a bias, back to the residual stream.
-    pub(crate) fn attention_output(&mut self, matrix: Matrix<'_>, bias: Bias<'_>) {
-        let Self { isa, pool, shape, attended, delta, .. } = self;
-        products(*isa, pool, attended, shape.integers(), &[matrix], [&mut *delta]);
-        add_bias(delta, bias);
-    }
-
-    /// SwiGLU: down · (silu(gate · x) ∘ (up · x)), to the residual stream.
-    pub(crate) fn feed_forward(&mut self, gate_matrix: Matrix<'_>, up_matrix: Matrix<'_>, down: Matrix<'_>) {
+    /// down · (activation(gate · x) ∘ (up · x)), to the residual stream.
+    fn feed_forward(&mut self, activation: Activation, weights: &LayerWeights) {
         let Self { isa, pool, shape, x, delta, gate, up, gated, .. } = self;
-        products(*isa, pool, x, shape.integers(), &[gate_matrix, up_matrix], [&mut *gate, &mut *up]);
-        let (count, ffn) = (x.count(), gate_matrix.rows());
+        let matrices = weights.gated.each_ref().map(|matrix| matrix.tiles());
+        products(*isa, pool, x, shape.integers(), &matrices, [&mut *gate, &mut *up]);
+        let (count, ffn) = (x.count(), matrices[0].rows());
         gated.shape(count, ffn);
         let out = gated.rows_mut();
         each_row(pool, count, 24 * ffn, &|i| {
             // SAFETY: each row is visited once; the instruction set was detected.
             unsafe {
-                let (floats, groups) = out.row(i);
-                let groups = if shape.integers() { groups } else { &mut [] };
+                let (floats, blocks) = out.row(i);
+                let blocks = if shape.integers() { blocks } else { &mut [] };
                 let (gate, up) = (&gate[i * ffn..][..ffn], &up[i * ffn..][..ffn]);
-                isa.run(SwigluRow { gate, up, x: floats, groups });
+                isa.run(GateRow { activation, gate, up, x: floats, blocks });
             }
         });
-        products(*isa, pool, gated, shape.integers(), &[down], [delta]);
+        products(*isa, pool, gated, shape.integers(), &[weights.down.tiles()], [delta]);
     }
 
     /// Adds what the last step gave to `hidden`: the end of a stage's last block.
@@ -273,8 +297,8 @@ impl Engine {
         self.delta.clear();
     }
 
-    /// Final norm and output head of row `row`, after [`Self::settle`].
-    pub(crate) fn logits(&mut self, rows: &[usize], norm: &[f32], head: Matrix<'_>) -> Vec<f32> {
+    /// Final norm and output head of some rows, after [`Self::settle`].
+    pub(crate) fn logits(&mut self, rows: &[usize], norm: &[f32], head: Tiles<'_>, cap: Option<f32>) -> Vec<f32> {
         let width = self.shape.width;
         for (i, &row) in rows.iter().enumerate() {
             self.hidden.copy_within(row * width..(row + 1) * width, i * width); // rows ascend: none is lost
@@ -282,6 +306,9 @@ impl Engine {
         self.norm_rows(norm, 0..rows.len());
         let mut out = Vec::new();
         products(self.isa, &mut self.pool, &self.x, self.shape.integers(), &[head], [&mut out]);
+        if let Some(cap) = cap {
+            out.iter_mut().for_each(|logit| *logit = soft_cap(*logit, cap));
+        }
         out
     }
 
@@ -295,7 +322,7 @@ impl Engine {
 }
 
 /// Adds a bias to each row of its length.
-fn add_bias(rows: &mut [f32], bias: Bias<'_>) {
+fn add_bias(rows: &mut [f32], bias: Option<&[f32]>) {
     let Some(bias) = bias else { return };
     for row in rows.chunks_exact_mut(bias.len()) {
         row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
@@ -308,7 +335,7 @@ pub(crate) fn products<const N: usize>(
     pool: &mut Pool,
     x: &Rows,
     integers: bool,
-    matrices: &[Matrix<'_>; N],
+    matrices: &[Tiles<'_>; N],
     out: [&mut Vec<f32>; N],
 ) {
     let mut first = [0; N];
@@ -335,8 +362,8 @@ pub(crate) fn products<const N: usize>(
     });
 }
 
-/// Output rows are dealt out by cache lines.
-const GRAIN: usize = 16;
+/// Output rows are dealt out by tiles.
+const GRAIN: usize = ROWS;
 
 /// Calls `step` once for each row: on the caller alone if there is one row or little to do.
 fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + Sync)) {
@@ -347,7 +374,7 @@ fn each_row(pool: &mut Pool, rows: usize, work: usize, step: &(dyn Fn(usize) + S
 }
 
 /// Memory of which threads take disjoint parts.
-struct Shared<'a, T> {
+pub(crate) struct Shared<'a, T> {
     start: *mut T,
     len: usize,
     of: std::marker::PhantomData<&'a mut [T]>,
@@ -359,14 +386,14 @@ unsafe impl<T: Send> Sync for Shared<'_, T> {}
 unsafe impl<T: Send> Send for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
-    fn of(all: &'a mut [T]) -> Self {
+    pub(crate) fn of(all: &'a mut [T]) -> Self {
         Self { start: all.as_mut_ptr(), len: all.len(), of: std::marker::PhantomData }
     }
 
     /// # Safety
     /// No two live parts overlap.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn slice(&self, part: Range<usize>) -> &mut [T] {
+    pub(crate) unsafe fn slice(&self, part: Range<usize>) -> &mut [T] {
         assert!(part.start <= part.end && part.end <= self.len, "{part:?} of {}", self.len);
         // SAFETY: in bounds, and disjoint by contract.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(part.start), part.len()) }

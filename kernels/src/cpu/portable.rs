@@ -17,12 +17,6 @@ fn zip(a: [f32; 16], b: [f32; 16], f: impl Fn(f32, f32) -> f32) -> [f32; 16] {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-#[inline(always)]
-fn quarters(of: impl Fn(usize) -> f32) -> [f32; 16] {
-    let four = [of(0), of(1), of(2), of(3)];
-    std::array::from_fn(|i| four[i / 4])
-}
-
 // SAFETY (whole file): pointers are valid by the contract of `Simd`; nothing else is unsafe here.
 impl Simd for Portable {
     type F = [f32; 16];
@@ -133,32 +127,6 @@ impl Simd for Portable {
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn spread<const QUARTER: i32>(v: [f32; 16]) -> [f32; 16] {
-        std::array::from_fn(|i| v[4 * QUARTER as usize + i % 4])
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn expand(from: *const f32) -> [f32; 16] {
-        // SAFETY: four lanes are readable by contract.
-        quarters(|i| unsafe { from.add(i).read_unaligned() })
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn expand_f16(four: u64) -> [f32; 16] {
-        quarters(|i| f16_to_f32((four >> (16 * i)) as u16))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn expand_u8(four: u32) -> [f32; 16] {
-        quarters(|i| f32::from((four >> (8 * i)) as u8))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn expand_i8<const ODD: bool>(eight: u64) -> [f32; 16] {
-        quarters(|i| f32::from((eight >> (16 * i + 8 * usize::from(ODD))) as i8))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn to_f32(v: [i32; 16]) -> [f32; 16] {
         std::array::from_fn(|i| v[i] as f32)
     }
@@ -172,32 +140,9 @@ impl Simd for Portable {
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn store_i32(v: [i32; 16], to: *mut i32) {
-        // SAFETY: 16 lanes are writable by contract.
-        unsafe { to.cast::<[i32; 16]>().write_unaligned(v) }
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
     unsafe fn load_bytes(from: *const u8) -> [u8; 64] {
         // SAFETY: 64 bytes are readable by contract.
         unsafe { from.cast::<[u8; 64]>().read_unaligned() }
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn load_quarters(from: [*const u8; 4]) -> [u8; 64] {
-        let mut v = [0; 64];
-        for (q, from) in v.chunks_exact_mut(16).zip(from) {
-            // SAFETY: 16 bytes are readable at each place by contract.
-            q.copy_from_slice(unsafe { &*from.cast::<[u8; 16]>() });
-        }
-        v
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn load_twice(from: *const u8) -> [u8; 64] {
-        // SAFETY: 32 bytes are readable by contract.
-        let half = unsafe { from.cast::<[u8; 32]>().read_unaligned() };
-        std::array::from_fn(|i| half[i % 32])
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
@@ -211,68 +156,49 @@ impl Simd for Portable {
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn flip_sign(v: [u8; 64]) -> [u8; 64] {
-        v.map(|v| v ^ 0x80)
+    unsafe fn load_u8(from: *const u8) -> [f32; 16] {
+        // SAFETY: 16 bytes are readable by contract.
+        std::array::from_fn(|i| f32::from(unsafe { from.add(i).read() }))
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn add16_where(v: [u8; 64], bits: [u8; 64], mask: [u8; 64]) -> [u8; 64] {
-        std::array::from_fn(|i| v[i] + if bits[i] & mask[i] != 0 { 16 } else { 0 })
+    unsafe fn load_i8(from: *const u8) -> [f32; 16] {
+        // SAFETY: 16 bytes are readable by contract.
+        std::array::from_fn(|i| f32::from(unsafe { from.add(i).read() }.cast_signed()))
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn join_two_bits<const SHIFT: u32>(low: [u8; 64], bits: [u8; 64]) -> [u8; 64] {
-        std::array::from_fn(|i| low[i] + (((bits[i] >> (SHIFT + if i < 32 { 0 } else { 2 })) & 3) << 4))
+    unsafe fn reflect(pattern: u32, v: [f32; 16]) -> [f32; 16] {
+        map(v, |v| f32::from_bits(pattern.wrapping_sub(v.to_bits())))
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn halves(a: u8, b: u8) -> [u8; 64] {
-        std::array::from_fn(|i| if i < 32 { a } else { b })
+    unsafe fn join_bit<const AT: u32>(low: [u8; 64], plane: [u8; 64]) -> [u8; 64] {
+        std::array::from_fn(|i| low[i] | (plane[i] >> AT & 1) << 4)
     }
     #[cfg_attr(target_arch = "x86_64", inline(never))]
     #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn deal(a: [u8; 64], b: [u8; 64]) -> ([u8; 64], [u8; 64]) {
-        let pick = |odd: usize| {
-            std::array::from_fn(|i| {
-                let from = if i < 32 { &a } else { &b };
-                from[16 * (2 * (i / 16 % 2) + odd) + i % 16]
-            })
+    unsafe fn join_two_bits<const AT: u32>(low: [u8; 64], plane: [u8; 64]) -> [u8; 64] {
+        std::array::from_fn(|i| low[i] | (plane[i] >> AT & 3) << 4)
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn byte<const INDEX: u32>(v: [u8; 64]) -> [f32; 16] {
+        std::array::from_fn(|i| f32::from(v[4 * i + INDEX as usize]))
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn begin<const OFFSET: i32>(total: i32) -> [i32; 16] {
+        [-OFFSET * total; 16]
+    }
+    #[cfg_attr(target_arch = "x86_64", inline(never))]
+    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+    unsafe fn dot<const OFFSET: i32>(sum: [i32; 16], w: ([u8; 64], [u8; 64]), x: (i32, i32)) -> [i32; 16] {
+        let four = |w: &[u8; 64], x: i32, lane: usize| -> i32 {
+            let x = x.to_le_bytes();
+            (0..4).map(|i| i32::from(w[4 * lane + i]) * i32::from(x[i].cast_signed())).sum()
         };
-        (pick(0), pick(1))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn weave(a: [u8; 64], b: [u8; 64]) -> ([u8; 64], [u8; 64]) {
-        let pick = |odd: usize| {
-            std::array::from_fn(|i| {
-                let from = if i / 16 % 2 == 0 { &a } else { &b };
-                from[16 * (2 * (i / 32) + odd) + i % 16]
-            })
-        };
-        (pick(0), pick(1))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn widen<const QUARTER: i32>(v: [u8; 64]) -> [f32; 16] {
-        std::array::from_fn(|i| f32::from(v[16 * QUARTER as usize + i]))
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn dot<const OFFSET: i32>(
-        w: ([u8; 64], [u8; 64]),
-        x: ([u8; 64], [u8; 64]),
-        _neg_sums: *const i32,
-    ) -> [i32; 16] {
-        // SAFETY: no pointer is used.
-        let (a, b) = unsafe { (Self::dot_half::<OFFSET>(w.0, x.0), Self::dot_half::<OFFSET>(w.1, x.1)) };
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-    #[cfg_attr(target_arch = "x86_64", inline(never))]
-    #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-    unsafe fn dot_half<const OFFSET: i32>(w: [u8; 64], x: [u8; 64]) -> [i32; 16] {
-        std::array::from_fn(|i| {
-            (4 * i..4 * i + 4).map(|j| (i32::from(w[j]) - OFFSET) * i32::from(x[j] as i8)).sum::<i32>()
-        })
+        std::array::from_fn(|lane| sum[lane] + four(&w.0, x.0, lane) + four(&w.1, x.1, lane))
     }
 }
 

@@ -1,68 +1,25 @@
-//! Matrix products straight from stored blocks: y[m][n] = Σ_k W[n][k] · x[m][k].
+//! Matrix products from tiles: y[m][n] = Σ_k W[n][k] · x[m][k], in the order of [`crate::order::dot`].
 //!
-//! Whatever the number of rows, each element is summed in one order: 16 lanes run over K group by group, then the tree
-//! of `Simd::sum4`. So a row alone, in a batch, or on another thread has the same bits.
+//! A vector is 16 rows of weights in one column or slot, so no sum crosses lanes: each lane is the chain of its row.
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Isa;
-use super::activations::{Group, Rows, group_count};
+use super::activations::{Block, Rows, block_count};
 use super::simd::{Kernel, Simd};
-use super::unpack::{Format, GROUP, GROUP_BYTES_MAX, Q4_0, Q4_1, Q4K, Q5K, Q6K, Q8_0, Unpacked};
+use crate::order::{BLOCK, CHUNKS, GROUP};
 use crate::quant::QuantType;
-
-/// A matrix in its stored form: `rows` rows of `cols` weights each.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    kind: QuantType,
-    rows: usize,
-    cols: usize,
-    row_bytes: usize,
-    bytes: &'a [u8],
-}
-
-impl<'a> Matrix<'a> {
-    /// `None` unless `bytes` are exactly `rows` rows of whole blocks.
-    pub(crate) fn new(kind: QuantType, rows: usize, cols: usize, bytes: &'a [u8]) -> Option<Self> {
-        let row_bytes = kind.row_bytes(cols)?;
-        (row_bytes.checked_mul(rows)? == bytes.len()).then_some(Self { kind, rows, cols, row_bytes, bytes })
-    }
-
-    pub(crate) fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Row `index` as stored.
-    pub(crate) fn row(&self, index: usize) -> &'a [u8] {
-        &self.bytes[index * self.row_bytes..][..self.row_bytes]
-    }
-
-    /// All rows as stored.
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        self.bytes
-    }
-
-    pub(crate) fn kind(&self) -> QuantType {
-        self.kind
-    }
-
-    /// Where row `index` begins.
-    #[inline(always)]
-    fn start(&self, index: usize) -> *const u8 {
-        debug_assert!(index < self.rows);
-        self.bytes.as_ptr().wrapping_add(index * self.row_bytes)
-    }
-}
+use crate::tile::{Layout, ROWS, Scales, Tiles};
 
 /// Some rows of a product, for all rows of activations.
 pub(crate) struct Product<'a> {
-    pub(crate) weights: Matrix<'a>,
+    pub(crate) weights: Tiles<'a>,
     pub(crate) x: &'a Rows,
-    /// Rows of the weights to do.
+    /// Rows of the weights to do, from the first row of a tile on.
     pub(crate) rows: Range<usize>,
     /// Whether activations enter as integers; weights that are not quantised take them as they are.
     pub(crate) integers: bool,
-    /// Element (m, n) goes to `out[m * weights.rows + n]`.
+    /// Element (m, n) goes to `out[m * weights.rows() + n]`.
     pub(crate) out: *mut f32,
 }
 
@@ -72,18 +29,23 @@ impl Product<'_> {
     /// # Safety
     /// `isa` was detected, `out` is valid for the elements of `rows`, and nobody else uses those now.
     pub(crate) unsafe fn run(self, isa: Isa) {
-        assert!(self.x.cols() == self.weights.cols && self.rows.end <= self.weights.rows, "shapes of a product");
+        assert!(self.x.cols() == self.weights.cols() && self.rows.end <= self.weights.rows(), "shapes of a product");
+        assert!(self.rows.start.is_multiple_of(ROWS), "rows of whole tiles");
         // SAFETY: rows and columns are in bounds; the rest is the caller's contract.
         unsafe {
-            match (self.weights.kind, self.integers) {
+            match (self.weights.kind(), self.integers) {
                 (QuantType::Q4_0, true) => self.by::<Integers<Q4_0>>(isa),
                 (QuantType::Q4_1, true) => self.by::<Integers<Q4_1>>(isa),
+                (QuantType::Q5_0, true) => self.by::<Integers<Q5_0>>(isa),
+                (QuantType::Q5_1, true) => self.by::<Integers<Q5_1>>(isa),
                 (QuantType::Q8_0, true) => self.by::<Integers<Q8_0>>(isa),
                 (QuantType::Q4K, true) => self.by::<Integers<Q4K>>(isa),
                 (QuantType::Q5K, true) => self.by::<Integers<Q5K>>(isa),
                 (QuantType::Q6K, true) => self.by::<Integers<Q6K>>(isa),
                 (QuantType::Q4_0, false) => self.by::<Floats<Q4_0>>(isa),
                 (QuantType::Q4_1, false) => self.by::<Floats<Q4_1>>(isa),
+                (QuantType::Q5_0, false) => self.by::<Floats<Q5_0>>(isa),
+                (QuantType::Q5_1, false) => self.by::<Floats<Q5_1>>(isa),
                 (QuantType::Q8_0, false) => self.by::<Floats<Q8_0>>(isa),
                 (QuantType::Q4K, false) => self.by::<Floats<Q4K>>(isa),
                 (QuantType::Q5K, false) => self.by::<Floats<Q5K>>(isa),
@@ -97,110 +59,105 @@ impl Product<'_> {
 
     unsafe fn by<D: Dot>(self, isa: Isa) {
         // SAFETY: the contract of `run`.
-        unsafe { isa.run(Tiles::<D> { product: self, by: PhantomData }) }
+        unsafe { isa.run(Strips::<D> { product: self, by: PhantomData }) }
     }
 }
 
 /// A product by one way of multiplying.
-struct Tiles<'a, D> {
+struct Strips<'a, D> {
     product: Product<'a>,
     by: PhantomData<D>,
 }
 
-impl<D: Dot> Kernel for Tiles<'_, D> {
+impl<D: Dot> Kernel for Strips<'_, D> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the contract of `Product::run`.
-        unsafe { self.product.tiles::<S, D>() }
-    }
-}
-
-/// Rows of weights that stay in the first cache levels while the rows of activations pass over them.
-const ROWS_AT_ONCE: usize = 32;
-
-impl Product<'_> {
-    #[inline(always)]
-    unsafe fn tiles<S: Simd, D: Dot>(&self) {
-        let count = self.x.count();
-        let mut first = self.rows.start;
-        while first < self.rows.end {
-            let end = if count == 1 { self.rows.end } else { (first + ROWS_AT_ONCE).min(self.rows.end) };
+        let product = &self.product;
+        let (count, cols) = (product.x.count(), product.weights.cols());
+        let strip_bytes = D::LAYOUT.matrix_bytes(1, cols);
+        for first in product.rows.clone().step_by(ROWS) {
+            let rows = (product.rows.end - first).min(ROWS);
+            let strip = product.weights.bytes().as_ptr().wrapping_add(first / ROWS * strip_bytes);
             let mut m = 0;
-            // SAFETY: the contract of `run`; every tile stays within `first..end` and `0..count`. (Loops, because a closure
-            // that is not inlined lacks the instruction set.)
+            // SAFETY: the contract of `Product::run`; the strip has all tiles of its rows, `m..m + M` are rows of `x`.
+            // (Loops, because a closure that is not inlined lacks the instruction set.)
             unsafe {
                 while D::EIGHT && m + 8 <= count {
-                    for n in first..end {
-                        self.tile::<S, D, 1, 8, 2>(n, m);
-                    }
+                    product.strip::<S, D, 8>(strip, first, rows, m);
                     m += 8;
                 }
-                while m + 4 <= count {
-                    for n in first..end {
-                        self.tile::<S, D, 1, 4, 1>(n, m);
-                    }
+                while !D::EIGHT && m + 4 <= count {
+                    product.strip::<S, D, 4>(strip, first, rows, m);
                     m += 4;
                 }
                 while m < count {
-                    let mut n = first;
-                    while n + 4 <= end {
-                        self.tile::<S, D, 4, 1, 1>(n, m);
-                        n += 4;
-                    }
-                    for n in n..end {
-                        self.single::<S, D>(n, m);
-                    }
+                    product.strip::<S, D, 1>(strip, first, rows, m);
                     m += 1;
                 }
             }
-            first = end;
-        }
-    }
-
-    /// `R` rows of weights by `M` rows of activations, `Q` = R · M / 4.
-    #[inline(always)]
-    unsafe fn tile<S: Simd, D: Dot, const R: usize, const M: usize, const Q: usize>(&self, n: usize, m: usize) {
-        // SAFETY: the contract of `run`.
-        unsafe {
-            let mut lanes = [[S::splat(0.0); M]; R];
-            for (r, lanes) in lanes.iter_mut().enumerate() {
-                *lanes = D::dot::<S, M>(&self.weights, n + r, self.x, m);
-            }
-            for q in 0..Q {
-                let mut four = [S::splat(0.0); 4];
-                for (i, four) in four.iter_mut().enumerate() {
-                    *four = lanes[(4 * q + i) / M][(4 * q + i) % M];
-                }
-                let sums = S::sum4(four);
-                for (i, sum) in sums.into_iter().enumerate() {
-                    let (r, c) = ((4 * q + i) / M, (4 * q + i) % M);
-                    *self.out.add((m + c) * self.weights.rows + n + r) = sum;
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn single<S: Simd, D: Dot>(&self, n: usize, m: usize) {
-        // SAFETY: the contract of `run`.
-        unsafe {
-            let [lanes] = D::dot::<S, 1>(&self.weights, n, self.x, m);
-            let zero = S::splat(0.0);
-            *self.out.add(m * self.weights.rows + n) = S::sum4([lanes, zero, zero, zero])[0];
         }
     }
 }
 
-/// One row of weights by `M` rows of activations, before the lanes are added up.
+impl Product<'_> {
+    /// 16 rows of weights by `M` rows of activations.
+    #[inline(always)]
+    unsafe fn strip<S: Simd, D: Dot, const M: usize>(&self, strip: *const u8, first: usize, rows: usize, m: usize) {
+        // SAFETY: the contract of `run`.
+        unsafe {
+            let groups = self.weights.cols().div_ceil(GROUP);
+            let mut totals = [S::splat(0.0); M];
+            for index in 0..CHUNKS {
+                let chunk = index * groups / CHUNKS..(index + 1) * groups / CHUNKS;
+                let sums = D::chunk::<S, M>(strip, chunk, self.x, m);
+                for (total, sum) in totals.iter_mut().zip(sums) {
+                    *total = S::add(*total, sum);
+                }
+            }
+            for (i, total) in totals.into_iter().enumerate() {
+                let out = self.out.add((m + i) * self.weights.rows() + first);
+                if rows == ROWS {
+                    S::store(total, out);
+                } else {
+                    let mut lanes = [0.0; ROWS];
+                    S::store(total, lanes.as_mut_ptr());
+                    std::ptr::copy_nonoverlapping(lanes.as_ptr(), out, rows);
+                }
+            }
+        }
+    }
+}
+
+/// One chunk of a row of tiles by `M` rows of activations.
 trait Dot {
-    /// Whether eight rows of activations at once pay.
+    /// Where the parts of a tile are.
+    const LAYOUT: Layout;
+    /// Rows of activations that are taken together where there are as many: eight, or four. Each further number would be a copy of
+    /// the kernel, which compiles for seconds.
     const EIGHT: bool = false;
     /// # Safety
-    /// The machine has `S`; row `n` exists and has `x.cols()` weights; `x` has the rows `m..m + M`.
-    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M];
+    /// The machine has `S`; the strip has tiles for all columns of `x`; `x` has the rows `m..m + M`.
+    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M];
 }
+
+/// A format of quantised weights.
+trait Format {
+    const KIND: QuantType;
+    const LAYOUT: Layout = Layout::of(Self::KIND);
+}
+
+macro_rules! formats {
+    ($($name:ident $kind:ident;)*) => {$(
+        struct $name;
+        impl Format for $name {
+            const KIND: QuantType = QuantType::$kind;
+        }
+    )*};
+}
+
+formats! { Q4_0 Q4_0; Q4_1 Q4_1; Q5_0 Q5_0; Q5_1 Q5_1; Q8_0 Q8_0; Q4K Q4K; Q5K Q5K; Q6K Q6K; }
 
 /// Bytes by which a single row of activations asks for weights before it needs them: measured a quarter faster than
 /// leaving it to the hardware, which stops at every page.
@@ -210,89 +167,182 @@ const AHEAD: usize = 4096;
 struct Integers<T>(T);
 
 impl<T: Format> Dot for Integers<T> {
+    const LAYOUT: Layout = T::LAYOUT;
     const EIGHT: bool = true;
 
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
-        // SAFETY: the caller's contract; every group of a row exists in `x`.
+    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
+        // SAFETY: the caller's contract; a row of `x` has two blocks for each tile.
         unsafe {
-            let (row, blocks, groups) = (weights.start(n), x.cols() / 32, group_count(x.cols()));
-            let first = x.groups_at(m);
-            let mut lanes = [S::splat(0.0); M];
-            for g in 0..blocks / 4 {
+            let mut sums = [S::splat(0.0); M];
+            let (first, stride) = (x.blocks_at(m), block_count(x.cols()));
+            for g in groups {
+                let tile = strip.add(g * T::LAYOUT.tile_bytes);
                 if M == 1 {
-                    for line in (0..T::GROUP_BYTES).step_by(64) {
-                        S::prefetch(row.wrapping_add(g * T::GROUP_BYTES + line + AHEAD));
+                    for line in (0..T::LAYOUT.tile_bytes).step_by(64) {
+                        S::prefetch(tile.wrapping_add(line + AHEAD));
                     }
                 }
-                integer_groups::<S, T, M>(&T::group::<S>(row, g, 4), first.add(g), groups, &mut lanes);
+                integer_block::<S, T, M, 0>(tile, first.add(2 * g), stride, &mut sums);
+                integer_block::<S, T, M, 1>(tile, first.add(2 * g + 1), stride, &mut sums);
             }
-            if T::SHORT && blocks % 4 > 0 {
-                let w = short_group::<S, T>(weights, n, blocks);
-                integer_groups::<S, T, M>(&w, first.add(groups - 1), groups, &mut lanes);
-            }
-            lanes
+            sums
         }
     }
 }
 
-/// The last group of a row, which has only `blocks % 4` blocks. What follows in the matrix is read with it and then
-/// hidden; only behind the last rows, where nothing follows, a copy is made.
+/// Block `B` of a tile by the blocks of `M` rows of activations, which lie `stride` apart.
 #[inline(always)]
-unsafe fn short_group<S: Simd, T: Format>(weights: &Matrix<'_>, n: usize, blocks: usize) -> Unpacked<S> {
-    let at = n * weights.row_bytes + blocks / 4 * T::GROUP_BYTES;
-    let padded;
-    let from = if at + T::GROUP_BYTES <= weights.bytes.len() {
-        &weights.bytes[at..]
-    } else {
-        padded = with_zeros(&weights.bytes[at..]);
-        &padded[..]
-    };
-    // SAFETY: the caller's contract; a whole group can be read.
-    unsafe { T::group::<S>(from.as_ptr(), 0, blocks % 4) }
-}
-
-#[cold]
-#[inline(never)]
-fn with_zeros(bytes: &[u8]) -> [u8; GROUP_BYTES_MAX] {
-    let mut padded = [0; GROUP_BYTES_MAX];
-    padded[..bytes.len()].copy_from_slice(bytes);
-    padded
-}
-
-/// A group of weights by the groups of `M` rows of activations, which lie `stride` apart.
-#[inline(always)]
-unsafe fn integer_groups<S: Simd, T: Format, const M: usize>(
-    w: &Unpacked<S>,
-    x: *const Group,
+unsafe fn integer_block<S: Simd, T: Format, const M: usize, const B: usize>(
+    tile: *const u8,
+    x: *const Block,
     stride: usize,
-    lanes: &mut [S::F; M],
+    sums: &mut [S::F; M],
 ) {
-    for (m, lanes) in lanes.iter_mut().enumerate() {
-        // SAFETY: the caller's contract.
-        unsafe { *lanes = integer_group::<S, T>(w, &*x.add(m * stride), *lanes) }
+    // SAFETY: the caller's contract.
+    unsafe {
+        let slots = slots::<S, T, B>(tile);
+        let scale = scale::<S, T, B, 0>(tile);
+        let split = matches!(T::LAYOUT.scales, Scales::Sixteens);
+        let second = if split { self::scale::<S, T, B, 1>(tile) } else { scale };
+        let minimum = if T::LAYOUT.scales.minimum() { minimum::<S, T, B>(tile) } else { scale };
+        for (m, sum) in sums.iter_mut().enumerate() {
+            let x = &*x.add(m * stride);
+            let x_scale = S::splat(x.scale);
+            if split {
+                let first = half_dot::<S, T, 0>(&slots, x);
+                *sum = S::fma(S::to_f32(first), S::mul(scale, x_scale), *sum);
+                let other = half_dot::<S, T, 1>(&slots, x);
+                *sum = S::fma(S::to_f32(other), S::mul(second, x_scale), *sum);
+            } else {
+                let dot = whole_dot::<S, T>(&slots, x);
+                *sum = S::fma(S::to_f32(dot), S::mul(scale, x_scale), *sum);
+            }
+            if T::LAYOUT.scales.minimum() {
+                *sum = S::fma(minimum, S::splat(x.total), *sum);
+            }
+        }
     }
 }
 
 #[inline(always)]
-unsafe fn integer_group<S: Simd, T: Format>(w: &Unpacked<S>, x: &Group, lanes: S::F) -> S::F {
-    // SAFETY: the arrays of a group have the width of a vector.
+unsafe fn whole_dot<S: Simd, T: Format>(w: &[S::U; 8], x: &Block) -> S::I {
+    // `OFFSET` is one of a few; naming each lets it be a constant.
+    // SAFETY: the machine has `S`.
     unsafe {
-        let (low, high) = (S::load_bytes(x.low.as_ptr().cast()), S::load_bytes(x.high.as_ptr().cast()));
-        let scale = S::load(x.scale.as_ptr());
-        if T::SPLIT {
-            let (a, b) = (S::dot_half::<32>(w.low, low), S::dot_half::<32>(w.high, high));
-            let lanes = S::fma(S::mul(w.scale, scale), S::to_f32(a), lanes);
-            return S::fma(S::mul(w.scale_high, scale), S::to_f32(b), lanes);
+        match T::LAYOUT.offset {
+            0 => eight_slots::<S, 0>(w, x),
+            8 => eight_slots::<S, 8>(w, x),
+            16 => eight_slots::<S, 16>(w, x),
+            _ => eight_slots::<S, 128>(w, x),
         }
-        // `OFFSET` is one of a few; naming each lets it be a constant.
-        let dot = match T::OFFSET {
-            0 => S::dot::<0>((w.low, w.high), (low, high), x.neg_sums.as_ptr()),
-            8 => S::dot::<8>((w.low, w.high), (low, high), x.neg_sums.as_ptr()),
-            _ => S::dot::<128>((w.low, w.high), (low, high), x.neg_sums.as_ptr()),
-        };
-        let lanes = S::fma(S::mul(w.scale, scale), S::to_f32(dot), lanes);
-        if T::MIN { S::fma(w.min, S::load(x.sums.as_ptr()), lanes) } else { lanes }
+    }
+}
+
+#[inline(always)]
+unsafe fn eight_slots<S: Simd, const OFFSET: i32>(w: &[S::U; 8], x: &Block) -> S::I {
+    // SAFETY: the machine has `S`.
+    unsafe {
+        let mut sum = S::begin::<OFFSET>(x.sums[0] + x.sums[1]);
+        for t in 0..4 {
+            sum = S::dot::<OFFSET>(sum, (w[t], w[t + 4]), (x.slot(t), x.slot(t + 4)));
+        }
+        sum
+    }
+}
+
+#[inline(always)]
+unsafe fn half_dot<S: Simd, T: Format, const HALF: usize>(w: &[S::U; 8], x: &Block) -> S::I {
+    // SAFETY: the machine has `S`.
+    unsafe {
+        let mut sum = S::begin::<32>(x.sums[HALF]);
+        for t in [4 * HALF, 4 * HALF + 2] {
+            sum = S::dot::<32>(sum, (w[t], w[t + 1]), (x.slot(t), x.slot(t + 1)));
+        }
+        sum
+    }
+}
+
+/// Codes of the eight slots of block `B`.
+#[inline(always)]
+unsafe fn slots<S: Simd, T: Format, const B: usize>(tile: *const u8) -> [S::U; 8] {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let codes = tile.add(B * T::LAYOUT.block_bytes);
+        let vector = |index: usize| S::load_bytes(codes.add(64 * index));
+        if T::LAYOUT.bits == 8 {
+            return [vector(0), vector(1), vector(2), vector(3), vector(4), vector(5), vector(6), vector(7)];
+        }
+        let words = [vector(0), vector(1), vector(2), vector(3)];
+        let low =
+            [S::low_nibbles(words[0]), S::low_nibbles(words[1]), S::low_nibbles(words[2]), S::low_nibbles(words[3])];
+        let high = [
+            S::high_nibbles(words[0]),
+            S::high_nibbles(words[1]),
+            S::high_nibbles(words[2]),
+            S::high_nibbles(words[3]),
+        ];
+        match T::LAYOUT.bits {
+            5 => {
+                let plane = vector(4);
+                [
+                    S::join_bit::<0>(low[0], plane),
+                    S::join_bit::<1>(low[1], plane),
+                    S::join_bit::<2>(low[2], plane),
+                    S::join_bit::<3>(low[3], plane),
+                    S::join_bit::<4>(high[0], plane),
+                    S::join_bit::<5>(high[1], plane),
+                    S::join_bit::<6>(high[2], plane),
+                    S::join_bit::<7>(high[3], plane),
+                ]
+            }
+            6 => {
+                let planes = [vector(4), vector(5)];
+                [
+                    S::join_two_bits::<0>(low[0], planes[0]),
+                    S::join_two_bits::<2>(low[1], planes[0]),
+                    S::join_two_bits::<4>(low[2], planes[0]),
+                    S::join_two_bits::<6>(low[3], planes[0]),
+                    S::join_two_bits::<0>(high[0], planes[1]),
+                    S::join_two_bits::<2>(high[1], planes[1]),
+                    S::join_two_bits::<4>(high[2], planes[1]),
+                    S::join_two_bits::<6>(high[3], planes[1]),
+                ]
+            }
+            _ => [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]],
+        }
+    }
+}
+
+/// Scales of 16 rows in half `HALF` of block `B`.
+#[inline(always)]
+unsafe fn scale<S: Simd, T: Format, const B: usize, const HALF: usize>(tile: *const u8) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let at = tile.add(2 * T::LAYOUT.block_bytes);
+        match T::LAYOUT.scales {
+            Scales::Half | Scales::HalfAndMinimum => S::load_f16(at.add(2 * B * ROWS).cast()),
+            Scales::Bytes => S::mul(S::load_f16(at.cast()), S::load_u8(at.add((4 + B) * ROWS))),
+            Scales::Sixteens => S::mul(S::load_f16(at.cast()), S::load_i8(at.add((2 + 2 * B + HALF) * ROWS))),
+            Scales::None => S::splat(0.0),
+        }
+    }
+}
+
+/// Minima of 16 rows in block `B`.
+#[inline(always)]
+unsafe fn minimum<S: Simd, T: Format, const B: usize>(tile: *const u8) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let at = tile.add(2 * T::LAYOUT.block_bytes);
+        match T::LAYOUT.scales {
+            Scales::HalfAndMinimum => S::load_f16(at.add((4 + 2 * B) * ROWS).cast()),
+            Scales::Bytes => {
+                let subtracted = S::mul(S::load_f16(at.add(2 * ROWS).cast()), S::load_u8(at.add((6 + B) * ROWS)));
+                S::sub(S::splat(0.0), subtracted)
+            }
+            Scales::Half | Scales::Sixteens | Scales::None => S::splat(0.0),
+        }
     }
 }
 
@@ -300,75 +350,46 @@ unsafe fn integer_group<S: Simd, T: Format>(w: &Unpacked<S>, x: &Group, lanes: S
 struct Floats<T>(T);
 
 impl<T: Format> Dot for Floats<T> {
+    const LAYOUT: Layout = T::LAYOUT;
+
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
+    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
         // SAFETY: the caller's contract; rows of `x` are padded to whole groups.
         unsafe {
-            let (row, blocks, stride) = (weights.start(n), x.cols() / 32, group_count(x.cols()) * GROUP);
-            let first = x.floats_at(m);
-            let mut lanes = [[S::splat(0.0); 2]; M];
-            for g in 0..blocks / 4 {
-                float_group::<S, T, M>(&T::group::<S>(row, g, 4), first.add(g * GROUP), stride, &mut lanes);
+            let mut sums = [S::splat(0.0); M];
+            let (first, stride) = (x.floats_at(m), x.cols().next_multiple_of(GROUP));
+            for g in groups {
+                let tile = strip.add(g * T::LAYOUT.tile_bytes);
+                float_block::<S, T, M, 0>(tile, first.add(g * GROUP), stride, &mut sums);
+                float_block::<S, T, M, 1>(tile, first.add(g * GROUP + BLOCK), stride, &mut sums);
             }
-            if T::SHORT && blocks % 4 > 0 {
-                let w = short_group::<S, T>(weights, n, blocks);
-                float_group::<S, T, M>(&w, first.add(blocks / 4 * GROUP), stride, &mut lanes);
-            }
-            both::<S, M>(lanes)
+            sums
         }
     }
 }
 
 #[inline(always)]
-unsafe fn float_group<S: Simd, T: Format, const M: usize>(
-    w: &Unpacked<S>,
+unsafe fn float_block<S: Simd, T: Format, const M: usize, const B: usize>(
+    tile: *const u8,
     x: *const f32,
     stride: usize,
-    lanes: &mut [[S::F; 2]; M],
+    sums: &mut [S::F; M],
 ) {
     // SAFETY: the caller's contract.
     unsafe {
-        float_block::<S, T, M, 0>(w, x, stride, lanes);
-        float_block::<S, T, M, 1>(w, x, stride, lanes);
-        float_block::<S, T, M, 2>(w, x, stride, lanes);
-        float_block::<S, T, M, 3>(w, x, stride, lanes);
-    }
-}
-
-/// Block `B` of a group: first half to the first lanes, second half to the second.
-#[inline(always)]
-unsafe fn float_block<S: Simd, T: Format, const M: usize, const B: i32>(
-    w: &Unpacked<S>,
-    x: *const f32,
-    stride: usize,
-    lanes: &mut [[S::F; 2]; M],
-) {
-    // SAFETY: the caller's contract; a group of `x` has 128 numbers.
-    unsafe {
-        let (scale, scale_high) = (S::spread::<B>(w.scale), S::spread::<B>(w.scale_high));
-        let offset = S::splat(-T::OFFSET as f32);
-        let min = if T::MIN { S::spread::<B>(w.min) } else { S::mul(offset, scale) };
-        let min_high = if T::SPLIT { S::mul(offset, scale_high) } else { min };
-        let low = S::fma(scale, S::widen::<B>(w.low), min);
-        let high = S::fma(scale_high, S::widen::<B>(w.high), min_high);
-        for (m, lanes) in lanes.iter_mut().enumerate() {
-            let x = x.add(m * stride + 32 * B as usize);
-            lanes[0] = S::fma(low, S::load(x), lanes[0]);
-            lanes[1] = S::fma(high, S::load(x.add(16)), lanes[1]);
+        let slots = slots::<S, T, B>(tile);
+        let scales = [scale::<S, T, B, 0>(tile), scale::<S, T, B, 1>(tile)];
+        let minimum = minimum::<S, T, B>(tile);
+        for (slot, codes) in slots.into_iter().enumerate() {
+            let scale = scales[slot / 4];
+            let columns = [S::byte::<0>(codes), S::byte::<1>(codes), S::byte::<2>(codes), S::byte::<3>(codes)];
+            for (i, codes) in columns.into_iter().enumerate() {
+                let w = S::fma(S::sub(codes, S::splat(T::LAYOUT.offset as f32)), scale, minimum);
+                for (m, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::fma(w, S::splat(*x.add(m * stride + 4 * slot + i)), *sum);
+                }
+            }
         }
-    }
-}
-
-/// First lanes plus second lanes. (A loop, because vectors do not survive closures that are not inlined.)
-#[inline(always)]
-unsafe fn both<S: Simd, const M: usize>(lanes: [[S::F; 2]; M]) -> [S::F; M] {
-    // SAFETY: the machine has `S`.
-    unsafe {
-        let mut sums = [S::splat(0.0); M];
-        for (sum, lanes) in sums.iter_mut().zip(lanes) {
-            *sum = S::add(lanes[0], lanes[1]);
-        }
-        sums
     }
 }
 
@@ -377,7 +398,7 @@ struct Plain<T>(T);
 
 /// A stored number.
 trait Number {
-    const BYTES: usize;
+    const KIND: QuantType;
     /// # Safety
     /// The machine has `S`; 16 numbers lie at `from`.
     unsafe fn load<S: Simd>(from: *const u8) -> S::F;
@@ -387,7 +408,7 @@ struct F16;
 struct Bf16;
 
 impl Number for f32 {
-    const BYTES: usize = 4;
+    const KIND: QuantType = QuantType::F32;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's contract.
@@ -396,7 +417,7 @@ impl Number for f32 {
 }
 
 impl Number for F16 {
-    const BYTES: usize = 2;
+    const KIND: QuantType = QuantType::F16;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's contract.
@@ -405,7 +426,7 @@ impl Number for F16 {
 }
 
 impl Number for Bf16 {
-    const BYTES: usize = 2;
+    const KIND: QuantType = QuantType::Bf16;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's contract.
@@ -414,28 +435,26 @@ impl Number for Bf16 {
 }
 
 impl<T: Number> Dot for Plain<T> {
+    const LAYOUT: Layout = Layout::of(T::KIND);
+
     #[inline(always)]
-    unsafe fn dot<S: Simd, const M: usize>(weights: &Matrix<'_>, n: usize, x: &Rows, m: usize) -> [S::F; M] {
-        // SAFETY: the caller's contract; rows of `x` are padded to whole groups, a short tail of weights is copied.
+    unsafe fn chunk<S: Simd, const M: usize>(strip: *const u8, groups: Range<usize>, x: &Rows, m: usize) -> [S::F; M] {
+        // SAFETY: the caller's contract; rows of `x` are padded to whole groups.
         unsafe {
-            let row = weights.start(n);
-            let (cols, stride) = (x.cols(), group_count(x.cols()) * GROUP);
-            let first = x.floats_at(m);
-            let mut lanes = [[S::splat(0.0); 2]; M];
-            for k in 0..cols.div_ceil(16) {
-                let (from, here) = (row.add(k * 16 * T::BYTES), (cols - 16 * k).min(16));
-                let w = if here == 16 {
-                    T::load::<S>(from)
-                } else {
-                    let mut tail = [0u8; 64];
-                    std::ptr::copy_nonoverlapping(from, tail.as_mut_ptr(), here * T::BYTES);
-                    T::load::<S>(tail.as_ptr())
-                };
-                for (m, lanes) in lanes.iter_mut().enumerate() {
-                    lanes[k % 2] = S::fma(w, S::load(first.add(m * stride + 16 * k)), lanes[k % 2]);
+            let mut sums = [S::splat(0.0); M];
+            let (first, stride) = (x.floats_at(m), x.cols().next_multiple_of(GROUP));
+            let column_bytes = Self::LAYOUT.tile_bytes / GROUP;
+            for column in groups.start * GROUP..groups.end * GROUP {
+                let from = strip.add(column * column_bytes);
+                if M == 1 {
+                    S::prefetch(from.wrapping_add(AHEAD));
+                }
+                let w = T::load::<S>(from);
+                for (m, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::fma(w, S::splat(*first.add(m * stride + column)), *sum);
                 }
             }
-            both::<S, M>(lanes)
+            sums
         }
     }
 }

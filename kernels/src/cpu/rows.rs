@@ -1,23 +1,53 @@
-//! What is done to one row at a time: RMSNorm, SwiGLU, rotary embedding.
-use super::activations::{Group, Quantise};
-use super::simd::{Kernel, ROUND, Simd};
+//! What is done to one row at a time: RMSNorm, gated activations, rotary embedding, in the order of [`crate::order`].
+use super::activations::{Block, Quantise};
+use super::simd::{Kernel, Simd};
+use crate::order::{
+    Activation, CHUNKS, EXP, EXP_MAX, GELU, LANES, LN_2, RECIPROCAL_GUESS, ROUND, chunk, rms_factor, rotate,
+};
 
-/// e^x by range reduction and a polynomial; relative error below 2e-7 within ±87, clamped beyond.
+/// [`crate::order::exp`] of 16 numbers.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // SAFETY: the caller's contract: the machine has `S`.
     unsafe {
-        let x = S::min(S::max(x, S::splat(-87.0)), S::splat(88.0));
+        let x = S::min(S::max(x, S::splat(-EXP_MAX)), S::splat(EXP_MAX));
         let t = S::fma(x, S::splat(std::f32::consts::LOG2_E), S::splat(ROUND));
         let n = S::sub(t, S::splat(ROUND));
-        let r = S::fma(n, S::splat(-0.693_359_4), x); // ln 2, its first bits: 0.693359375
-        let r = S::fma(n, S::splat(2.121_944_4e-4), r); // and the rest
-        let mut p = S::splat(1.987_569_2e-4);
-        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5, 1.0, 1.0] {
-            p = S::fma(p, r, S::splat(c));
+        let r = S::fma(n, S::splat(LN_2[1]), S::fma(n, S::splat(LN_2[0]), x));
+        let mut p = S::splat(EXP[0]);
+        for c in &EXP[1..] {
+            p = S::fma(p, r, S::splat(*c));
         }
         S::scale_pow2(p, t)
     }
+}
+
+/// [`crate::order::reciprocal`] of 16 numbers.
+#[inline(always)]
+unsafe fn reciprocal<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let (one, minus) = (S::splat(1.0), S::sub(S::splat(0.0), x));
+        let mut y = S::reflect(RECIPROCAL_GUESS, x);
+        for _ in 0..4 {
+            y = S::fma(y, S::fma(minus, y, one), y);
+        }
+        y
+    }
+}
+
+/// [`crate::order::sigmoid`] of 16 numbers.
+#[inline(always)]
+unsafe fn sigmoid<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe { reciprocal::<S>(S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), x)))) }
+}
+
+/// [`crate::order::soft_cap`] of 16 numbers.
+#[inline(always)]
+pub(crate) unsafe fn soft_cap<S: Simd>(x: S::F, cap: f32) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe { S::fma(sigmoid::<S>(S::mul(x, S::splat(2.0 / cap))), S::splat(2.0 * cap), S::splat(-cap)) }
 }
 
 /// hidden += delta, then x = hidden / rms(hidden) · weight.
@@ -30,7 +60,7 @@ pub(crate) struct NormRow<'a> {
     /// At least as long as `hidden`.
     pub(crate) x: &'a mut [f32],
     /// Where `x` goes as integers; empty if not wanted.
-    pub(crate) groups: &'a mut [Group],
+    pub(crate) blocks: &'a mut [Block],
 }
 
 impl Kernel for NormRow<'_> {
@@ -47,25 +77,39 @@ impl Kernel for NormRow<'_> {
         for ((x, h), w) in self.x.iter_mut().zip(&*self.hidden).zip(self.weight) {
             *x = h * scale * w;
         }
-        if !self.groups.is_empty() {
+        if !self.blocks.is_empty() {
             // SAFETY: the machine has `S`.
-            unsafe { Quantise { floats: &self.x[..width], groups: self.groups }.run::<S>() }
+            unsafe { Quantise { floats: &self.x[..width], blocks: self.blocks }.run::<S>() }
         }
     }
 }
 
-/// 1 / sqrt(mean of squares + eps).
+/// What RMSNorm multiplies a row by.
 #[inline(always)]
 unsafe fn inverse_rms<S: Simd>(row: &[f32], eps: f32) -> f32 {
     // SAFETY: the caller's contract; lanes beyond the row are not touched.
     unsafe {
-        let mut squares = [S::splat(0.0); 4];
-        for (i, chunk) in row.chunks(16).enumerate() {
-            let v = S::load_first(chunk.as_ptr(), chunk.len());
-            squares[i % 4] = S::fma(v, v, squares[i % 4]);
+        let mut sum = 0.0;
+        for index in 0..CHUNKS {
+            let mut lanes = [S::splat(0.0); LANES / 16];
+            for chunk in row[chunk(row.len(), index)].chunks(LANES) {
+                let (near, far) = chunk.split_at(chunk.len().min(16));
+                let v = [S::load_first(near.as_ptr(), near.len()), S::load_first(far.as_ptr(), far.len())];
+                lanes = [S::fma(v[0], v[0], lanes[0]), S::fma(v[1], v[1], lanes[1])];
+            }
+            sum += tree::<S>(lanes);
         }
-        let [a, b, c, d] = S::sum4(squares);
-        1.0 / (((a + c) + (b + d)) / row.len() as f32 + eps).sqrt()
+        rms_factor(sum, row.len(), eps)
+    }
+}
+
+/// [`crate::order::tree`].
+#[inline(always)]
+pub(crate) unsafe fn tree<S: Simd>(lanes: [S::F; LANES / 16]) -> f32 {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let zero = S::splat(0.0);
+        S::sum4([S::add(lanes[0], lanes[1]), zero, zero, zero])[0]
     }
 }
 
@@ -90,17 +134,18 @@ impl Kernel for NormHeads<'_> {
     }
 }
 
-/// x = gate · sigmoid(gate) · up.
-pub(crate) struct SwigluRow<'a> {
+/// x = activation(gate) · up.
+pub(crate) struct GateRow<'a> {
+    pub(crate) activation: Activation,
     pub(crate) gate: &'a [f32],
     pub(crate) up: &'a [f32],
     /// Padded to whole vectors.
     pub(crate) x: &'a mut [f32],
     /// Where `x` goes as integers; empty if not wanted.
-    pub(crate) groups: &'a mut [Group],
+    pub(crate) blocks: &'a mut [Block],
 }
 
-impl Kernel for SwigluRow<'_> {
+impl Kernel for GateRow<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -113,14 +158,16 @@ impl Kernel for SwigluRow<'_> {
             unsafe {
                 let gate = S::load_first(self.gate.as_ptr().add(i), here);
                 let up = S::load_first(self.up.as_ptr().add(i), here);
-                let one = S::splat(1.0);
-                let below = S::add(one, exp::<S>(S::sub(S::splat(0.0), gate)));
-                S::store(S::mul(S::div(gate, below), up), self.x.as_mut_ptr().add(i));
+                let argument = match self.activation {
+                    Activation::Silu => gate,
+                    Activation::Gelu => S::mul(gate, S::fma(S::mul(gate, gate), S::splat(GELU[1]), S::splat(GELU[0]))),
+                };
+                S::store(S::mul(S::mul(gate, sigmoid::<S>(argument)), up), self.x.as_mut_ptr().add(i));
             }
         }
-        if !self.groups.is_empty() {
+        if !self.blocks.is_empty() {
             // SAFETY: the machine has `S`.
-            unsafe { Quantise { floats: &self.x[..width], groups: self.groups }.run::<S>() }
+            unsafe { Quantise { floats: &self.x[..width], blocks: self.blocks }.run::<S>() }
         }
     }
 }
@@ -149,11 +196,11 @@ impl Kernel for RotateHeads<'_> {
             if self.halves {
                 let (a, b) = turning.split_at_mut(pairs);
                 for (((a, b), &c), &s) in a.iter_mut().zip(b).zip(self.cos).zip(self.sin) {
-                    (*a, *b) = turn(*a, *b, c, s);
+                    (*a, *b) = rotate(*a, *b, c, s);
                 }
             } else {
                 for ((pair, &c), &s) in turning.chunks_exact_mut(2).zip(self.cos).zip(self.sin) {
-                    (pair[0], pair[1]) = turn(pair[0], pair[1], c, s);
+                    (pair[0], pair[1]) = rotate(pair[0], pair[1], c, s);
                 }
             }
             if self.scale != 1.0 {
@@ -161,11 +208,6 @@ impl Kernel for RotateHeads<'_> {
             }
         }
     }
-}
-
-#[inline(always)]
-fn turn(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
-    (a.mul_add(cos, -(b * sin)), a.mul_add(sin, b * cos))
 }
 
 #[cfg(test)]

@@ -270,6 +270,16 @@ fn decode(
             let both = scales[g];
             nibbles(quants[g], half(both & 0xffffu32), half(both >> 16u32), weights);
         }
+        QuantType::Q5_0 => {
+            // A scale and 32 fifth bits: three halfwords.
+            let scale = half(halfword(scales, 3 * g));
+            let fifth = halfword(scales, 3 * g + 1) | (halfword(scales, 3 * g + 2) << 16u32);
+            fives(quants[g], fifth, scale, -16.0f32 * scale, weights);
+        }
+        QuantType::Q5_1 => {
+            let both = scales[2 * g];
+            fives(quants[g], scales[2 * g + 1], half(both & 0xffffu32), half(both >> 16u32), weights);
+        }
         QuantType::Q8_0 => {
             let scale = half((scales[g / 2] >> (16 * (g % 2) as u32)) & 0xffffu32);
             #[unroll]
@@ -298,6 +308,25 @@ fn nibbles(four: Vector<u32, Const<4>>, scale: f32, minimum: f32, weights: &mut 
         weights[j] = fma(small(byte & 15u32), scale, minimum);
         weights[16 + j] = fma(small((byte >> 4u32) & 15u32), scale, minimum);
     }
+}
+
+/// As [`nibbles`], with bit `i` of `fifth` as the fifth bit of weight `i`.
+#[cube]
+fn fives(four: Vector<u32, Const<4>>, fifth: u32, scale: f32, minimum: f32, weights: &mut Array<f32>) {
+    #[unroll]
+    for j in 0..16usize {
+        let byte = four[j / 4] >> (8 * (j % 4) as u32);
+        let bits = fifth >> (j as u32);
+        let low = (byte & 15u32) | ((bits & 1u32) << 4u32);
+        let high = ((byte >> 4u32) & 15u32) | (((bits >> 16u32) & 1u32) << 4u32);
+        weights[j] = fma(small(low), scale, minimum);
+        weights[16 + j] = fma(small(high), scale, minimum);
+    }
+}
+
+#[cube]
+fn halfword(words: &Array<u32>, index: usize) -> u32 {
+    (words[index / 2] >> (16 * (index % 2) as u32)) & 0xffffu32
 }
 
 /// A group of 32 of a Q4_K or Q5_K block: scales in the first 16 bytes, then for Q5_K 32 bytes of fifth bits, then

@@ -65,6 +65,8 @@ fn layout(quant: QuantType) -> BlockLayout {
         QuantType::Bf16 => whole(2, &[]),
         QuantType::Q4_0 => BlockLayout { bytes: 18, quants: 2..18, scales: 0..2, scale_stride: 2, halves: &[0] },
         QuantType::Q4_1 => BlockLayout { bytes: 20, quants: 4..20, scales: 0..4, scale_stride: 4, halves: &[0, 2] },
+        QuantType::Q5_0 => BlockLayout { bytes: 22, quants: 6..22, scales: 0..6, scale_stride: 6, halves: &[0] },
+        QuantType::Q5_1 => BlockLayout { bytes: 24, quants: 8..24, scales: 0..8, scale_stride: 8, halves: &[0, 2] },
         QuantType::Q8_0 => BlockLayout { bytes: 34, quants: 2..34, scales: 0..2, scale_stride: 2, halves: &[0] },
         QuantType::Q4K => whole(144, &[0, 2]),
         QuantType::Q5K => whole(176, &[0, 2]),

@@ -1,6 +1,7 @@
 //! Equal bits for every instruction set through a whole model.
 use super::*;
 use crate::quant::QuantType;
+use crate::weights::Architecture;
 use crate::weights::testing::TinyModel;
 
 #[test]

@@ -33,6 +33,24 @@ fn ggml(kind: QuantType, block: &[u8]) -> Vec<f32> {
                 y[j + 16] = f32::from(block[4 + j] >> 4) * half(0) + half(2);
             }
         }
+        QuantType::Q5_0 | QuantType::Q5_1 => {
+            let one = kind == QuantType::Q5_1;
+            let at = if one { 4 } else { 2 };
+            let qh = u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+            y = vec![0.0; 32];
+            for j in 0..16 {
+                let xh_0 = (((qh >> j) << 4) & 0x10) as u8;
+                let xh_1 = ((qh >> (j + 12)) & 0x10) as u8;
+                let (x0, x1) = ((block[at + 4 + j] & 0xF) | xh_0, (block[at + 4 + j] >> 4) | xh_1);
+                if one {
+                    y[j] = f32::from(x0) * half(0) + half(2);
+                    y[j + 16] = f32::from(x1) * half(0) + half(2);
+                } else {
+                    y[j] = (i32::from(x0) - 16) as f32 * half(0);
+                    y[j + 16] = (i32::from(x1) - 16) as f32 * half(0);
+                }
+            }
+        }
         QuantType::Q8_0 => y.extend(block[2..].iter().map(|&q| f32::from(q as i8) * half(0))),
         QuantType::Q4K | QuantType::Q5K => {
             let five = kind == QuantType::Q5K;
@@ -105,6 +123,8 @@ fn numbers_and_sizes_are_ggmls() {
         (QuantType::F16, 1, 1, 2),
         (QuantType::Q4_0, 2, 32, 18),
         (QuantType::Q4_1, 3, 32, 20),
+        (QuantType::Q5_0, 6, 32, 22),
+        (QuantType::Q5_1, 7, 32, 24),
         (QuantType::Q8_0, 8, 32, 34),
         (QuantType::Q4K, 12, 256, 144),
         (QuantType::Q5K, 13, 256, 176),

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use super::metadata::Metadata;
 use super::{TensorInfo, WeightsError};
-use crate::gpu::CACHE_CELL_BYTES;
+use crate::gpu::{CACHE_CELL_BYTES, packed_bytes};
 use crate::kv_cache::position_bytes;
 use crate::stage::Activations;
+use crate::tile;
 
 /// Per-dimension factors that Llama 3 files carry for their long-context rotary embedding.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -190,7 +191,7 @@ pub struct ModelCosts {
 pub struct LayerCosts {
     /// Multiply-adds times two for one token, empty cache.
     pub flops_per_token: u64,
-    /// Bytes as stored.
+    /// Bytes in memory, on the device that takes most.
     pub weight_bytes: u64,
     /// Bytes of keys and values per position, on the device that takes most.
     pub kv_bytes_per_token: u64,
@@ -375,7 +376,7 @@ impl ModelConfig {
             activation_bytes: width * ACTIVATION_ELEMENT_BYTES,
         };
         for tensor in tensors {
-            let bytes = tensor.range.end - tensor.range.start;
+            let bytes = resident_bytes(tensor, gpus);
             match tensor.name.as_str() {
                 "token_embd.weight" => costs.embed_bytes += bytes,
                 "output.weight" | "output_norm.weight" => costs.head_bytes += bytes,
@@ -391,6 +392,16 @@ impl ModelConfig {
         }
         costs
     }
+}
+
+/// Bytes of a tensor in memory: a matrix as tiles, or as on a GPU if that is more; a vector as f32.
+fn resident_bytes(tensor: &TensorInfo, gpus: bool) -> u64 {
+    if tensor.rows == 1 {
+        return (tensor.cols * size_of::<f32>()) as u64;
+    }
+    let tiles = tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64;
+    let packed = if gpus { packed_bytes(tensor.quant, tensor.rows, tensor.cols) } else { 0 };
+    tiles.max(packed)
 }
 
 /// The block that a tensor belongs to, `blk.N.…`.

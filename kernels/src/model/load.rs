@@ -1,0 +1,155 @@
+//! Weights of a range of layers on their way from the file into tiles.
+use std::sync::{Mutex, PoisonError};
+
+use memmap2::MmapMut;
+
+use crate::cpu::engine::Shared;
+use crate::pool::Pool;
+use crate::quant::QuantType;
+use crate::recipe::LayerRecipe;
+use crate::stage::StageError;
+use crate::tile::{Layout, NotFinite, ROWS, Tiles, convert};
+use crate::weights::{ModelConfig, ModelFile};
+
+/// A matrix as tiles in memory of its own.
+pub(crate) struct Matrix {
+    kind: QuantType,
+    rows: usize,
+    cols: usize,
+    bytes: MmapMut,
+}
+
+impl Matrix {
+    /// Converts a matrix on all threads.
+    ///
+    /// # Errors
+    /// A number that is not finite, or no memory.
+    pub(crate) fn convert(
+        pool: &mut Pool,
+        kind: QuantType,
+        [rows, cols]: [usize; 2],
+        stored: &[u8],
+    ) -> Result<Self, StageError> {
+        let layout = Layout::of(kind);
+        let size = layout.matrix_bytes(rows, cols);
+        let no_memory = |e| StageError::Device(format!("no memory for {size} bytes of weights: {e}"));
+        // Pages come zeroed when they are first written, by the thread that writes them.
+        let mut bytes = MmapMut::map_anon(size.max(1)).map_err(no_memory)?;
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage); // a hint
+        let (row_bytes, strip_bytes) = (stored.len() / rows.max(1), layout.matrix_bytes(1, cols));
+        let (out, found) = (Shared::of(&mut bytes[..size]), Mutex::new(None::<NotFinite>));
+        pool.run(rows.div_ceil(ROWS), 1, &|_, strips| {
+            let mine = strips.start * ROWS..(strips.end * ROWS).min(rows);
+            // SAFETY: strips do not overlap.
+            let tiles = unsafe { out.slice(strips.start * strip_bytes..strips.end * strip_bytes) };
+            let from = &stored[mine.start * row_bytes..mine.end * row_bytes];
+            if let Err(error) = convert(kind, cols, mine, from, tiles) {
+                *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
+        });
+        match found.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(StageError::Input(error.to_string())),
+            None => Ok(Self { kind, rows, cols, bytes }),
+        }
+    }
+
+    /// Its tiles.
+    pub(crate) fn tiles(&self) -> Tiles<'_> {
+        let size = Layout::of(self.kind).matrix_bytes(self.rows, self.cols);
+        Tiles::new(self.kind, self.rows, self.cols, &self.bytes[..size]).expect("made for these rows and columns")
+    }
+}
+
+/// Weights of one layer.
+pub(crate) struct LayerWeights {
+    pub(crate) attention_norm: Vec<f32>,
+    /// Query, key, value.
+    pub(crate) inputs: [Matrix; 3],
+    pub(crate) input_biases: Option<[Vec<f32>; 3]>,
+    /// Of the heads of query and key.
+    pub(crate) head_norms: Option<[Vec<f32>; 2]>,
+    pub(crate) output: Matrix,
+    pub(crate) output_bias: Option<Vec<f32>>,
+    /// Of what attention and feed-forward give.
+    pub(crate) norms_after: Option<[Vec<f32>; 2]>,
+    pub(crate) ffn_norm: Vec<f32>,
+    /// Gate and up.
+    pub(crate) gated: [Matrix; 2],
+    pub(crate) down: Matrix,
+}
+
+/// Final norm and output matrix.
+pub(crate) struct Head {
+    pub(crate) norm: Vec<f32>,
+    pub(crate) matrix: Matrix,
+}
+
+/// Takes tensors out of a file and counts their bytes in memory.
+pub(crate) struct Loader<'a> {
+    pub(crate) file: &'a ModelFile,
+    pub(crate) pool: &'a mut Pool,
+    pub(crate) bytes: u64,
+}
+
+impl Loader<'_> {
+    pub(crate) fn layer(&mut self, recipe: &LayerRecipe, index: usize) -> Result<LayerWeights, StageError> {
+        let name = |part: &str| format!("blk.{index}.{part}");
+        let norms = |loader: &mut Self, there: bool, parts: [&str; 2]| {
+            let [a, b] = parts.map(|part| name(&format!("{part}.weight")));
+            there.then(|| Ok::<_, StageError>([loader.vector(&a)?, loader.vector(&b)?])).transpose()
+        };
+        let bias = |loader: &mut Self, part: &str| loader.vector(&name(&format!("{part}.bias")));
+        let matrix = |loader: &mut Self, part: &str| loader.matrix(&name(&format!("{part}.weight")));
+        let inputs = ["attn_q", "attn_k", "attn_v"];
+        let input_biases = || -> Result<_, StageError> {
+            let [q, k, v] = inputs;
+            Ok([bias(self, q)?, bias(self, k)?, bias(self, v)?])
+        };
+        let input_biases = recipe.biases.then(input_biases).transpose()?;
+        Ok(LayerWeights {
+            input_biases,
+            attention_norm: self.vector(&name("attn_norm.weight"))?,
+            inputs: [matrix(self, inputs[0])?, matrix(self, inputs[1])?, matrix(self, inputs[2])?],
+            head_norms: norms(self, recipe.head_norms, ["attn_q_norm", "attn_k_norm"])?,
+            output: matrix(self, "attn_output")?,
+            output_bias: recipe.output_bias.then(|| bias(self, "attn_output")).transpose()?,
+            norms_after: norms(self, recipe.norms_after, ["post_attention_norm", "post_ffw_norm"])?,
+            ffn_norm: self.vector(&name("ffn_norm.weight"))?,
+            gated: [matrix(self, "ffn_gate")?, matrix(self, "ffn_up")?],
+            down: matrix(self, "ffn_down")?,
+        })
+    }
+
+    pub(crate) fn head(&mut self, config: &ModelConfig) -> Result<Head, StageError> {
+        Ok(Head { norm: self.vector("output_norm.weight")?, matrix: self.matrix(config.head_tensor())? })
+    }
+
+    fn matrix(&mut self, name: &str) -> Result<Matrix, StageError> {
+        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
+        let matrix = Matrix::convert(self.pool, tensor.quant, [tensor.rows, tensor.cols], tensor.bytes);
+        let matrix = matrix.map_err(|error| match error {
+            StageError::Input(what) => StageError::Input(format!("tensor {name:?}, {what}")),
+            StageError::Device(_) => error,
+        })?;
+        self.bytes += matrix.tiles().bytes().len() as u64;
+        self.file.release(name);
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, name: &str) -> Result<Vec<f32>, StageError> {
+        let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_f32();
+        if let Some(at) = vector.iter().position(|number| !number.is_finite()) {
+            return Err(StageError::Input(format!(
+                "tensor {name:?}: element {at} is {}; the file is damaged",
+                vector[at]
+            )));
+        }
+        self.bytes += size_of_val(&vector[..]) as u64;
+        Ok(vector)
+    }
+}
+
+fn missing(name: &str) -> StageError {
+    StageError::Input(format!("tensor {name:?} is missing"))
+}

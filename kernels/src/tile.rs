@@ -1,0 +1,433 @@
+//! Weights as tiles of 16 rows by 64 columns, with their scales beside them: the one form that every kernel reads.
+//!
+//! A tile holds two blocks of 32 columns. The codes of a block are words of four columns (a slot), 16 rows side by side: word
+//! `slot · 16 + row`. That is a vector of 16 rows for a processor, and the fragment of an integer matrix instruction for a GPU.
+//!
+//! - Eight bits: slots 0 to 7, one word a row.
+//! - Four bits: words t = 0 to 3, slot t in the low nibbles and slot t + 4 in the high ones.
+//! - A fifth bit: one more word a row; bit `8 · i + slot` belongs to column `4 · slot + i`.
+//! - Two more bits: two more words a row, for slots 0 to 3 and 4 to 7; bits from `8 · i + 2 · (slot mod 4)`.
+//!
+//! The conversion is exact: [`Tiles::block`] gives the weights of the file. Rows and columns that fill a last tile have scale zero.
+//! Weights that are numbers already are tiles of `[column][row]`.
+use std::ops::Range;
+
+use half::f16;
+
+use crate::order::{BLOCK, GROUP, WeightBlock};
+use crate::quant::{QuantType, k_scale_min};
+
+/// Rows of a tile.
+pub const ROWS: usize = 16;
+
+/// Where the parts of a tile lie, for one format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Bits of a code: 4, 5, 6 or 8; 0 where weights are numbers.
+    pub bits: u32,
+    /// What is subtracted from a code.
+    pub offset: i32,
+    /// How scales are stored.
+    pub scales: Scales,
+    /// Bytes of the codes of one block, or of the numbers of one.
+    pub block_bytes: usize,
+    /// Bytes of a tile.
+    pub tile_bytes: usize,
+}
+
+/// How the scales of a tile are stored, after the codes of its two blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scales {
+    /// None: weights are numbers.
+    None,
+    /// `[block][row]` f16.
+    Half,
+    /// `[block][row]` f16, then minima in the same form.
+    HalfAndMinimum,
+    /// `[row]` f16 factors of scales and of minima, then `[block][row]` bytes of scales, then of minima (to be subtracted).
+    Bytes,
+    /// `[row]` f16 factors, then `[block][half][row]` signed bytes: one scale for each 16 columns.
+    Sixteens,
+}
+
+impl Scales {
+    /// Whether a minimum is added.
+    #[must_use]
+    pub const fn minimum(self) -> bool {
+        matches!(self, Self::HalfAndMinimum | Self::Bytes)
+    }
+}
+
+impl Layout {
+    /// How a format is laid out.
+    #[must_use]
+    pub const fn of(kind: QuantType) -> Self {
+        let (bits, offset, scales) = match kind {
+            QuantType::F32 | QuantType::F16 | QuantType::Bf16 => (0, 0, Scales::None),
+            QuantType::Q4_0 => (4, 8, Scales::Half),
+            QuantType::Q4_1 => (4, 0, Scales::HalfAndMinimum),
+            QuantType::Q5_0 => (5, 16, Scales::Half),
+            QuantType::Q5_1 => (5, 0, Scales::HalfAndMinimum),
+            QuantType::Q8_0 => (8, 128, Scales::Half),
+            QuantType::Q4K => (4, 0, Scales::Bytes),
+            QuantType::Q5K => (5, 0, Scales::Bytes),
+            QuantType::Q6K => (6, 32, Scales::Sixteens),
+        };
+        let block_bytes = match kind {
+            QuantType::F32 => ROWS * BLOCK * 4,
+            QuantType::F16 | QuantType::Bf16 => ROWS * BLOCK * 2,
+            QuantType::Q4_0
+            | QuantType::Q4_1
+            | QuantType::Q5_0
+            | QuantType::Q5_1
+            | QuantType::Q8_0
+            | QuantType::Q4K
+            | QuantType::Q5K
+            | QuantType::Q6K => ROWS * BLOCK * bits as usize / 8,
+        };
+        let scale_bytes = match scales {
+            Scales::None => 0,
+            Scales::Half => 4 * ROWS,
+            Scales::HalfAndMinimum => 8 * ROWS,
+            Scales::Bytes => 8 * ROWS,
+            Scales::Sixteens => 6 * ROWS,
+        };
+        Self { bits, offset, scales, block_bytes, tile_bytes: 2 * block_bytes + scale_bytes }
+    }
+
+    /// Bytes of the tiles of a matrix.
+    #[must_use]
+    pub const fn matrix_bytes(&self, rows: usize, cols: usize) -> usize {
+        rows.div_ceil(ROWS) * cols.div_ceil(GROUP) * self.tile_bytes
+    }
+}
+
+/// A scale or a weight that is no finite number.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("row {row}, columns from {column}: a weight or its scale is infinite or no number; the file is damaged")]
+pub struct NotFinite {
+    /// In which row of the matrix.
+    pub row: usize,
+    /// First column of the block.
+    pub column: usize,
+}
+
+/// Converts rows of a matrix as stored in a file, from the first row of a tile on: `out` takes whole rows of tiles.
+///
+/// # Errors
+/// A scale, a minimum or a number is not finite.
+///
+/// # Panics
+/// If `out` is not as long as the tiles of `rows`, or `bytes` hold other than whole rows.
+pub fn convert(
+    kind: QuantType,
+    cols: usize,
+    rows: Range<usize>,
+    bytes: &[u8],
+    out: &mut [u8],
+) -> Result<(), NotFinite> {
+    let layout = Layout::of(kind);
+    let row_bytes = kind.row_bytes(cols).expect("whole blocks, as checked when the file was opened");
+    assert!(rows.start.is_multiple_of(ROWS) && bytes.len() == rows.len() * row_bytes, "whole rows from a tile's first");
+    assert_eq!(out.len(), layout.matrix_bytes(rows.len(), cols), "room for the tiles of {rows:?}");
+    let strip_bytes = layout.matrix_bytes(1, cols);
+    for ((strip, rows_here), first) in
+        out.chunks_exact_mut(strip_bytes).zip(bytes.chunks(ROWS * row_bytes)).zip(rows.step_by(ROWS))
+    {
+        if rows_here.len() < ROWS * row_bytes {
+            strip.fill(0);
+        }
+        for (r, row) in rows_here.chunks_exact(row_bytes).enumerate() {
+            let mut strip = Strip { layout, bytes: strip, row: r };
+            strip.put(kind, cols, row).map_err(|column| NotFinite { row: first + r, column })?;
+        }
+    }
+    Ok(())
+}
+
+/// One row within the tiles of 16 rows.
+struct Strip<'a> {
+    layout: Layout,
+    bytes: &'a mut [u8],
+    row: usize,
+}
+
+/// The codes of one row in one block: a word for each slot with 4 or 8 bits, and planes of further bits.
+struct Words {
+    words: [u32; 8],
+    planes: [u32; 2],
+}
+
+impl Strip<'_> {
+    /// Puts a row of the file; the column of a block with a number that is not finite.
+    fn put(&mut self, kind: QuantType, cols: usize, row: &[u8]) -> Result<(), usize> {
+        for (b, block) in row.chunks_exact(kind.block_bytes()).enumerate() {
+            let column = b * kind.block_len();
+            let finite = match kind {
+                QuantType::F32 | QuantType::F16 | QuantType::Bf16 => self.number(kind, b, block),
+                QuantType::Q4_0 => self.nibbles(b, &block[2..], 0) & self.halves(b, &block[..2]),
+                QuantType::Q4_1 => self.nibbles(b, &block[4..], 0) & self.halves(b, &block[..4]),
+                QuantType::Q5_0 => self.nibbles(b, &block[6..], word(block, 2)) & self.halves(b, &block[..2]),
+                QuantType::Q5_1 => self.nibbles(b, &block[8..], word(block, 4)) & self.halves(b, &block[..4]),
+                QuantType::Q8_0 => self.q8_0(b, block),
+                QuantType::Q4K => self.q45_k(b, block, None, &block[16..]),
+                QuantType::Q5K => self.q45_k(b, block, Some(&block[16..48]), &block[48..]),
+                QuantType::Q6K => self.q6_k(b, block),
+            };
+            if !finite {
+                return Err(column);
+            }
+        }
+        // The last tile of a row is filled up with zeros.
+        let blocks = cols.div_ceil(BLOCK);
+        if !cols.is_multiple_of(GROUP) {
+            self.clear(cols, blocks);
+        }
+        Ok(())
+    }
+
+    fn number(&mut self, kind: QuantType, column: usize, number: &[u8]) -> bool {
+        let at = column / GROUP * self.layout.tile_bytes + (column % GROUP * ROWS + self.row) * number.len();
+        self.bytes[at..at + number.len()].copy_from_slice(number);
+        if kind == QuantType::F32 {
+            f32::from_bits(word(number, 0)).is_finite()
+        } else if kind == QuantType::F16 {
+            half_finite(number, 0)
+        } else {
+            u16::from_le_bytes([number[0], number[1]]) & 0x7f80 != 0x7f80
+        }
+    }
+
+    fn clear(&mut self, cols: usize, blocks: usize) {
+        if self.layout.bits == 0 {
+            let bytes = self.layout.block_bytes / ROWS / BLOCK;
+            let tile = (cols / GROUP) * self.layout.tile_bytes;
+            for column in cols % GROUP..GROUP {
+                let at = tile + (column * ROWS + self.row) * bytes;
+                self.bytes[at..at + bytes].fill(0);
+            }
+        } else if blocks % 2 == 1 {
+            self.codes(blocks, &Words { words: [0; 8], planes: [0; 2] });
+            match self.layout.scales {
+                Scales::Half => _ = self.halves(blocks, &[0; 2]),
+                Scales::HalfAndMinimum => _ = self.halves(blocks, &[0; 4]),
+                // Super-blocks are whole groups.
+                Scales::None | Scales::Bytes | Scales::Sixteens => {}
+            }
+        }
+    }
+
+    /// 32 codes of four bits as Q4_0 stores them, which is how a tile does, and fifth bits in the order of columns.
+    fn nibbles(&mut self, block: usize, nibbles: &[u8], fifth: u32) -> bool {
+        let words = std::array::from_fn(|t| if t < 4 { word(nibbles, 4 * t) } else { 0 });
+        self.codes(block, &Words { words, planes: [by_column(fifth), 0] });
+        true
+    }
+
+    /// Scale and, where there is one, minimum of a block.
+    fn halves(&mut self, block: usize, halves: &[u8]) -> bool {
+        let place = self.scales_at(block / 2) + (block % 2 * ROWS + self.row) * 2;
+        for (i, half) in halves.chunks_exact(2).enumerate() {
+            let at = place + i * 4 * ROWS;
+            self.bytes[at..at + 2].copy_from_slice(half);
+        }
+        (0..halves.len()).step_by(2).all(|at| half_finite(halves, at))
+    }
+
+    fn q8_0(&mut self, block: usize, stored: &[u8]) -> bool {
+        let words = std::array::from_fn(|slot| word(stored, 2 + 4 * slot) ^ 0x8080_8080);
+        self.codes(block, &Words { words, planes: [0; 2] });
+        self.halves(block, &stored[..2])
+    }
+
+    fn q45_k(&mut self, super_block: usize, stored: &[u8], fifth: Option<&[u8]>, nibbles: &[u8]) -> bool {
+        for group in 0..8 {
+            let at = |i: usize| word(nibbles, group / 2 * 32 + i) >> (4 * (group % 2)) & 0x0f0f_0f0f;
+            let words = std::array::from_fn(|t| if t < 4 { at(4 * t) | at(16 + 4 * t) << 4 } else { 0 });
+            let plane = fifth.map_or(0, |bits| {
+                (0..8).fold(0, |plane, slot| plane | (word(bits, 4 * slot) >> group & 0x0101_0101) << slot)
+            });
+            let block = 8 * super_block + group;
+            self.codes(block, &Words { words, planes: [plane, 0] });
+            let at = self.scales_at(block / 2);
+            if group % 2 == 0 {
+                self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[..2]);
+                self.bytes[at + 2 * (ROWS + self.row)..][..2].copy_from_slice(&stored[2..4]);
+            }
+            let (scale, minimum) = k_scale_min(&stored[4..16], group);
+            self.bytes[at + 4 * ROWS + group % 2 * ROWS + self.row] = scale;
+            self.bytes[at + 6 * ROWS + group % 2 * ROWS + self.row] = minimum;
+        }
+        half_finite(stored, 0) && half_finite(stored, 2)
+    }
+
+    fn q6_k(&mut self, super_block: usize, stored: &[u8]) -> bool {
+        for group in 0..8 {
+            let (half, k) = (group / 4, group % 4);
+            let low = |slot: usize| word(stored, half * 64 + 32 * (k % 2) + 4 * slot) >> (4 * (k / 2)) & 0x0f0f_0f0f;
+            let words = std::array::from_fn(|t| if t < 4 { low(t) | low(t + 4) << 4 } else { 0 });
+            let high = |slot: usize| word(stored, 128 + half * 32 + 4 * slot) >> (2 * k) & 0x0303_0303;
+            let plane = |first: usize| (0..4).fold(0, |plane, slot| plane | high(first + slot) << (2 * slot));
+            let block = 8 * super_block + group;
+            self.codes(block, &Words { words, planes: [plane(0), plane(4)] });
+            let at = self.scales_at(block / 2);
+            if group % 2 == 0 {
+                self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[208..210]);
+            }
+            for sixteenth in 0..2 {
+                let place = at + 2 * ROWS + (group % 2 * 2 + sixteenth) * ROWS + self.row;
+                self.bytes[place] = stored[192 + 2 * group + sixteenth];
+            }
+        }
+        half_finite(stored, 208)
+    }
+
+    fn scales_at(&self, tile: usize) -> usize {
+        tile * self.layout.tile_bytes + 2 * self.layout.block_bytes
+    }
+
+    fn codes(&mut self, block: usize, codes: &Words) {
+        let Layout { bits, block_bytes, tile_bytes, .. } = self.layout;
+        let (words, planes) = match bits {
+            8 => (8, 0),
+            6 => (4, 2),
+            5 => (4, 1),
+            _ => (4, 0),
+        };
+        let at = block / 2 * tile_bytes + block % 2 * block_bytes + 4 * self.row;
+        for (i, word) in codes.words[..words].iter().chain(&codes.planes[..planes]).enumerate() {
+            self.bytes[at + 4 * ROWS * i..][..4].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn half_finite(bytes: &[u8], at: usize) -> bool {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]]) & 0x7c00 != 0x7c00
+}
+
+fn half_at(bytes: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
+}
+
+/// Bit `4 · slot + i` to bit `8 · i + slot`.
+fn by_column(bits: u32) -> u32 {
+    (0..4).fold(0, |plane, i| {
+        let mut slots = bits >> i & 0x1111_1111;
+        slots = (slots | slots >> 3) & 0x0303_0303;
+        slots = (slots | slots >> 6) & 0x000f_000f;
+        slots = (slots | slots >> 12) & 0xff;
+        plane | slots << (8 * i)
+    })
+}
+
+/// The tiles of a matrix.
+#[derive(Clone, Copy)]
+pub struct Tiles<'a> {
+    kind: QuantType,
+    rows: usize,
+    cols: usize,
+    bytes: &'a [u8],
+}
+
+impl<'a> Tiles<'a> {
+    /// `None` unless `bytes` are the tiles of so many rows and columns.
+    #[must_use]
+    pub fn new(kind: QuantType, rows: usize, cols: usize, bytes: &'a [u8]) -> Option<Self> {
+        (Layout::of(kind).matrix_bytes(rows, cols) == bytes.len()).then_some(Self { kind, rows, cols, bytes })
+    }
+
+    /// The format that was converted.
+    #[must_use]
+    pub fn kind(&self) -> QuantType {
+        self.kind
+    }
+
+    /// Rows of the matrix.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns of the matrix.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// All tiles, row of tiles by row of tiles.
+    #[must_use]
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The weights of a row in a block, for references and tests; `None` where weights are numbers.
+    #[must_use]
+    pub fn block(&self, row: usize, block: usize) -> Option<WeightBlock> {
+        let layout = Layout::of(self.kind);
+        let tile = &self.bytes[layout.matrix_bytes(ROWS * (row / ROWS), self.cols) + block / 2 * layout.tile_bytes..];
+        let (codes, scales) = (&tile[block % 2 * layout.block_bytes..], &tile[2 * layout.block_bytes..]);
+        let (r, b) = (row % ROWS, block % 2);
+        let at = |index: usize| word(codes, 4 * (index * ROWS + r));
+        let code = |column: usize| {
+            let (slot, i) = (column / 4, column % 4);
+            let nibble = || at(slot % 4) >> (8 * i + 4 * (slot / 4)) & 15;
+            let code = match layout.bits {
+                4 => nibble(),
+                5 => nibble() | (at(4) >> (8 * i + slot) & 1) << 4,
+                6 => nibble() | (at(4 + slot / 4) >> (8 * i + 2 * (slot % 4)) & 3) << 4,
+                _ => at(slot) >> (8 * i) & 255,
+            };
+            code as u8
+        };
+        let half = |index: usize| half_at(scales, 2 * (index * ROWS + r));
+        let byte = |from: usize| scales[from + r];
+        let (pair, minimum) = match layout.scales {
+            Scales::None => return None,
+            Scales::Half => ([half(b); 2], None),
+            Scales::HalfAndMinimum => ([half(b); 2], Some(half(2 + b))),
+            Scales::Bytes => {
+                let scale = half(0) * f32::from(byte(4 * ROWS + b * ROWS));
+                ([scale; 2], Some(-(half(1) * f32::from(byte(6 * ROWS + b * ROWS)))))
+            }
+            Scales::Sixteens => {
+                let scale = |h: usize| half(0) * f32::from(byte(2 * ROWS + (2 * b + h) * ROWS).cast_signed());
+                ([scale(0), scale(1)], None)
+            }
+        };
+        let codes = std::array::from_fn(code);
+        Some(WeightBlock {
+            codes,
+            offset: layout.offset,
+            scales: pair,
+            split: layout.scales == Scales::Sixteens,
+            minimum,
+        })
+    }
+
+    /// The weights of a row as f32.
+    #[must_use]
+    pub fn row(&self, row: usize) -> Vec<f32> {
+        let layout = Layout::of(self.kind);
+        if layout.bits > 0 {
+            let blocks = (0..self.cols.div_ceil(BLOCK)).filter_map(|b| self.block(row, b));
+            let weights = blocks.flat_map(|block| (0..BLOCK).map(move |i| block.weight(i)).collect::<Vec<_>>());
+            return weights.take(self.cols).collect();
+        }
+        let bytes = layout.block_bytes / ROWS / BLOCK;
+        let number = |column: usize| {
+            let tile = layout.matrix_bytes(ROWS * (row / ROWS), self.cols) + column / GROUP * layout.tile_bytes;
+            let at = tile + (column % GROUP * ROWS + row % ROWS) * bytes;
+            let mut number = [0.0];
+            self.kind.dequantize(&self.bytes[at..at + bytes], &mut number);
+            number[0]
+        };
+        (0..self.cols).map(number).collect()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,79 @@
+//! Tiles hold exactly the weights of the file.
+use super::*;
+use crate::quant::{QUANT_TYPES, random_blocks};
+
+/// A random matrix as stored, and its tiles.
+pub(crate) fn matrix(kind: QuantType, rows: usize, cols: usize, seed: u64) -> (Vec<u8>, Vec<u8>) {
+    let stored = random_blocks(kind, rows * cols / kind.block_len(), seed);
+    let mut tiles = vec![0xaa; Layout::of(kind).matrix_bytes(rows, cols)];
+    convert(kind, cols, 0..rows, &stored, &mut tiles).expect("finite weights");
+    (stored, tiles)
+}
+
+#[test]
+fn every_format_keeps_its_weights() {
+    for kind in QUANT_TYPES {
+        for (rows, cols) in [(16usize, 256usize), (1, 512), (37, 256), (48, 768), (33, 96), (5, 32)] {
+            if !cols.is_multiple_of(kind.block_len()) {
+                continue;
+            }
+            let (stored, tiles) = matrix(kind, rows, cols, (rows * cols) as u64);
+            let tiles = Tiles::new(kind, rows, cols, &tiles).expect("the size of a matrix");
+            for (row, stored) in stored.chunks_exact(kind.row_bytes(cols).unwrap()).enumerate() {
+                let mut exact = vec![0.0; cols];
+                kind.dequantize(stored, &mut exact);
+                assert_eq!(tiles.row(row), exact, "{} row {row} of {rows} by {cols}", kind.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn what_fills_the_last_tile_is_zero() {
+    for kind in QUANT_TYPES {
+        let cols = kind.block_len().max(BLOCK) * 3;
+        let (_, tiles) = matrix(kind, 17, cols, 9);
+        let padded = Tiles::new(kind, 32, cols.next_multiple_of(GROUP), &tiles).expect("the size of the padded matrix");
+        for row in 0..32 {
+            let weights = padded.row(row);
+            assert!(weights[cols..].iter().all(|w| *w == 0.0), "{} row {row}", kind.name());
+            assert!(row < 17 || weights.iter().all(|w| *w == 0.0), "{} row {row}", kind.name());
+        }
+    }
+}
+
+#[test]
+fn rows_may_be_converted_apart() {
+    for kind in QUANT_TYPES {
+        let (rows, cols) = (50, 512);
+        let (stored, all) = matrix(kind, rows, cols, 4);
+        let row_bytes = kind.row_bytes(cols).unwrap();
+        let mut parts = Vec::new();
+        for part in [0..16, 16..48, 48..50] {
+            let mut tiles = vec![0; Layout::of(kind).matrix_bytes(part.len(), cols)];
+            convert(kind, cols, part.clone(), &stored[part.start * row_bytes..part.end * row_bytes], &mut tiles)
+                .unwrap();
+            parts.extend(tiles);
+        }
+        assert_eq!(parts, all, "{}", kind.name());
+    }
+}
+
+#[test]
+fn numbers_that_are_not_finite_are_found() {
+    for kind in QUANT_TYPES {
+        let (rows, cols) = (20, 512);
+        let (mut stored, mut tiles) = matrix(kind, rows, cols, 5);
+        let (bytes, len) = (kind.block_bytes(), kind.block_len());
+        let at = 18 * cols / len * bytes + (256 / len) * bytes;
+        let place = match kind {
+            QuantType::Q6K => at + 208,
+            QuantType::Q4_1 | QuantType::Q5_1 | QuantType::Q4K | QuantType::Q5K => at + 2, // the minimum
+            QuantType::F32 => at + 2,
+            QuantType::F16 | QuantType::Bf16 | QuantType::Q4_0 | QuantType::Q5_0 | QuantType::Q8_0 => at,
+        };
+        stored[place..place + 2].copy_from_slice(&[0x80, 0x7f]); // infinite as the upper half of an f32, no number as f16
+        let found = convert(kind, cols, 0..rows, &stored, &mut tiles);
+        assert_eq!(found, Err(NotFinite { row: 18, column: 256 }), "{}", kind.name());
+    }
+}
