@@ -11,8 +11,8 @@ use crate::cpu::Isa;
 use crate::cpu::activations::{self, Quantise};
 use crate::cpu::engine::products;
 use crate::cpu::simd::{Kernel, Simd};
-use crate::model::CpuStage;
 use crate::model::load::Matrix;
+use crate::model::{CpuEngine, CpuStage};
 use crate::pool::Pool;
 use crate::quant::{QuantType, random_blocks};
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
@@ -82,11 +82,11 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         activations: bench.activations,
         threads: bench.threads,
     };
-    let mut stage = CpuStage::load(Arc::clone(file), options, isa)?;
+    let mut stage = CpuEngine::load(Arc::clone(file), options, isa)?;
     let pool = |threads| Pool::new(threads).map_err(|e| no_threads(threads, &e));
     let (mut one, mut all) = (pool(1)?, pool(bench.threads)?);
     // As large as what a token reads, and larger than most caches; ones, because denormal numbers would be slow.
-    let bytes_per_token = stage.bytes_per_token();
+    let bytes_per_token = stage.engine().bytes_per_token();
     let buffer = vec![1f32; (bytes_per_token as usize).max(128 << 20) / 4];
 
     let rounds = bench.rounds.max(1);
@@ -193,7 +193,7 @@ fn hand_over_ns() -> u64 {
 }
 
 /// The time of which a quarter of the measurements are faster: others use the machine too, but not always.
-pub(crate) fn usual_ns(mut times: Vec<Duration>) -> u64 {
+pub fn usual_ns(mut times: Vec<Duration>) -> u64 {
     times.sort_unstable();
     times.get(times.len() / 4).map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }
@@ -201,7 +201,7 @@ pub(crate) fn usual_ns(mut times: Vec<Duration>) -> u64 {
 /// Measurements of a hand-over.
 const HAND_OVERS: usize = 16;
 /// After this long without work threads and drivers sleep, as they do between two tokens.
-pub(crate) const ASLEEP: Duration = Duration::from_millis(2);
+pub const ASLEEP: Duration = Duration::from_millis(2);
 
 /// No further pass begins after this.
 const MEASURE: Duration = Duration::from_millis(150);

@@ -13,7 +13,6 @@ mod avx512;
 pub(crate) mod engine;
 mod portable;
 pub(crate) mod product;
-pub(crate) mod rotary;
 pub(crate) mod rows;
 pub(crate) mod simd;
 pub(crate) mod words;

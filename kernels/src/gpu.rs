@@ -1,40 +1,37 @@
-//! The model's operations as CubeCL kernels: one source for CUDA and Vulkan, weights read as their quantised blocks.
-//!
-//! Arithmetic is f32 with explicit fused multiply-adds and one order of accumulation per output element, so a row has
-//! the same bits in any batch, and a launch may choose how many rows it takes at once without changing them. Kernels
-//! take arrays and scalars, never tensors: the shapes of tensor arguments cost an extra upload per launch on CUDA.
-//!
-//! Next: `gpu/pack.rs`, then `gpu/matvec.rs`.
+//! Grids on GPUs as CubeCL kernels: one source for CUDA and Vulkan. Models on GPUs are the package `kernels-gpu`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-mod attention;
-pub mod bench;
 pub mod grid;
-mod matvec;
-mod pack;
-mod rows;
 
-pub use attention::{Attention, attention};
-pub use matvec::{Matrix, matvec};
-pub use pack::{PackError, Packed, packed_bytes, unpack_row};
-pub use rows::{Rotation, add, append, copy, rms_norm, rotate, swiglu};
-
-/// Lanes that share a dot product or an attention row. Fixed, not the device's plane size: it is part of the order of
-/// accumulation, hence of the bits of the results.
-const LANES: u32 = 32;
-/// Units of a cube of the row kernels; part of RMSNorm's order of accumulation.
+/// Units of a cube of [`copy`].
 const UNITS: u32 = 128;
-/// Rows that one launch takes: the smallest grid height that Vulkan guarantees is 65,535.
-pub const ROWS_MAX: usize = 32_768;
-/// Bytes of a number in a device's caches of keys and values: f32, whatever the activations.
-pub const CACHE_CELL_BYTES: usize = size_of::<f32>();
 
-/// An array of the device as one launch sees it; `len` in scalars.
-fn array<R: Runtime>(handle: &Handle, len: usize) -> ArrayArg<R> {
-    // SAFETY: every caller passes the length that the handle was allocated with, and kernels stay below it.
-    unsafe { ArrayArg::from_raw_parts(handle.clone(), len) }
+/// Copies `len` floats, 16 bytes a unit: what the device's memory can do at best.
+///
+/// # Panics
+/// If `len` is no multiple of 512 or more than a grid holds.
+pub fn copy<R: Runtime>(client: &ComputeClient<R>, from: &Handle, to: &Handle, len: usize) {
+    let units = len / 4;
+    assert!(len.is_multiple_of(4 * UNITS as usize), "{len} floats are no whole cubes");
+    let (across, down) = (units / UNITS as usize, 1usize);
+    let (across, down) = if across > 32_768 { (32_768, across.div_ceil(32_768)) } else { (across, down) };
+    // SAFETY: the kernel tests its position against the length, which both have.
+    unsafe {
+        let array = |handle: &Handle| ArrayArg::from_raw_parts(handle.clone(), len);
+        copy_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(across as u32, down as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(from),
+            array(to),
+        );
+    }
 }
 
-#[cfg(test)]
-mod tests;
+#[cube(launch_unchecked)]
+fn copy_kernel(from: &Array<Vector<f32, Const<4>>>, to: &mut Array<Vector<f32, Const<4>>>) {
+    if ABSOLUTE_POS < to.len() {
+        to[ABSOLUTE_POS] = from[ABSOLUTE_POS];
+    }
+}

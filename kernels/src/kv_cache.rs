@@ -14,7 +14,7 @@ pub(crate) const PAGE: usize = 32;
 /// Keys and values of a stage's layers.
 pub(crate) struct KvCache {
     shape: Shape,
-    sequences: BTreeMap<SequenceId, Sequence>,
+    sequences: BTreeMap<SequenceId, Vec<Page>>,
 }
 
 #[derive(Clone, Copy)]
@@ -23,13 +23,6 @@ struct Shape {
     kv_heads: usize,
     head_dim: usize,
     cell_bytes: usize,
-}
-
-#[derive(Default)]
-struct Sequence {
-    /// Positions that have been written and are to be believed.
-    held: usize,
-    pages: Vec<Page>,
 }
 
 /// `PAGE` positions: `[layer][kv head]` of keys `[head_dim][PAGE]`, then values `[PAGE][head_dim padded to 16]`.
@@ -78,45 +71,26 @@ impl KvCache {
         Self { shape, sequences: BTreeMap::new() }
     }
 
-    /// Positions held for a sequence.
-    pub(crate) fn held(&self, sequence: SequenceId) -> usize {
-        self.sequences.get(&sequence).map_or(0, |s| s.held)
-    }
-
-    pub(crate) fn knows(&self, sequence: SequenceId) -> bool {
-        self.sequences.contains_key(&sequence)
-    }
-
-    /// Open sequences.
-    pub(crate) fn open(&self) -> usize {
-        self.sequences.len()
-    }
-
     pub(crate) fn release(&mut self, sequence: SequenceId) {
         self.sequences.remove(&sequence);
     }
 
-    /// Forgets positions from `position` on and makes room for `count` more; they count as held.
-    pub(crate) fn extend(&mut self, sequence: SequenceId, position: usize, count: usize) {
-        let shape = self.shape;
-        let entry = self.sequences.entry(sequence).or_default();
-        debug_assert!(position <= entry.held);
-        entry.held = position + count;
-        let pages = entry.held.div_ceil(PAGE);
-        entry.pages.truncate(pages);
-        let lines = shape.page_bytes().div_ceil(64);
-        entry.pages.resize_with(pages, || Page(vec![Aligned([0; 64]); lines]));
+    /// Makes room for the first `positions` of a sequence and forgets those behind.
+    pub(crate) fn reserve(&mut self, sequence: SequenceId, positions: usize) {
+        let lines = self.shape.page_bytes().div_ceil(64);
+        let pages = self.sequences.entry(sequence).or_default();
+        pages.resize_with(positions.div_ceil(PAGE), || Page(vec![Aligned([0; 64]); lines]));
     }
 
     /// Bytes of all pages.
     pub(crate) fn bytes(&self) -> usize {
-        let pages: usize = self.sequences.values().map(|s| s.pages.len()).sum();
+        let pages: usize = self.sequences.values().map(Vec::len).sum();
         pages * self.shape.page_bytes().next_multiple_of(64)
     }
 
     /// Pages of a sequence for reading; `None` if it is not known.
     pub(crate) fn view(&self, sequence: SequenceId) -> Option<SequencePages<'_>> {
-        self.sequences.get(&sequence).map(|s| SequencePages { shape: self.shape, pages: &s.pages })
+        self.sequences.get(&sequence).map(|pages| SequencePages { shape: self.shape, pages })
     }
 
     /// Pages of a sequence for writing by several threads.
@@ -124,7 +98,7 @@ impl KvCache {
         let shape = self.shape;
         self.sequences
             .get_mut(&sequence)
-            .map(|s| Writer { shape, pages: s.pages.iter_mut().map(|p| p.0.as_mut_ptr().cast()).collect() })
+            .map(|pages| Writer { shape, pages: pages.iter_mut().map(|p| p.0.as_mut_ptr().cast()).collect() })
     }
 }
 
@@ -303,17 +277,17 @@ mod tests {
         let mut cache = KvCache::new(2, 3, 64, Activations::Int8);
         let page = 2 * 3 * (32 * 64 * 2) * 2;
         assert_eq!(page, 2 * 32 * position_bytes(3, 64, Activations::Int8));
-        assert_eq!((cache.bytes(), cache.held(5)), (0, 0));
-        cache.extend(5, 0, 32);
-        assert_eq!((cache.bytes(), cache.held(5)), (page, 32));
-        cache.extend(5, 32, 1);
-        assert_eq!((cache.bytes(), cache.held(5)), (2 * page, 33));
-        cache.extend(9, 0, 70);
-        assert_eq!((cache.bytes(), cache.open()), (5 * page, 2));
-        cache.extend(9, 10, 5); // back to position 10: later ones are forgotten
-        assert_eq!((cache.bytes(), cache.held(9)), (3 * page, 15));
+        assert_eq!(cache.bytes(), 0);
+        cache.reserve(5, 32);
+        assert_eq!(cache.bytes(), page);
+        cache.reserve(5, 33);
+        assert_eq!(cache.bytes(), 2 * page);
+        cache.reserve(9, 70);
+        assert_eq!(cache.bytes(), 5 * page);
+        cache.reserve(9, 15); // later ones are forgotten
+        assert_eq!(cache.bytes(), 3 * page);
         cache.release(5);
         cache.release(5);
-        assert_eq!((cache.bytes(), cache.held(5), cache.open()), (page, 0, 1));
+        assert_eq!(cache.bytes(), page);
     }
 }

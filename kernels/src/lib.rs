@@ -11,8 +11,10 @@ mod kv_cache;
 pub mod model;
 mod pool;
 
+pub mod decoder;
 pub mod order;
 pub mod recipe;
+pub mod rotary;
 pub mod tile;
 
 pub mod chat_template;
@@ -24,6 +26,6 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use chat_template::{ChatMessage, ChatTemplate, ChatTemplateError};
-pub use model::load_cpu_stage;
+pub use model::{load_cpu_stage, load_plain_stage};
 pub use sampler::{SampleError, Sampler, SamplerSettings};
 pub use tokenizer::{Tokenizer, TokenizerError};

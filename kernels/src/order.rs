@@ -160,7 +160,7 @@ pub fn rms_factor(square_sum: f32, cols: usize, eps: f32) -> f32 {
 }
 
 /// What a gated feed-forward applies to its gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// x · sigmoid(x)
     Silu,

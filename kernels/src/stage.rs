@@ -35,6 +35,15 @@ impl Activations {
             Self::F32 => 4,
         }
     }
+
+    /// Names the order of arithmetic that every engine keeps with these activations: equal names, equal bits.
+    #[must_use]
+    pub const fn numerics(self) -> &'static str {
+        match self {
+            Self::Int8 => "int8-2",
+            Self::F32 => "f32-2",
+        }
+    }
 }
 
 /// Names a sequence's cache within a stage.
@@ -93,7 +102,7 @@ pub trait Stage: Send {
     fn resident_bytes(&self) -> ResidentBytes;
     /// Elements of a hidden row.
     fn width(&self) -> usize;
-    /// Kernel set whose results agree bit for bit ("int8-2", "f32-2", "vulkan-f32-1 …").
+    /// Kernel set whose results agree bit for bit ([`Activations::numerics`]).
     fn numerics(&self) -> &str;
 }
 

@@ -192,7 +192,7 @@ impl ModelFile {
     }
 
     /// Gives the pages of a tensor back to the system: it was copied, and is read again from the disk if it is wanted.
-    pub(crate) fn release(&self, name: &str) {
+    pub fn release(&self, name: &str) {
         #[cfg(target_os = "linux")]
         if let (Some(_), Some(tensor)) = (&self.path, self.tensor(name)) {
             const PAGE: usize = 4096;
@@ -294,11 +294,10 @@ impl ModelFile {
         ranges
     }
 
-    /// What holding and running each part costs with these activations, on processors or, if `gpus` may take part too, on
-    /// whatever takes more: a GPU's caches are larger than a processor's beside 8-bit activations.
+    /// What holding and running each part costs with these activations.
     #[must_use]
-    pub fn costs(&self, activations: Activations, gpus: bool) -> ModelCosts {
-        self.config.costs(&self.tensors, activations, gpus)
+    pub fn costs(&self, activations: Activations) -> ModelCosts {
+        self.config.costs(&self.tensors, activations)
     }
 
     /// Inverse frequencies of the rotary embedding, with the file's own factors where it carries them.

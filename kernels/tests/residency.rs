@@ -22,7 +22,7 @@ fn a_stage_holds_its_own_weights_once() {
     stage.forward(&[Rows { sequence: 0, position: 0, input: RowsIn::Hidden(&hidden), logits: false }]).unwrap();
 
     let said = stage.resident_bytes();
-    let share: u64 = file.costs(Activations::Int8, false).layers[10..20].iter().map(|layer| layer.weight_bytes).sum();
+    let share: u64 = file.costs(Activations::Int8).layers[10..20].iter().map(|layer| layer.weight_bytes).sum();
     assert_eq!(said.weights, share);
     let found = resident(copy.file_name().unwrap().to_str().unwrap());
     println!("share {share} B, header {header} B, resident in the mapping {found} B");

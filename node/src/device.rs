@@ -26,7 +26,7 @@ impl Compute {
     /// # Errors
     /// No such device here; the text names those there are.
     pub fn open(options: &UpOptions) -> Result<Self, String> {
-        let devices = kernels_burn::probe();
+        let devices = kernels_gpu::probe();
         let choice: DeviceChoice = options.device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
         let device = choice.pick(&devices).map_err(|e| e.to_string())?.clone();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -70,8 +70,8 @@ impl Compute {
     /// Options that do not fit the model, or a device that cannot hold it.
     pub fn load(&self, file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
         match self.device.id {
-            DeviceId::Cpu => kernels::load_cpu_stage(file, options),
-            id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_burn::load_gpu_stage(file, options, id),
+            DeviceId::Cpu => kernels::load_cpu_stage(file, options), // without looking for GPUs
+            id @ (DeviceId::Cuda(_) | DeviceId::Vulkan(_)) => kernels_gpu::load_stage(file, options, id),
         }
     }
 }
@@ -131,7 +131,7 @@ fn alike(one: u64, other: u64) -> bool {
 /// What a GPU's own kernels showed. What it could not show is 0, "not measured": the processor's figures say nothing about it.
 fn gpu_speed(id: DeviceId) -> Speed {
     let mut speed = Speed::default();
-    let (products, copied) = match kernels_burn::gpu_speed(id) {
+    let (products, copied) = match kernels_gpu::gpu_speed(id) {
         Ok(measured) => (measured.products, measured.copy_bytes_s),
         Err(why) => (Err(why.clone()), Err(why)),
     };
@@ -156,11 +156,11 @@ fn tile(
     depth: usize,
 ) -> Result<Box<dyn GridTile>, GridError> {
     let free = usize::try_from(device.memory_free).unwrap_or(usize::MAX);
-    match kernels_burn::grid_tile(device.id, (grid, rule), region, depth, free) {
+    match kernels_gpu::grid_tile(device.id, (grid, rule), region, depth, free) {
         Err(why) if device.id != DeviceId::Cpu => {
             let (cells, rule_name, id) = (region.cells(), rule.name(), device.id);
             tracing::warn!(%why, %id, cells, rule = rule_name, "the processor computes a tile, for the GPU does not");
-            kernels_burn::grid_tile(DeviceId::Cpu, (grid, rule), region, depth, free)
+            kernels_gpu::grid_tile(DeviceId::Cpu, (grid, rule), region, depth, free)
         }
         made => made,
     }
@@ -291,7 +291,7 @@ mod tests {
 
     #[test]
     fn tiles_of_two_nodes_have_the_hash_of_one() {
-        let devices = kernels_burn::probe();
+        let devices = kernels_gpu::probe();
         for device in devices.iter().filter(|device| device.id == DeviceId::Cpu) {
             let one = hash(device, "glider-gun.toml", None);
             assert_eq!(one, hash(device, "glider-gun.toml", Some(20)));

@@ -310,7 +310,7 @@ impl NodeHandle {
         let before = serving.find(&opened.name, opened.held.content);
         let options = self.options(&wanted, entry.as_ref(), &opened)?;
         let options = before.as_ref().map_or(options.clone(), |before| options.or(&ModelOptions::of(&before.spec)));
-        let mut spec = opened.spec(&options, self.has_gpus().await);
+        let mut spec = opened.spec(&options);
         if let Some(before) = before.as_ref().filter(|before| is_same(&before.spec, &spec)) {
             spec.clone_from(&before.spec); // also under another name, and planned for other members
         }
@@ -387,7 +387,7 @@ impl NodeHandle {
         let opened = self.open(&model).await?;
         let served = self.inner.serving.find(&opened.name, opened.held.content);
         let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
-        let spec = opened.spec(&options, self.has_gpus().await);
+        let spec = opened.spec(&options);
         let (call, mut events) = self.inner.hub.open(8);
         let model = Box::new(spec.clone());
         self.inner.driver.input(Input::Deploy { call, model, plan_only: true });
@@ -568,12 +568,6 @@ impl NodeHandle {
 
     pub(crate) async fn names(&self) -> BTreeMap<String, String> {
         self.inner.driver.views().await.peers.into_iter().map(|p| (p.node, p.name)).collect()
-    }
-
-    /// Whether any member may hold a stage on something else than a processor: caches take more there.
-    async fn has_gpus(&self) -> bool {
-        let peers = self.inner.driver.views().await.peers;
-        peers.iter().any(|peer| !peer.device.is_empty() && peer.device.split(' ').next() != Some("cpu"))
     }
 }
 

@@ -3,7 +3,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     keep_memory_small();
-    kernels_burn::answer_probe(); // a child that only looks for GPUs ends here
+    kernels_gpu::answer_probe(); // a child that only looks for GPUs ends here
     meshnode::cli::main(std::env::args_os())
 }
 

@@ -99,10 +99,10 @@ pub(crate) fn per_second(speed: Option<u64>, unit: &str) -> String {
 /// There is no such device here.
 pub fn selftest(device: &str) -> Result<(DeviceId, Vec<Value>), String> {
     let choice: DeviceChoice = device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
-    let devices = kernels_burn::probe();
+    let devices = kernels_gpu::probe();
     let device = choice.pick(&devices).map_err(|e| e.to_string())?.id;
-    let checks = kernels_burn::selftest(device)?;
-    let value = |check: kernels_burn::suite::Check| {
+    let checks = kernels_gpu::selftest(device)?;
+    let value = |check: kernels_gpu::Check| {
         let (ok, seen) = match check.outcome {
             Ok(seen) => (true, seen),
             Err(wrong) => (false, wrong),

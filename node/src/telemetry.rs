@@ -24,7 +24,7 @@ pub fn start(format: LogFormat, verbosity: u8, daemon: bool) {
     let level = ["warn", "info", "debug", "trace"][usize::from(verbosity.saturating_add(daemon.into()).min(3))];
     // Discovery and TLS are chatty below warn, and GPU probing warns about what doctor explains better.
     let default = format!(
-        "warn,meshnode={level},transport={level},node_core={level},kernels={level},kernels_burn={level},wgpu_hal=error,wgpu_core=error,naga=error"
+        "warn,meshnode={level},transport={level},node_core={level},kernels={level},kernels_gpu={level},wgpu_hal=error,wgpu_core=error,naga=error"
     );
     let filter = ["MESHNODE_LOG", "RUST_LOG"]
         .iter()

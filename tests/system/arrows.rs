@@ -14,9 +14,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("simnet", &["partitioner", "node-core"]),
     ("transport", &[]),
     ("kernels", &[]),
+    ("kernels-gpu", &["kernels"]),
     ("kernels-burn", &["kernels"]),
-    ("meshnode", &["partitioner", "node-core", "transport", "kernels", "kernels-burn"]),
-    ("system-tests", &["partitioner", "node-core", "transport", "kernels", "kernels-burn", "meshnode", "simnet"]),
+    ("meshnode", &["partitioner", "node-core", "transport", "kernels", "kernels-gpu"]),
+    ("system-tests", &["partitioner", "node-core", "transport", "kernels", "kernels-gpu", "meshnode", "simnet"]),
 ];
 
 /// All that the deciding crates may build on: nothing that has a clock, a file, a socket or a thread.
@@ -43,7 +44,6 @@ const HOMES: &[(&str, &str, &[&str])] = &[
     ("gif", "meshnode", &["node/src/output"]),
     ("flate2", "meshnode", &["node/src/output"]),
     ("burn", "kernels-burn", &["kernels/burn/"]),
-    ("burn_cubecl", "kernels-burn", &["kernels/burn/"]),
 ];
 
 #[test]

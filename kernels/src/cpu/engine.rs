@@ -8,13 +8,14 @@ use super::Isa;
 use super::activations::{Quantise, Rows};
 use super::attention::{Attend, scores_len};
 use super::product::Product;
-use super::rotary::RotaryTable;
 use super::rows::{GateRow, NormHeads, NormRow, RotateHeads};
+use crate::decoder::RowAt;
 use crate::kv_cache::{KvCache, StoreRow, Writer};
 use crate::model::load::LayerWeights;
 use crate::order::{Activation, soft_cap};
 use crate::pool::Pool;
 use crate::recipe::LayerRecipe;
+use crate::rotary::RotaryTable;
 use crate::stage::{Activations, SequenceId};
 use crate::tile::{ROWS, Tiles};
 
@@ -61,13 +62,6 @@ impl Shape {
     }
 }
 
-/// A row of the pass.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RowAt {
-    pub(crate) sequence: SequenceId,
-    pub(crate) position: usize,
-}
-
 /// Below so many multiplications a step runs on the caller alone: about two microseconds of work.
 const ALONE: usize = 100_000;
 
@@ -95,7 +89,7 @@ impl Engine {
     }
 
     /// Begins a pass over these rows; the caller then fills `hidden`. Their places in the cache exist already.
-    pub(crate) fn begin(&mut self, rows: impl IntoIterator<Item = RowAt>) {
+    pub(crate) fn begin(&mut self, rows: &[RowAt]) {
         self.pass.clear();
         self.pass.extend(rows);
         let highest = self.pass.iter().map(|row| row.position + 1).max().unwrap_or(0);

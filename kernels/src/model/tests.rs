@@ -1,6 +1,7 @@
 //! Equal bits for every instruction set through a whole model.
 use super::*;
 use crate::quant::QuantType;
+use crate::stage::{Activations, Rows, RowsIn, RowsOut};
 use crate::weights::Architecture;
 use crate::weights::testing::TinyModel;
 
@@ -11,7 +12,7 @@ fn instruction_sets_agree_bit_for_bit() {
         for activations in [Activations::Int8, Activations::F32] {
             let run = |isa| {
                 let options = StageOptions { layers: 0..3, sequences: 1, context: 64, activations, threads: 1 };
-                let mut stage = CpuStage::load(Arc::clone(&file), options, isa).unwrap();
+                let mut stage = CpuEngine::load(Arc::clone(&file), options, isa).unwrap();
                 let tokens: Vec<u32> = (0..40).map(|i| i * 5 + 3).collect();
                 let mut logits = Vec::new();
                 for (position, tokens) in [(0, &tokens[..33]), (33, &tokens[33..34]), (34, &tokens[34..])] {

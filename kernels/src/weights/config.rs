@@ -5,7 +5,6 @@ use std::ops::Range;
 
 use super::metadata::Metadata;
 use super::{TensorInfo, WeightsError};
-use crate::gpu::{CACHE_CELL_BYTES, packed_bytes};
 use crate::kv_cache::position_bytes;
 use crate::stage::Activations;
 use crate::tile;
@@ -34,7 +33,8 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    const ALL: [Self; 3] = [Self::Llama, Self::Qwen2, Self::Qwen3];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Llama, Self::Qwen2, Self::Qwen3];
 
     /// As `general.architecture` spells it.
     #[must_use]
@@ -357,15 +357,13 @@ impl ModelConfig {
         Ok(())
     }
 
-    pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations, gpus: bool) -> ModelCosts {
+    pub(super) fn costs(&self, tensors: &[TensorInfo], activations: Activations) -> ModelCosts {
         let (q, kv) = (self.q_width() as u64, self.kv_width() as u64);
         let (width, ffn, vocab) = (self.width as u64, self.ffn as u64, self.vocab as u64);
-        let on_cpu = position_bytes(self.kv_heads, self.head_dim, activations);
-        let on_gpu = if gpus { 2 * self.kv_width() * CACHE_CELL_BYTES } else { 0 };
         let layer = LayerCosts {
             flops_per_token: 2 * width * (2 * q + 2 * kv + 3 * ffn),
             weight_bytes: 0,
-            kv_bytes_per_token: on_cpu.max(on_gpu) as u64,
+            kv_bytes_per_token: position_bytes(self.kv_heads, self.head_dim, activations) as u64,
         };
         let mut costs = ModelCosts {
             layers: vec![layer; self.layers],
@@ -376,7 +374,7 @@ impl ModelConfig {
             activation_bytes: width * ACTIVATION_ELEMENT_BYTES,
         };
         for tensor in tensors {
-            let bytes = resident_bytes(tensor, gpus);
+            let bytes = resident_bytes(tensor);
             match tensor.name.as_str() {
                 "token_embd.weight" => costs.embed_bytes += bytes,
                 "output.weight" | "output_norm.weight" => costs.head_bytes += bytes,
@@ -394,14 +392,12 @@ impl ModelConfig {
     }
 }
 
-/// Bytes of a tensor in memory: a matrix as tiles, or as on a GPU if that is more; a vector as f32.
-fn resident_bytes(tensor: &TensorInfo, gpus: bool) -> u64 {
+/// Bytes of a tensor in memory: a matrix as tiles, a vector as f32.
+fn resident_bytes(tensor: &TensorInfo) -> u64 {
     if tensor.rows == 1 {
         return (tensor.cols * size_of::<f32>()) as u64;
     }
-    let tiles = tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64;
-    let packed = if gpus { packed_bytes(tensor.quant, tensor.rows, tensor.cols) } else { 0 };
-    tiles.max(packed)
+    tile::Layout::of(tensor.quant).matrix_bytes(tensor.rows, tensor.cols) as u64
 }
 
 /// The block that a tensor belongs to, `blk.N.…`.

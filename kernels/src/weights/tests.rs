@@ -41,15 +41,11 @@ fn the_real_model_is_what_its_card_says() {
     let c = file.config();
     assert_eq!((c.layers, c.width, c.heads, c.kv_heads, c.head_dim, c.ffn), (30, 576, 9, 3, 64, 1536));
     assert_eq!((c.vocab, c.context, c.tied, c.rope.base, c.norm_eps), (49152, 8192, true, 100_000.0, 1e-5));
-    let costs = file.costs(Activations::Int8, false);
+    let costs = file.costs(Activations::Int8);
     assert!(costs.layers.iter().all(|l| l.weight_bytes == 2_216_448));
     assert_eq!(costs.embed_bytes, 49152 * 576 / 32 * 34);
-    let cache_bytes = |activations, gpus| file.costs(activations, gpus).layers[7].kv_bytes_per_token;
-    assert_eq!(
-        (cache_bytes(Activations::Int8, false), cache_bytes(Activations::F32, false)),
-        (2 * 192 * 2, 2 * 192 * 4)
-    );
-    assert_eq!((cache_bytes(Activations::Int8, true), cache_bytes(Activations::F32, true)), (2 * 192 * 4, 2 * 192 * 4));
+    let cache_bytes = |activations| file.costs(activations).layers[7].kv_bytes_per_token;
+    assert_eq!((cache_bytes(Activations::Int8), cache_bytes(Activations::F32)), (2 * 192 * 2, 2 * 192 * 4));
     assert_eq!(costs.head_bytes, costs.embed_bytes + 576 * 4);
     let norms = file.tensor("output_norm.weight").expect("there").to_f32();
     assert!(norms.iter().all(|w| w.is_finite() && w.abs() < 1e3));

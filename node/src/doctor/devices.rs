@@ -5,7 +5,7 @@ use kernels::device::{DeviceChoice, DeviceId};
 use std::path::Path;
 
 pub(super) fn examine(wanted: &str) -> Vec<Finding> {
-    let probe = kernels_burn::probe_report();
+    let probe = kernels_gpu::probe_report();
     let gpus = probe.devices.iter().filter(|d| d.id != DeviceId::Cpu);
     let mut findings: Vec<Finding> =
         gpus.map(|d| Finding::ok(&d.id.to_string(), format!("{}, {}", d.name, Size(d.memory_total)))).collect();

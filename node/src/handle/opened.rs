@@ -67,11 +67,11 @@ impl Opened {
         }
     }
 
-    pub(super) fn spec(&self, options: &ModelOptions, gpus: bool) -> ModelSpec {
+    pub(super) fn spec(&self, options: &ModelOptions) -> ModelSpec {
         ModelSpec {
             content: self.held.content,
             name: self.name.clone(),
-            work: work(&self.held.file, options, gpus),
+            work: work(&self.held.file, options),
             width: self.held.file.config().width as u32,
             int8: options.is_int8(),
             eos: self.tokenizer.eos().to_vec(),
@@ -99,10 +99,10 @@ pub(super) const CONTEXT_DEFAULT: u32 = 2048;
 /// Requests at once unless told otherwise.
 const SEQUENCES_DEFAULT: u32 = 4;
 
-/// What the planner has to know; `gpus`: some member computes on one.
-pub(super) fn work(file: &ModelFile, options: &ModelOptions, gpus: bool) -> partitioner::Work {
+/// What the planner has to know.
+pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
     let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
-    let costs = file.costs(activations, gpus);
+    let costs = file.costs(activations);
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
     let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);

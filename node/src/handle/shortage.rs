@@ -61,7 +61,7 @@ impl NodeHandle {
         served: Option<JobId>,
     ) -> Option<NodeError> {
         let (fleet, options) = self.survey(served).await?;
-        let (file, int8, gpus) = (opened.held.file.clone(), spec.int8, self.has_gpus().await);
+        let (file, int8) = (opened.held.file.clone(), spec.int8);
         let wanted = Fit { context: spec.work.context, sequences: spec.work.sequences };
         let work = spec.work.clone();
         let question = (fleet.clone(), options.clone());
@@ -74,7 +74,7 @@ impl NodeHandle {
                     context: Some(fit.context),
                     sequences: Some(fit.sequences),
                 };
-                super::work(&file, &options, gpus)
+                super::work(&file, &options)
             };
             let fit = partitioner::largest_fit(wanted, at, &fleet, &options).map(|fit| Fit {
                 context: fit.context - fit.context % CONTEXT_STEP, // a round number, with a little room to spare

@@ -173,26 +173,23 @@ async fn the_link_to_a_peer_is_measured_and_counted_with() {
 #[test]
 fn a_plan_counts_what_a_stage_will_take() {
     let file = TinyModel::default().open();
-    let with = |sequences, int8, gpus| {
+    let with = |sequences, int8| {
         let options = ModelOptions { context: Some(64), sequences: Some(sequences), int8: Some(int8) };
-        work(&file, &options, gpus)
+        work(&file, &options)
     };
-    let cache = |int8, gpus| with(1, int8, gpus).layers[0].kv_bytes_per_token;
-    assert_eq!(cache(false, false), 2 * cache(true, false), "f16 beside 8-bit activations");
-    assert!(cache(true, true) > cache(true, false), "unless a GPU may hold the stage");
+    let cache = |int8| with(1, int8).layers[0].kv_bytes_per_token;
+    assert_eq!(cache(false), 2 * cache(true), "f16 beside 8-bit activations");
     // Rows that may be sent again: of all sequences, as far as they go, and not beyond the bound.
-    let ring = |sequences| with(sequences, true, false).scratch_bytes - crate::executor::SCRATCH_BYTES;
-    assert_eq!(ring(3), 3 * 64 * with(1, true, false).activation_bytes);
+    let ring = |sequences| with(sequences, true).scratch_bytes - crate::executor::SCRATCH_BYTES;
+    assert_eq!(ring(3), 3 * 64 * with(1, true).activation_bytes);
     let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None };
-    assert!(
-        work(&file, &long, false).scratch_bytes <= crate::executor::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX
-    );
+    assert!(work(&file, &long).scratch_bytes <= crate::executor::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_on_two_nodes_is_replaced_on_both() {
     let wide = |context| ModelOptions { context: Some(context), sequences: Some(16), int8: None };
-    let work = work(&TinyModel::default().open(), &wide(500), false);
+    let work = work(&TinyModel::default().open(), &wide(500));
     let caches = u64::from(work.context) * u64::from(work.sequences);
     let layers: u64 = work.layers.iter().map(|l| l.weight_bytes + l.kv_bytes_per_token * caches).sum();
     // A tenth less than all of it takes.

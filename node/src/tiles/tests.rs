@@ -119,7 +119,7 @@ fn a_tile_that_is_not_wanted_any_more_is_not_made() {
 
 #[test]
 fn runs_of_a_device_are_what_the_processor_makes() {
-    let found = kernels_burn::probe();
+    let found = kernels_gpu::probe();
     let Some(gpu) = found.iter().find(|device| matches!(device.id, kernels::device::DeviceId::Vulkan(_))) else {
         let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));
         assert!(!required, "MESHNODE_REQUIRE names vulkan, but no Vulkan driver was found");

@@ -13,7 +13,7 @@ fn noise(count: usize, seed: u64) -> Vec<f32> {
 fn filled(isa: Isa, size: usize, half: bool, positions: usize) -> KvCache {
     let activations = if half { Activations::Int8 } else { Activations::F32 };
     let mut cache = KvCache::new(2, 2, size, activations);
-    cache.extend(1, 0, positions);
+    cache.reserve(1, positions);
     let writer = cache.writer(1).unwrap();
     for position in 0..positions {
         let (keys, values) = (noise(2 * size, 100 + position as u64), noise(2 * size, 9000 + position as u64));

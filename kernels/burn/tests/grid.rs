@@ -9,7 +9,7 @@ use kernels::grid::rule_file::TextRule;
 use kernels::grid::scalar::{GrayScott, Heat, Wave};
 use kernels::grid::tile::{Threads, Tile};
 use kernels::grid::{Face, Grid};
-use kernels_burn::grid::oracle::{Field, map, step};
+use kernels_burn::grid::{Field, map, step};
 
 /// Some digits of a place.
 fn noise([x, y, z]: [usize; 3], salt: usize) -> f32 {

@@ -1,8 +1,10 @@
 //! Cosines and sines of the rotary embedding, the same bits on every machine: no libm is asked.
-use crate::weights::RotaryFrequencies;
+use crate::stage::StageError;
+use crate::weights::{ModelFile, RotaryFrequencies};
 
 /// Angles of all positions up to the highest that was needed.
-pub(crate) struct RotaryTable {
+#[derive(Debug)]
+pub struct RotaryTable {
     frequencies: RotaryFrequencies,
     /// `[positions, pairs]`
     cos: Vec<f32>,
@@ -13,12 +15,21 @@ pub(crate) struct RotaryTable {
 const STEP: usize = 64;
 
 impl RotaryTable {
-    pub(crate) fn new(frequencies: RotaryFrequencies) -> Self {
+    /// The table of a model.
+    ///
+    /// # Errors
+    /// Frequencies that the file gives make no sense.
+    pub fn of(file: &ModelFile) -> Result<Self, StageError> {
+        let frequencies = file.rotary_frequencies();
+        frequencies.map(Self::new).map_err(|e| StageError::Input(format!("the weights cannot be used: {e}")))
+    }
+
+    fn new(frequencies: RotaryFrequencies) -> Self {
         Self { frequencies, cos: Vec::new(), sin: Vec::new() }
     }
 
     /// Makes the positions below `positions` known.
-    pub(crate) fn grow(&mut self, positions: usize) {
+    pub fn grow(&mut self, positions: usize) {
         let pairs = self.frequencies.inverse.len();
         let known = self.cos.len() / pairs.max(1);
         if positions <= known {
@@ -34,12 +45,21 @@ impl RotaryTable {
     }
 
     /// Cosines and sines of a known position.
-    pub(crate) fn at(&self, position: usize) -> (&[f32], &[f32]) {
+    #[must_use]
+    pub fn at(&self, position: usize) -> (&[f32], &[f32]) {
         let pairs = self.frequencies.inverse.len();
         (&self.cos[position * pairs..][..pairs], &self.sin[position * pairs..][..pairs])
     }
 
-    pub(crate) fn bytes(&self) -> usize {
+    /// Rotary pairs of a head.
+    #[must_use]
+    pub fn pairs(&self) -> usize {
+        self.frequencies.inverse.len()
+    }
+
+    /// Bytes of memory.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
         (self.cos.capacity() + self.sin.capacity()) * size_of::<f32>()
     }
 }

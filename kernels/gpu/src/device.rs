@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ash::vk;
-use burn::backend::wgpu::WgpuDevice;
+use cubecl::wgpu::WgpuDevice;
 use kernels::device::{Device, DeviceId, cpu};
 use serde::{Deserialize, Serialize};
 

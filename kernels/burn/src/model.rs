@@ -1,0 +1,178 @@
+//! A model as its recipe says, all positions of a sequence at once, in plain burn operations.
+use burn::tensor::activation::{sigmoid, softmax};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+use kernels::order::Activation;
+use kernels::recipe::{LayerRecipe, Recipe};
+use kernels::weights::{ModelConfig, ModelFile, RopeKind};
+
+/// Logits `[tokens, vocabulary]` after each token of a sequence.
+///
+/// # Panics
+/// If the file lacks a tensor of its architecture, which opening it has ruled out, or a token is no row of its embedding.
+#[must_use]
+pub fn logits<B: Backend>(file: &ModelFile, tokens: &[u32], device: &B::Device) -> Vec<Vec<f32>> {
+    let model = Model::<B> { file, config: file.config(), device };
+    let recipe = Recipe::of(model.config);
+    let mut hidden = model.embed(tokens, recipe.embed_scale);
+    let turns = model.turns(tokens.len());
+    for (index, layer) in recipe.layers.iter().enumerate() {
+        hidden = model.layer(hidden, layer, index, &turns);
+    }
+    let normed = model.norm(hidden, "output_norm.weight");
+    let mut logits = model.product(normed, model.config.head_tensor());
+    if let Some(cap) = recipe.logit_cap {
+        logits = (logits / cap).tanh() * cap;
+    }
+    let logits = logits.into_data().into_vec::<f32>().expect("floats");
+    logits.chunks_exact(model.config.vocab).map(<[f32]>::to_vec).collect()
+}
+
+struct Model<'a, B: Backend> {
+    file: &'a ModelFile,
+    config: &'a ModelConfig,
+    device: &'a B::Device,
+}
+
+impl<B: Backend> Model<'_, B> {
+    /// A tensor of the file as floats `[rows, cols]`.
+    fn tensor(&self, name: &str) -> Tensor<B, 2> {
+        let view = self.file.tensor(name).unwrap_or_else(|| panic!("the file lacks {name}"));
+        Tensor::from_data(TensorData::new(view.to_f32(), [view.rows, view.cols]), self.device)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.file.tensor(name).is_some()
+    }
+
+    fn product(&self, x: Tensor<B, 2>, name: &str) -> Tensor<B, 2> {
+        x.matmul(self.tensor(name).transpose())
+    }
+
+    fn embed(&self, tokens: &[u32], scale: Option<f32>) -> Tensor<B, 2> {
+        let table = self.file.tensor("token_embd.weight").expect("an embedding");
+        let mut rows = vec![0f32; tokens.len() * table.cols];
+        for (row, token) in rows.chunks_exact_mut(table.cols).zip(tokens) {
+            table.quant.dequantize(table.row(*token as usize), row);
+        }
+        let rows = Tensor::from_data(TensorData::new(rows, [tokens.len(), table.cols]), self.device);
+        match scale {
+            Some(scale) => rows * scale,
+            None => rows,
+        }
+    }
+
+    fn norm(&self, x: Tensor<B, 2>, weight: &str) -> Tensor<B, 2> {
+        let mean = (x.clone() * x.clone()).mean_dim(1);
+        x / (mean + self.config.norm_eps).sqrt() * self.tensor(weight)
+    }
+
+    /// Cosines and sines of each position: `[positions, 1, pairs]`.
+    fn turns(&self, positions: usize) -> [Tensor<B, 3>; 2] {
+        let frequencies = self.file.rotary_frequencies().expect("frequencies of an opened file");
+        let table = |of: fn(f64) -> f64| {
+            let angles = (0..positions).flat_map(|p| frequencies.inverse.iter().map(move |i| p as f64 * i));
+            let numbers: Vec<f32> = angles.map(|angle| (of(angle) * f64::from(frequencies.magnitude)) as f32).collect();
+            Tensor::from_data(TensorData::new(numbers, [positions, 1, frequencies.inverse.len()]), self.device)
+        };
+        [table(f64::cos), table(f64::sin)]
+    }
+
+    fn layer(
+        &self,
+        hidden: Tensor<B, 2>,
+        recipe: &LayerRecipe,
+        index: usize,
+        turns: &[Tensor<B, 3>; 2],
+    ) -> Tensor<B, 2> {
+        let name = |part: &str| format!("blk.{index}.{part}");
+        let after = |x: Tensor<B, 2>, part: &str| {
+            if recipe.norms_after { self.norm(x, &name(&format!("{part}.weight"))) } else { x }
+        };
+        let x = self.norm(hidden.clone(), &name("attn_norm.weight"));
+        let attended = self.attend(x, recipe, index, turns);
+        let mut given = self.product(attended, &name("attn_output.weight"));
+        if recipe.output_bias {
+            given = given + self.tensor(&name("attn_output.bias"));
+        }
+        let hidden = hidden + after(given, "post_attention_norm");
+        let x = self.norm(hidden.clone(), &name("ffn_norm.weight"));
+        let gate = self.product(x.clone(), &name("ffn_gate.weight"));
+        let up = self.product(x, &name("ffn_up.weight"));
+        let gate = match recipe.activation {
+            Activation::Silu => gate.clone() * sigmoid(gate),
+            Activation::Gelu => {
+                let inner =
+                    (gate.clone() + gate.clone().powi_scalar(3) * 0.044_715) * (2.0 / std::f64::consts::PI).sqrt();
+                gate * (inner.tanh() + 1.0) * 0.5
+            }
+        };
+        hidden + after(self.product(gate * up, &name("ffn_down.weight")), "post_ffw_norm")
+    }
+
+    fn attend(&self, x: Tensor<B, 2>, recipe: &LayerRecipe, index: usize, turns: &[Tensor<B, 3>; 2]) -> Tensor<B, 2> {
+        let ModelConfig { heads, kv_heads, head_dim, .. } = *self.config;
+        let [n, _] = x.dims();
+        let project = |part: &str, heads: usize, turned: bool| {
+            let name = |end: &str| format!("blk.{index}.attn_{part}{end}");
+            let mut y = self.product(x.clone(), &name(".weight"));
+            if recipe.biases {
+                y = y + self.tensor(&name(".bias"));
+            }
+            let mut y = y.reshape([n * heads, head_dim]);
+            if recipe.head_norms && self.has(&name("_norm.weight")) {
+                y = self.norm(y, &name("_norm.weight"));
+            }
+            let y = y.reshape([n, heads, head_dim]);
+            if turned { self.turn(y, turns) } else { y }
+        };
+        let queries = project("q", heads, true) * recipe.scale;
+        let (keys, values) = (project("k", kv_heads, true), project("v", kv_heads, false));
+        let group = heads / kv_heads;
+        let queries = queries.reshape([n, kv_heads, group, head_dim]).permute([1, 2, 0, 3]).reshape([
+            kv_heads,
+            group * n,
+            head_dim,
+        ]);
+        let mut scores = queries.matmul(keys.permute([1, 2, 0]));
+        if let Some(cap) = recipe.score_cap {
+            scores = (scores / cap).tanh() * cap;
+        }
+        let window = recipe.window.unwrap_or(n);
+        let hidden = |row: usize, p: usize| p > row || p + window <= row;
+        let mask: Vec<f32> =
+            (0..group * n).flat_map(|row| (0..n).map(move |p| if hidden(row % n, p) { -1e30 } else { 0.0 })).collect();
+        let mask = Tensor::<B, 3>::from_data(TensorData::new(mask, [1, group * n, n]), self.device);
+        let mixed = softmax(scores + mask, 2).matmul(values.swap_dims(0, 1));
+        mixed.reshape([kv_heads, group, n, head_dim]).permute([2, 0, 1, 3]).reshape([n, heads * head_dim])
+    }
+
+    /// The first elements of each head of `[positions, heads, head_dim]` turned by their position.
+    fn turn(&self, x: Tensor<B, 3>, [cosine, sine]: &[Tensor<B, 3>; 2]) -> Tensor<B, 3> {
+        let [n, heads, head_dim] = x.dims();
+        let pairs = cosine.dims()[2];
+        let turning = x.clone().slice([0..n, 0..heads, 0..2 * pairs]);
+        let (a, b) = match self.config.rope.kind {
+            RopeKind::Interleaved => {
+                let pair = turning.reshape([n, heads, pairs, 2]);
+                let side =
+                    |i: usize| pair.clone().slice([0..n, 0..heads, 0..pairs, i..i + 1]).reshape([n, heads, pairs]);
+                (side(0), side(1))
+            }
+            RopeKind::Halves => {
+                let side = |from: usize| turning.clone().slice([0..n, 0..heads, from..from + pairs]);
+                (side(0), side(pairs))
+            }
+        };
+        let first = a.clone() * cosine.clone() - b.clone() * sine.clone();
+        let second = a * sine.clone() + b * cosine.clone();
+        let turned = match self.config.rope.kind {
+            RopeKind::Interleaved => Tensor::stack::<4>(vec![first, second], 3).reshape([n, heads, 2 * pairs]),
+            RopeKind::Halves => Tensor::cat(vec![first, second], 2),
+        };
+        if 2 * pairs == head_dim {
+            return turned;
+        }
+        Tensor::cat(vec![turned, x.slice([0..n, 0..heads, 2 * pairs..head_dim])], 2)
+    }
+}

@@ -1,0 +1,57 @@
+//! The engines against the model in plain burn operations, on the backend that `MESHNODE_BACKEND` names: `cuda`, or burn's own
+//! for processors.
+use std::sync::Arc;
+
+use burn::backend::{Cuda, Flex};
+use burn::tensor::backend::Backend;
+use kernels::load_cpu_stage;
+use kernels::quant::QuantType;
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions};
+use kernels::weights::testing::TinyModel;
+use kernels::weights::{Architecture, ModelFile};
+
+/// Any tokens of the small vocabulary.
+const TOKENS: [u32; 11] = [1, 77, 30, 200, 5, 5, 266, 131, 12, 99, 254];
+/// Largest error of the logits, relative to the largest: two orders of f32 sums.
+const TOLERANCE: f32 = 1e-3;
+
+/// The engine's logits after each token.
+fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
+    let layers = 0..file.config().layers;
+    let options = StageOptions { layers, sequences: 1, context: 16, activations: Activations::F32, threads: 1 };
+    let mut stage = load_cpu_stage(Arc::clone(file), options).unwrap();
+    let step = |(position, token): (usize, &u32)| {
+        let rows = Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), logits: true };
+        match stage.forward(&[rows]).unwrap().remove(0) {
+            RowsOut::Logits(logits) => logits,
+            RowsOut::Hidden(_) | RowsOut::Nothing => panic!("logits are wanted"),
+        }
+    };
+    TOKENS.iter().enumerate().map(step).collect()
+}
+
+fn compare<B: Backend>(device: &B::Device) {
+    for architecture in Architecture::ALL {
+        for (quant, tied, biases) in
+            [(QuantType::Q4_1, true, false), (QuantType::Q4K, false, true), (QuantType::Q8_0, true, false)]
+        {
+            let file = TinyModel { architecture, quant, tied, biases, ..TinyModel::default() }.open();
+            let expected = kernels_burn::model::logits::<B>(&file, &TOKENS, device);
+            for (position, (found, expected)) in engine(&file).iter().zip(&expected).enumerate() {
+                let size = expected.iter().fold(0f32, |size, x| size.max(x.abs()));
+                let worst = found.iter().zip(expected).fold(0f32, |worst, (f, e)| worst.max((f - e).abs() / size));
+                // Written so that NaN is a failure too.
+                assert!(worst <= TOLERANCE, "{architecture:?} {}, position {position}: {worst}", quant.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn small_models_give_the_oracles_logits() {
+    match std::env::var("MESHNODE_BACKEND").as_deref() {
+        Ok("cuda") => compare::<Cuda>(&Default::default()),
+        Ok(other) => panic!("MESHNODE_BACKEND is {other:?}: expected \"cuda\", or nothing for the processor"),
+        Err(_) => compare::<Flex>(&Default::default()),
+    }
+}

@@ -1,0 +1,647 @@
+//! Attention over pages of 128 positions: heads are turned and stored, each page is attended by itself, the pages are combined.
+//!
+//! A page of one layer holds, for each key and value head, keys `[dims / 8][128][8]` and then values `[128][dims]`, as halves
+//! (eight of them are read at once), or both in floats with `[dims / 4][128][4]`. Next: `engine.rs`.
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::order::{GROUP, LANES, POSITIONS};
+
+use crate::arithmetic::{Abilities, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
+use crate::product::Activations;
+use crate::rows::{UNITS, Wanted, add_chunks, put};
+use crate::{Platform, array};
+
+/// Shape of a layer's attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Heads {
+    /// Query heads.
+    pub(crate) heads: usize,
+    /// Key and value heads, a divisor of `heads`.
+    pub(crate) kv_heads: usize,
+    /// Elements of a head: a multiple of 8.
+    pub(crate) head_dim: usize,
+    /// Rotary pairs of a head.
+    pub(crate) pairs: usize,
+    /// Rotary pairs are (i, i + pairs) instead of (2 i, 2 i + 1).
+    pub(crate) halves: bool,
+    /// Cells are halves instead of floats.
+    pub(crate) half_cells: bool,
+}
+
+impl Heads {
+    /// Numbers of a row of queries, keys and values.
+    #[must_use]
+    pub(crate) const fn row(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Numbers of a row of queries.
+    #[must_use]
+    pub(crate) const fn queries(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Words of one head's keys, or values, in a page.
+    const fn part_words(&self) -> usize {
+        POSITIONS * self.head_dim / if self.half_cells { 2 } else { 1 }
+    }
+
+    /// Bytes of a page of one layer.
+    #[must_use]
+    pub(crate) const fn page_bytes(&self) -> usize {
+        self.kv_heads * 2 * self.part_words() * 4
+    }
+}
+
+/// The rows of a pass, as the kernels of attention see them.
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
+    /// Rows.
+    pub(crate) count: usize,
+    /// `[count, 2]`: position, and where the row's page table begins in `tables`.
+    pub(crate) rows: Handle,
+    /// Pages of all sequences, sequence by sequence.
+    pub(crate) tables: Handle,
+    /// Numbers in `tables`.
+    pub(crate) tables_len: usize,
+    /// Pages of the sequence with most positions.
+    pub(crate) blocks: usize,
+}
+
+/// What differs between layers.
+#[derive(Clone, Debug)]
+pub(crate) struct LayerHeads<'a> {
+    /// Of queries, keys and values, in this order.
+    pub(crate) biases: Option<&'a Handle>,
+    /// RMSNorm of each head of queries, then of keys: `[2, head_dim]`.
+    pub(crate) norms: Option<&'a Handle>,
+    /// `[positions, 2 · pairs]`: cosines, then sines.
+    pub(crate) rotary: &'a Handle,
+    /// Positions in the rotary table.
+    pub(crate) positions: usize,
+    /// What queries are multiplied by.
+    pub(crate) scale: f32,
+    /// Positions that a row sees; `None`: all up to its own.
+    pub(crate) window: Option<usize>,
+    /// Soft cap of scores.
+    pub(crate) cap: Option<f32>,
+    /// Of the model.
+    pub(crate) eps: f32,
+}
+
+/// The layer's pages: one buffer.
+#[derive(Clone, Debug)]
+pub(crate) struct Pages {
+    /// The buffer.
+    pub(crate) pages: Handle,
+    /// How many pages it holds.
+    pub(crate) count: usize,
+}
+
+impl Pages {
+    fn words(&self, heads: &Heads) -> usize {
+        self.count * heads.page_bytes() / 4
+    }
+}
+
+/// Turns queries and keys of rows `qkv[count, row]` by their positions; queries go to `queries[count, heads · head_dim]`, keys and
+/// values to their pages.
+pub(crate) fn place<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    heads: Heads,
+    layer: &LayerHeads<'_>,
+    places: &Places,
+    qkv: &Handle,
+    queries: &Handle,
+    pages: &Pages,
+) {
+    let none = layer.rotary; // an array must be something
+    // SAFETY: rows are those of the grid; pages in tables are of the pool.
+    unsafe {
+        place_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static((heads.heads + 2 * heads.kv_heads) as u32, places.count as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(qkv, places.count * heads.row()),
+            array(layer.biases.unwrap_or(none), if layer.biases.is_some() { heads.row() } else { 1 }),
+            array(layer.norms.unwrap_or(none), if layer.norms.is_some() { 2 * heads.head_dim } else { 1 }),
+            array(layer.rotary, layer.positions * 2 * heads.pairs),
+            array(&places.rows, 2 * places.count),
+            array(&places.tables, places.tables_len),
+            array(queries, places.count * heads.queries()),
+            array(&pages.pages, pages.words(&heads)),
+            layer.scale,
+            1.0 / heads.head_dim as f32,
+            layer.eps,
+            heads,
+            layer.biases.is_some(),
+            layer.norms.is_some(),
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn place_kernel(
+    qkv: &Array<f32>,
+    biases: &Array<f32>,
+    norms: &Array<f32>,
+    rotary: &Array<f32>,
+    rows: &Array<u32>,
+    tables: &Array<u32>,
+    queries: &mut Array<f32>,
+    pages: &mut Array<u32>,
+    scale: f32,
+    inverse: f32,
+    eps: f32,
+    #[comptime] heads: Heads,
+    #[comptime] biased: bool,
+    #[comptime] normed: bool,
+    #[comptime] able: Abilities,
+) {
+    let (head, row, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
+    let dims = comptime!(heads.head_dim);
+    let position = rows[2 * row] as usize;
+    let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
+    let mut x = SharedMemory::<f32>::new(dims);
+    let mut i = unit;
+    while i < dims {
+        let mut value = qkv[row * comptime!(heads.row()) + head * dims + i];
+        if comptime!(biased) {
+            value += biases[head * dims + i];
+        }
+        x[i] = value;
+        i += comptime!(UNITS as usize);
+    }
+    sync_cube();
+    let turns = head < comptime!(heads.heads + heads.kv_heads);
+    if comptime!(normed) {
+        // Values take part so that all units meet, and keep their numbers.
+        let lanes = comptime!(LANES);
+        let (chunk, lane) = (unit / lanes, unit % lanes);
+        let groups = comptime!(dims.div_ceil(GROUP));
+        let end = min(dims, (chunk + 1) * groups / 8 * comptime!(GROUP));
+        let mut i = chunk * groups / 8 * comptime!(GROUP) + lane;
+        let mut sum = 0.0f32;
+        while i < end {
+            sum = fused(x[i], x[i], sum, able);
+            i += lanes;
+        }
+        let factor = inverse_sqrt(fused(add_chunks(sum, &mut shared), inverse, eps, able), able);
+        if turns {
+            let weights = select(head < comptime!(heads.heads), 0usize, dims);
+            let mut i = unit;
+            while i < dims {
+                x[i] = x[i] * factor * norms[weights + i];
+                i += comptime!(UNITS as usize);
+            }
+        }
+        sync_cube();
+    }
+    let mut pair = unit;
+    while pair < comptime!(heads.pairs) {
+        if turns {
+            let (first, second) =
+                if comptime!(heads.halves) { (pair, pair + comptime!(heads.pairs)) } else { (2 * pair, 2 * pair + 1) };
+            let at = position * comptime!(2 * heads.pairs) + pair;
+            let (cosine, sine) = (rotary[at], rotary[at + comptime!(heads.pairs)]);
+            let (a, b) = (x[first], x[second]);
+            x[first] = fused(a, cosine, -(b * sine), able);
+            x[second] = fused(a, sine, b * cosine, able);
+        }
+        pair += comptime!(UNITS as usize);
+    }
+    sync_cube();
+    if head < comptime!(heads.heads) {
+        let mut i = unit;
+        while i < dims {
+            queries[row * comptime!(heads.queries()) + head * dims + i] = x[i] * scale;
+            i += comptime!(UNITS as usize);
+        }
+    } else {
+        let page = tables[rows[2 * row + 1] as usize + position / comptime!(POSITIONS)] as usize;
+        let within = position % comptime!(POSITIONS);
+        let (is_value, kv) = (
+            head >= comptime!(heads.heads + heads.kv_heads),
+            (head - comptime!(heads.heads)) % comptime!(heads.kv_heads),
+        );
+        let part = comptime!(heads.part_words());
+        let start = (page * comptime!(heads.kv_heads) + kv) * 2 * part;
+        // Cells of a word, and words that lie together before the next position's.
+        let cells = comptime!(if heads.half_cells { 2usize } else { 1usize });
+        let mut word = unit;
+        while word < comptime!(dims / cells) {
+            let mut cell = u32::reinterpret(x[word * cells]);
+            if comptime!(heads.half_cells) {
+                cell = to_half(x[2 * word]) | (to_half(x[2 * word + 1]) << 16u32);
+            }
+            let mut at = start + (word / 4 * comptime!(POSITIONS) + within) * 4 + word % 4;
+            if is_value {
+                at = start + part + within * comptime!(dims / cells) + word;
+            }
+            pages[at] = cell;
+            word += comptime!(UNITS as usize);
+        }
+    }
+}
+
+/// Attended pages on their way to be combined, for some rows.
+#[derive(Clone, Debug)]
+pub(crate) struct Partials {
+    /// `[rows, heads, blocks, head_dim]`
+    pub(crate) values: Handle,
+    /// `[rows, heads, blocks, 2]`: largest score, sum of weights.
+    pub(crate) sums: Handle,
+    /// Most of `rows · blocks` that there is room for.
+    pub(crate) room: usize,
+}
+
+/// Each row attends to the positions that it sees: `queries[count, heads · head_dim]` to activations as `wanted`.
+pub(crate) fn attend<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    heads: Heads,
+    layer: &LayerHeads<'_>,
+    places: &Places,
+    queries: &Handle,
+    pages: &Pages,
+    partials: &Partials,
+    wanted: Wanted,
+    x: &Activations,
+) {
+    let each = (partials.room / places.blocks).max(1);
+    let mut first = 0;
+    while first < places.count {
+        let count = each.min(places.count - first);
+        let parts = count * heads.heads * places.blocks;
+        // SAFETY: rows are those of the pass and within the room of the partials; pages in tables are of the pool.
+        unsafe {
+            attend_kernel::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(places.blocks as u32, heads.kv_heads as u32, count as u32),
+                CubeDim::new_1d(POSITIONS as u32),
+                array(queries, places.count * heads.queries()),
+                array(&pages.pages, pages.words(&heads)),
+                array(&pages.pages, pages.words(&heads)),
+                array(&places.rows, 2 * places.count),
+                array(&places.tables, places.tables_len),
+                array(&partials.values, parts * heads.head_dim),
+                array(&partials.sums, parts * 2),
+                first as u32,
+                places.blocks as u32,
+                layer.window.unwrap_or(0) as u32,
+                layer.cap.unwrap_or(0.0),
+                heads,
+                layer.window.is_some(),
+                layer.cap.is_some(),
+                able,
+            );
+            combine_kernel::launch_unchecked::<R>(
+                client,
+                CubeCount::Static(heads.queries().div_ceil(COMBINED) as u32, count as u32, 1),
+                CubeDim::new_1d(UNITS),
+                array(&partials.values, parts * heads.head_dim),
+                array(&partials.sums, parts * 2),
+                array(&places.rows, 2 * places.count),
+                array(&x.floats, places.count * x.cols),
+                array(&x.codes, x.code_words(places.count)),
+                array(&x.scales, x.scale_words(places.count)),
+                first as u32,
+                places.blocks as u32,
+                layer.window.unwrap_or(0) as u32,
+                heads,
+                layer.window.is_some(),
+                wanted,
+                able,
+            );
+        }
+        first += count;
+    }
+}
+
+/// First position that a row at `position` sees.
+#[cube]
+fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize {
+    let mut first = 0usize;
+    if comptime!(windowed) {
+        first = select(position + 1 > window as usize, position + 1 - window as usize, 0usize);
+    }
+    first
+}
+
+/// Values that are asked for at once.
+const VALUES: usize = 16;
+/// Blocks that are combined at once.
+const BLOCKS: usize = 8;
+
+/// Vectors of keys that are asked for at once, a divisor of `count`.
+const fn batch_of(count: usize) -> usize {
+    if count.is_multiple_of(8) {
+        8
+    } else if count.is_multiple_of(4) {
+        4
+    } else if count.is_multiple_of(2) {
+        2
+    } else {
+        1
+    }
+}
+
+/// Adds a vector of keys (eight halves, or four floats) to the scores of all heads. `at`: its place in a query, in fours.
+#[cube]
+fn score_vector(
+    vector: Vector<u32, Const<4>>,
+    q: &SharedMemory<Vector<f32, Const<4>>>,
+    at: usize,
+    scores: &mut Array<f32>,
+    #[comptime] heads: Heads,
+    #[comptime] able: Abilities,
+) {
+    let (dims, group) = comptime!((heads.head_dim, heads.heads / heads.kv_heads));
+    if comptime!(heads.half_cells) {
+        #[unroll]
+        for part in 0..2usize {
+            let (a, b) = both_halves(vector[comptime!(2 * part)], able);
+            let (c, d) = both_halves(vector[comptime!(2 * part + 1)], able);
+            #[unroll]
+            for h in 0..group {
+                let x = q[comptime!(h * dims / 4 + part) + at];
+                let sum = fused(x[1], b, fused(x[0], a, scores[h], able), able);
+                scores[h] = fused(x[3], d, fused(x[2], c, sum, able), able);
+            }
+        }
+    } else {
+        #[unroll]
+        for h in 0..group {
+            let x = q[comptime!(h * dims / 4) + at];
+            #[unroll]
+            for w in 0..4usize {
+                scores[h] = fused(x[w], f32::reinterpret(vector[w]), scores[h], able);
+            }
+        }
+    }
+}
+
+/// One page, one row, the query heads that share a key head. A unit holds the scores of one position.
+#[cube(launch_unchecked)]
+fn attend_kernel(
+    queries: &Array<Vector<f32, Const<4>>>,
+    fours: &Array<Vector<u32, Const<4>>>,
+    words: &Array<u32>,
+    rows: &Array<u32>,
+    tables: &Array<u32>,
+    values: &mut Array<f32>,
+    sums: &mut Array<f32>,
+    first_row: u32,
+    blocks: u32,
+    window: u32,
+    cap: f32,
+    #[comptime] heads: Heads,
+    #[comptime] windowed: bool,
+    #[comptime] capped: bool,
+    #[comptime] able: Abilities,
+) {
+    let (block, kv, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
+    let row = first_row as usize + CUBE_POS_Z as usize;
+    let (dims, group) = comptime!((heads.head_dim, heads.heads / heads.kv_heads));
+    let positions = comptime!(POSITIONS);
+    let position = rows[2 * row] as usize;
+    let first = first_seen(position, window, windowed);
+    let start = block * positions;
+    if start > position || start + positions <= first {
+        terminate!();
+    }
+    let from = select(first > start, first - start, 0usize);
+    let to = min(positions, position + 1 - start);
+    let page = tables[rows[2 * row + 1] as usize + block] as usize;
+    let part = comptime!(heads.part_words());
+    let keys = (page * comptime!(heads.kv_heads) + kv) * 2 * part;
+    let mut q = SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(group * dims / 4));
+    let mut weights = SharedMemory::<f32>::new(comptime!(group * positions));
+    let mut tops = SharedMemory::<f32>::new(comptime!(group * positions));
+    let mut i = unit;
+    while i < comptime!(group * dims / 4) {
+        q[i] = queries[row * comptime!(heads.queries() / 4) + kv * comptime!(group * dims / 4) + i];
+        i += positions;
+    }
+    sync_cube();
+    let seen = unit >= from && unit < to;
+    let mut scores = Array::<f32>::new(group);
+    #[unroll]
+    for h in 0..group {
+        scores[h] = 0.0f32;
+    }
+    if seen {
+        // Vectors are asked for in batches: one after the other would wait for memory each time.
+        let each = comptime!(if heads.half_cells { 8usize } else { 4usize });
+        let batch = comptime!(batch_of(dims / each));
+        let mut vectors = Array::<Vector<u32, Const<4>>>::new(batch);
+        for start in 0..comptime!(dims / each / batch) {
+            #[unroll]
+            for i in 0..batch {
+                vectors[i] = fours[keys / 4 + (start * batch + i) * positions + unit];
+            }
+            #[unroll]
+            for i in 0..batch {
+                score_vector(vectors[i], &q, (start * batch + i) * comptime!(each / 4), &mut scores, heads, able);
+            }
+        }
+        if comptime!(capped) {
+            #[unroll]
+            for h in 0..group {
+                scores[h] = soft_cap(scores[h], cap, able);
+            }
+        }
+    }
+    #[unroll]
+    for h in 0..group {
+        tops[h * positions + unit] = select(seen, scores[h], comptime!(f32::MIN));
+    }
+    sync_cube();
+    #[unroll]
+    for step in 0..7u32 {
+        let apart = comptime!((POSITIONS / 2) >> step);
+        if unit < apart {
+            #[unroll]
+            for h in 0..group {
+                let (at, other) = (h * positions + unit, tops[h * positions + unit + apart]);
+                tops[at] = select(other > tops[at], other, tops[at]);
+            }
+        }
+        sync_cube();
+    }
+    #[unroll]
+    for h in 0..group {
+        let mut weight = 0.0f32;
+        if seen {
+            weight = exp(scores[h] - tops[comptime!(h * positions)], able);
+        }
+        weights[h * positions + unit] = weight;
+    }
+    sync_cube();
+    // Sums of weights: a lane is every 32nd position, in order; then a tree. `tops[h * positions]` stays.
+    #[unroll]
+    for h in 0..group {
+        if unit < comptime!(LANES) {
+            let mut sum = 0.0f32;
+            #[unroll]
+            for i in 0..4usize {
+                sum += weights[comptime!(h * positions + i * LANES) + unit];
+            }
+            tops[comptime!(h * positions + LANES) + unit] = sum;
+        }
+    }
+    sync_cube();
+    #[unroll]
+    for step in 0..5u32 {
+        let apart = comptime!((LANES / 2) >> step);
+        if unit < apart {
+            #[unroll]
+            for h in 0..group {
+                let at = comptime!(h * positions + LANES) + unit;
+                let other = tops[at + apart];
+                tops[at] += other;
+            }
+        }
+        sync_cube();
+    }
+    let out = (CUBE_POS_Z as usize * comptime!(heads.heads) + kv * group) * blocks as usize + block;
+    if unit < group {
+        let at = (out + unit * blocks as usize) * 2;
+        sums[at] = tops[unit * positions];
+        sums[at + 1] = tops[unit * positions + comptime!(LANES)];
+    }
+    // A unit holds a word of values (two of them as halves) for a share of the query heads.
+    let cells = comptime!(if heads.half_cells { 2usize } else { 1usize });
+    let across = comptime!(dims / cells);
+    let shares = comptime!((POSITIONS / (dims / if heads.half_cells { 2 } else { 1 })).clamp(1, group));
+    let share = comptime!(group.div_ceil(shares));
+    let mut column = unit;
+    while column < comptime!(shares * across) {
+        let (word, h0) = (column % across, column / across * share);
+        let mut low = Array::<f32>::new(share);
+        let mut high = Array::<f32>::new(share);
+        #[unroll]
+        for h in 0..share {
+            low[h] = 0.0f32;
+            high[h] = 0.0f32;
+        }
+        let mut start = from / VALUES * VALUES;
+        let mut batch = Array::<u32>::new(VALUES);
+        while start < to {
+            #[unroll]
+            for i in 0..VALUES {
+                // Positions that are not seen have no weight, and may hold anything.
+                let p = start + i;
+                batch[i] = 0u32;
+                if p >= from && p < to {
+                    batch[i] = words[keys + part + p * across + word];
+                }
+            }
+            #[unroll]
+            for i in 0..VALUES {
+                #[unroll]
+                for h in 0..share {
+                    let weight = weights[min(h0 + h, comptime!(group - 1)) * positions + start + i];
+                    if comptime!(heads.half_cells) {
+                        let (a, b) = both_halves(batch[i], able);
+                        low[h] = fused(weight, a, low[h], able);
+                        high[h] = fused(weight, b, high[h], able);
+                    } else {
+                        low[h] = fused(weight, f32::reinterpret(batch[i]), low[h], able);
+                    }
+                }
+            }
+            start += VALUES;
+        }
+        #[unroll]
+        for h in 0..share {
+            if h0 + h < group {
+                let at = (out + (h0 + h) * blocks as usize) * dims + word * cells;
+                values[at] = low[h];
+                if comptime!(heads.half_cells) {
+                    values[at + 1] = high[h];
+                }
+            }
+        }
+        column += positions;
+    }
+}
+
+/// Columns that a cube combines.
+const COMBINED: usize = 4 * UNITS as usize;
+
+/// Adds the pages of a row up, in order. A unit holds four columns, which are of one head.
+#[cube(launch_unchecked)]
+fn combine_kernel(
+    values: &Array<Vector<f32, Const<4>>>,
+    sums: &Array<Vector<f32, Const<2>>>,
+    rows: &Array<u32>,
+    floats: &mut Array<f32>,
+    codes: &mut Array<u32>,
+    scales: &mut Array<Vector<f32, Const<4>>>,
+    first_row: u32,
+    blocks: u32,
+    window: u32,
+    #[comptime] heads: Heads,
+    #[comptime] windowed: bool,
+    #[comptime] wanted: Wanted,
+    #[comptime] able: Abilities,
+) {
+    let (dims, cols) = comptime!((heads.head_dim, heads.heads * heads.head_dim));
+    let (unit, row) = (UNIT_POS_X as usize, first_row as usize + CUBE_POS_Y as usize);
+    let column = CUBE_POS_X as usize * comptime!(COMBINED) + 4 * unit;
+    let position = rows[2 * row] as usize;
+    let first = first_seen(position, window, windowed) / comptime!(POSITIONS);
+    let last = position / comptime!(POSITIONS);
+    let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
+    let mut out = Array::<f32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        out[i] = 0.0f32;
+    }
+    if column < cols {
+        let head = (CUBE_POS_Y as usize * comptime!(heads.heads) + column / dims) * blocks as usize;
+        let mut top = comptime!(f32::MIN).runtime();
+        let mut start = first;
+        while start <= last {
+            #[unroll]
+            for i in 0..BLOCKS {
+                let other = sums[head + min(start + i, last)][0];
+                top = select(other > top, other, top);
+            }
+            start += BLOCKS;
+        }
+        let mut sum = 0.0f32;
+        let mut pairs = Array::<Vector<f32, Const<2>>>::new(BLOCKS);
+        let mut fours = Array::<Vector<f32, Const<4>>>::new(BLOCKS);
+        start = first;
+        while start <= last {
+            #[unroll]
+            for i in 0..BLOCKS {
+                let b = head + min(start + i, last);
+                pairs[i] = sums[b];
+                fours[i] = values[(b * dims + column % dims) / 4];
+            }
+            #[unroll]
+            for i in 0..BLOCKS {
+                if start + i <= last {
+                    let factor = exp(pairs[i][0] - top, able);
+                    sum = fused(pairs[i][1], factor, sum, able);
+                    #[unroll]
+                    for k in 0..4usize {
+                        out[k] = fused(fours[i][k], factor, out[k], able);
+                    }
+                }
+            }
+            start += BLOCKS;
+        }
+        let inverse = reciprocal(sum, able);
+        #[unroll]
+        for i in 0..4usize {
+            out[i] = out[i] * inverse;
+        }
+    }
+    put(&out, row, column, cols, &mut shared, floats, codes, scales, wanted, able);
+}

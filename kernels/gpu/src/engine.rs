@@ -1,0 +1,819 @@
+//! Layers of a model on a GPU: their weights, pages and scratch, and a pass through them as their recipe says.
+//!
+//! Nothing is allocated in a pass but the logits. Next: `kernels::decoder`, which makes a stage of it.
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use cubecl::bytes::Bytes;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::decoder::{self, Decoder, PassInput, RowAt};
+use kernels::order::POSITIONS;
+use kernels::recipe::{LayerRecipe, Recipe};
+use kernels::rotary::RotaryTable;
+use kernels::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
+use kernels::tile::Layout;
+use kernels::weights::{ModelConfig, ModelFile, RopeKind};
+
+use crate::Platform;
+use crate::arithmetic::Abilities;
+use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
+use crate::graph::{Graph, Graphs, Pinned};
+use crate::load::{Loader, Part, fill};
+use crate::pages::Pool;
+use crate::product::{Activations, Target, product};
+use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
+
+/// Rows of one pass.
+const ROWS: usize = 512;
+/// Bytes of attended pages that wait to be combined: rows that need more are attended in turns.
+const PARTIAL_BYTES: usize = 64 << 20;
+/// Stays free beside a stage: pools round up.
+const SPARE_BYTES: u64 = 256 << 20;
+
+/// Layers of a model on a GPU.
+pub struct GpuEngine<R: Platform> {
+    client: ComputeClient<R>,
+    able: Abilities,
+    config: ModelConfig,
+    options: StageOptions,
+    recipe: Recipe,
+    heads: Heads,
+    layers: Vec<Layer>,
+    table: Option<Vec<Part>>,
+    head: Option<Head>,
+    rotary: Handle,
+    pool: Pool,
+    scratch: Scratch,
+    bytes: ResidentBytes,
+    /// Where the runtime replays steps.
+    steps: Option<Steps>,
+    /// Something was launched through CubeCL since the last replay.
+    launched: bool,
+}
+
+/// Rows that are computed by a graph: more than these take longer than it takes to launch them.
+const FEW: usize = 8;
+
+/// Recorded steps, and what goes to the device and comes back.
+struct Steps {
+    graphs: Graphs,
+    /// By rows, wanted rows and blocks of positions.
+    recorded: BTreeMap<(usize, usize, usize), Graph>,
+    /// All input of a step, in the order of [`Input`].
+    words: Handle,
+    logits: Handle,
+    sent: Pinned,
+    got: Pinned,
+}
+
+/// Where the parts of a step's input lie, each at a multiple of 64 words.
+#[derive(Clone, Copy)]
+enum Input {
+    Tokens,
+    Rows,
+    Chosen,
+    Tables,
+    Hidden,
+}
+
+impl Input {
+    /// First word, where a page table has `most` pages.
+    const fn start(self, most: usize) -> usize {
+        match self {
+            Self::Tokens => 0,
+            Self::Rows => 64,
+            Self::Chosen => 128,
+            Self::Tables => 192,
+            Self::Hidden => 192 + (FEW * most).next_multiple_of(64),
+        }
+    }
+}
+
+impl Steps {
+    fn new<R: Platform>(
+        graphs: Graphs,
+        client: &ComputeClient<R>,
+        config: &ModelConfig,
+        options: &StageOptions,
+    ) -> Result<Self, StageError> {
+        let most = options.context.div_ceil(POSITIONS);
+        let words = Input::Hidden.start(most) + FEW * config.width;
+        let numbers = FEW * config.width.max(if options.layers.end == config.layers { config.vocab } else { 0 });
+        let (sent, got) = (graphs.pinned(words)?, graphs.pinned(numbers)?);
+        let (words, logits) = (client.empty(words * 4), client.empty(numbers * 4));
+        Ok(Self { graphs, recorded: BTreeMap::new(), words, logits, sent, got })
+    }
+
+    fn part(&self, part: Input, most: usize) -> Handle {
+        self.words.clone().offset_start(4 * part.start(most) as u64)
+    }
+}
+
+/// What a layer does, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// RMSNorm before attention.
+    AttentionNorm,
+    /// Queries, keys and values.
+    Inputs,
+    /// Queries and keys turned, keys and values put into pages.
+    Place,
+    /// Attention.
+    Attend,
+    /// What attention gives, added to the stream.
+    Output,
+    /// RMSNorm before the feed-forward.
+    FeedForwardNorm,
+    /// Gate and up.
+    GateUp,
+    /// activation(gate) · up.
+    Gated,
+    /// Down, added to the stream.
+    Down,
+}
+
+const STEPS: [Step; 9] = [
+    Step::AttentionNorm,
+    Step::Inputs,
+    Step::Place,
+    Step::Attend,
+    Step::Output,
+    Step::FeedForwardNorm,
+    Step::GateUp,
+    Step::Gated,
+    Step::Down,
+];
+
+/// Weights and pages of one layer.
+struct Layer {
+    attention_norm: Handle,
+    /// Query, key, value.
+    inputs: Vec<Part>,
+    biases: Option<Handle>,
+    head_norms: Option<Handle>,
+    output: Vec<Part>,
+    output_bias: Option<Handle>,
+    /// Of what attention and feed-forward give.
+    norms_after: Option<[Handle; 2]>,
+    ffn_norm: Handle,
+    /// Gate, up.
+    gated: Vec<Part>,
+    down: Vec<Part>,
+    pages: Pages,
+}
+
+/// Final norm and output matrix.
+struct Head {
+    norm: Handle,
+    matrix: Vec<Part>,
+}
+
+/// Room for the rows of a pass.
+struct Scratch {
+    hidden: Handle,
+    delta: Handle,
+    x: Activations,
+    qkv: Handle,
+    queries: Handle,
+    partials: Partials,
+    attended: Activations,
+    both: Handle,
+    gated: Activations,
+}
+
+/// Loads layers onto device `number` of a runtime, whose client is given. `memory_free` is what it has left, where that is known.
+///
+/// # Errors
+/// Options or tensors that make no sense, a model that does not fit the device, a device that cannot keep the order of arithmetic
+/// or fails.
+pub fn load<R: Platform>(
+    file: &ModelFile,
+    options: StageOptions,
+    client: ComputeClient<R>,
+    number: usize,
+    memory_free: Option<u64>,
+) -> Result<Decoder<GpuEngine<R>>, StageError> {
+    let config = file.config().clone();
+    decoder::check_options(&config, &options)?;
+    if !config.head_dim.is_multiple_of(8) {
+        return Err(input(format!("expected heads of a multiple of 8 elements, found {}", config.head_dim)));
+    }
+    let stage_options = options.clone();
+    let engine = guarded(|| GpuEngine::load(file, config.clone(), options, client, number, memory_free))?;
+    Ok(Decoder::new(&config, &stage_options, engine))
+}
+
+impl<R: Platform> GpuEngine<R> {
+    fn load(
+        file: &ModelFile,
+        config: ModelConfig,
+        options: StageOptions,
+        client: ComputeClient<R>,
+        number: usize,
+        memory_free: Option<u64>,
+    ) -> Result<Self, StageError> {
+        let able = Abilities::of(&client)?;
+        let recipe = Recipe::of(&config);
+        let heads = Heads {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            pairs: config.rope.dims / 2,
+            halves: config.rope.kind == RopeKind::Halves,
+            half_cells: options.activations.cache_cell_bytes() == 2,
+        };
+        let most = client.properties().memory.max_page_size;
+        let pages = options.sequences * options.context.div_ceil(POSITIONS);
+        check_memory(file, &options, &heads, pages, memory_free, most)?;
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build();
+        let threads = threads.map_err(|error| StageError::Device(format!("{} threads: {error}", options.threads)))?;
+        let mut loader = Loader::new(&client, file, &threads);
+        let range = options.layers.clone();
+        let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
+        let mut layers = Vec::with_capacity(range.len());
+        for index in range.clone() {
+            let page = Pages { pages: client.empty(pages * heads.page_bytes()), count: pages };
+            fill(&client, &page.pages, pages * heads.page_bytes() / 4)?;
+            layers.push(layer(&mut loader, &recipe.layers[index], index, page)?);
+        }
+        let head = (range.end == config.layers).then(|| -> Result<Head, StageError> {
+            let norm = loader.vector("output_norm.weight")?;
+            let matrix = match &table {
+                Some(table) if config.tied => table.clone(),
+                _ => loader.matrices(&[config.head_tensor().to_owned()])?,
+            };
+            Ok(Head { norm, matrix })
+        });
+        let head = head.transpose()?;
+        let weights = loader.finish()?;
+        let rotary = rotary(&client, file, options.context)?;
+        let scratch = Scratch::new(&client, &config, &heads, &options);
+        let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes(&config, &heads);
+        let pool = Pool::new(pages);
+        let bytes = ResidentBytes { weights, working };
+        let graphs = if able.matrices { R::graphs(&client, number)? } else { None };
+        let steps = graphs.map(|graphs| Steps::new(graphs, &client, &config, &options)).transpose()?;
+        Ok(Self {
+            client,
+            able,
+            config,
+            options,
+            recipe,
+            heads,
+            layers,
+            table,
+            head,
+            rotary,
+            pool,
+            scratch,
+            bytes,
+            steps,
+            launched: true,
+        })
+    }
+
+    fn run(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
+        let blocks = rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1);
+        if rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty()) {
+            return self.replay(rows, input, wanted, blocks);
+        }
+        self.launched = true;
+        let (count, width) = (rows.len(), self.config.width);
+        let (tokens, hidden) = match input {
+            PassInput::Tokens(tokens) => (Some(self.upload(bytemuck::cast_slice(tokens))), self.scratch.hidden.clone()),
+            PassInput::Hidden(hidden) => (None, self.upload(bytemuck::cast_slice(hidden))),
+        };
+        let (table, tables) = self.tables(rows, None);
+        let places = Places {
+            count,
+            rows: self.upload(bytemuck::cast_slice(&table)),
+            tables: self.upload(bytemuck::cast_slice(&tables)),
+            tables_len: tables.len(),
+            blocks,
+        };
+        self.layers(&self.client, tokens.as_ref(), &places, &hidden);
+        if self.head.is_none() {
+            let unused = hidden.size() - (count * width * 4) as u64;
+            return self.read(hidden.offset_end(unused));
+        }
+        if wanted.is_empty() {
+            self.client.flush().map_err(failed)?;
+            return Ok(Vec::new());
+        }
+        let chosen: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
+        let chosen = self.upload(bytemuck::cast_slice(&chosen));
+        let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
+        self.logits(&self.client, &hidden, &chosen, wanted.len(), &logits);
+        self.read(logits)
+    }
+
+    /// A pass of few rows by a graph, which is recorded when the first pass of its shape comes.
+    fn replay(
+        &mut self,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+        blocks: usize,
+    ) -> Result<Vec<f32>, StageError> {
+        let Some(mut steps) = self.steps.take() else {
+            return Err(StageError::Device("a step is being replayed".into()));
+        };
+        let result = self.replay_with(&mut steps, rows, input, wanted, blocks);
+        self.steps = Some(steps);
+        result
+    }
+
+    fn replay_with(
+        &mut self,
+        steps: &mut Steps,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+        blocks: usize,
+    ) -> Result<Vec<f32>, StageError> {
+        let (count, width, many) = (rows.len(), self.config.width, wanted.len());
+        let most = self.options.context.div_ceil(POSITIONS);
+        let blocks = blocks.next_power_of_two().min(most);
+        let hidden = if self.table.is_some() { self.scratch.hidden.clone() } else { steps.part(Input::Hidden, most) };
+        if std::mem::take(&mut self.launched) {
+            steps.graphs.join()?;
+        }
+        let shape = (count, many, blocks);
+        if !steps.recorded.contains_key(&shape) {
+            let places = Places {
+                count,
+                rows: steps.part(Input::Rows, most),
+                tables: steps.part(Input::Tables, most),
+                tables_len: FEW * most,
+                blocks,
+            };
+            let (tokens, chosen) = (steps.part(Input::Tokens, most), steps.part(Input::Chosen, most));
+            let logits = steps.logits.clone();
+            let graph = steps.graphs.record(|client| {
+                self.layers(client, self.table.as_ref().map(|_| &tokens), &places, &hidden);
+                if self.head.is_some() {
+                    self.logits(client, &hidden, &chosen, many, &logits);
+                }
+            })?;
+            steps.recorded.insert(shape, graph);
+        }
+        let (table, tables) = self.tables(rows, Some(most));
+        let words = steps.sent.words();
+        words[Input::Rows.start(most)..][..table.len()].copy_from_slice(&table);
+        words[Input::Tables.start(most)..][..tables.len()].copy_from_slice(&tables);
+        for (word, row) in words[Input::Chosen.start(most)..].iter_mut().zip(wanted) {
+            *word = *row as u32;
+        }
+        let mut len = Input::Hidden.start(most);
+        match input {
+            PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
+            PassInput::Hidden(hidden) => {
+                words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
+                len += hidden.len();
+            }
+        }
+        let (from, numbers) = match self.head {
+            Some(_) => (steps.logits.clone(), many * self.config.vocab),
+            None => (hidden, count * width),
+        };
+        let graph = &steps.recorded[&shape];
+        steps.graphs.replay((&words[..len], &steps.words), graph, (&mut steps.got.words()[..numbers], &from))?;
+        Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
+    }
+
+    /// All layers, after the embedding of `tokens` where they are given.
+    fn layers<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        tokens: Option<&Handle>,
+        places: &Places,
+        hidden: &Handle,
+    ) {
+        if let (Some(tokens), Some(table)) = (tokens, &self.table) {
+            for part in table {
+                let scale = self.recipe.embed_scale;
+                embed(client, self.able, &part.matrix, part.offset, tokens, places.count, scale, hidden);
+            }
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            let recipe = &self.recipe.layers[self.options.layers.start + index];
+            for step in STEPS {
+                self.step(client, step, recipe, layer, places, hidden);
+            }
+        }
+    }
+
+    /// Logits `[many, vocabulary]` of the rows that `chosen` names.
+    fn logits<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        hidden: &Handle,
+        chosen: &Handle,
+        many: usize,
+        logits: &Handle,
+    ) {
+        let Some(head) = &self.head else { return };
+        self.norm(client, hidden, &head.norm, Some(chosen), many, self.wanted(&head.matrix), &self.scratch.x);
+        self.products(client, &head.matrix, &self.scratch.x, many, logits, self.config.vocab, None, false);
+        if let Some(most) = self.recipe.logit_cap {
+            cap(client, self.able, logits, many * self.config.vocab, most);
+        }
+    }
+
+    fn step<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        step: Step,
+        recipe: &LayerRecipe,
+        layer: &Layer,
+        places: &Places,
+        hidden: &Handle,
+    ) {
+        let (able, count, scratch) = (self.able, places.count, &self.scratch);
+        let heads = LayerHeads {
+            biases: layer.biases.as_ref(),
+            norms: layer.head_norms.as_ref(),
+            rotary: &self.rotary,
+            positions: self.options.context,
+            scale: recipe.scale,
+            window: recipe.window,
+            cap: recipe.score_cap,
+            eps: self.config.norm_eps,
+        };
+        let after = |index: usize| layer.norms_after.as_ref().map(|norms| &norms[index]);
+        match step {
+            Step::AttentionNorm => {
+                self.norm(client, hidden, &layer.attention_norm, None, count, self.wanted(&layer.inputs), &scratch.x);
+            }
+            Step::Inputs => {
+                self.products(client, &layer.inputs, &scratch.x, count, &scratch.qkv, self.heads.row(), None, false);
+            }
+            Step::Place => {
+                place(client, able, self.heads, &heads, places, &scratch.qkv, &scratch.queries, &layer.pages);
+            }
+            Step::Attend => {
+                let (queries, partials, wanted) = (&scratch.queries, &scratch.partials, self.wanted(&layer.output));
+                let (pages, x) = (&layer.pages, &scratch.attended);
+                attend(client, able, self.heads, &heads, places, queries, pages, partials, wanted, x);
+            }
+            Step::Output => {
+                let bias = layer.output_bias.as_ref();
+                self.add_products(client, &layer.output, &scratch.attended, count, bias, after(0), hidden);
+            }
+            Step::FeedForwardNorm => {
+                self.norm(client, hidden, &layer.ffn_norm, None, count, self.wanted(&layer.gated), &scratch.x);
+            }
+            Step::GateUp => {
+                self.products(client, &layer.gated, &scratch.x, count, &scratch.both, 2 * self.config.ffn, None, false);
+            }
+            Step::Gated => {
+                gated(client, able, &scratch.both, recipe.activation, count, self.wanted(&layer.down), &scratch.gated);
+            }
+            Step::Down => self.add_products(client, &layer.down, &scratch.gated, count, None, after(1), hidden),
+        }
+    }
+
+    /// Median time of each step over all layers, for `count` rows of one sequence of which the first is at `position`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn step_times(&mut self, count: usize, position: usize) -> Result<Vec<(Step, f64)>, StageError> {
+        const SEQUENCE: SequenceId = SequenceId::MAX;
+        const REPEATS: usize = 5;
+        if !self.pool.reserve(SEQUENCE, position + count) {
+            return Err(input("no pages are left to measure with"));
+        }
+        let rows: Vec<RowAt> =
+            (position..position + count).map(|position| RowAt { sequence: SEQUENCE, position }).collect();
+        let mut steps = self.steps.take();
+        let times = guarded(|| {
+            let (table, tables) = self.tables(&rows, None);
+            let places = Places {
+                count,
+                rows: self.upload(bytemuck::cast_slice(&table)),
+                tables: self.upload(bytemuck::cast_slice(&tables)),
+                tables_len: tables.len(),
+                blocks: (position + count).div_ceil(POSITIONS),
+            };
+            let hidden = self.scratch.hidden.clone();
+            let sync = || {
+                self.client.flush().map_err(failed)?;
+                let synced = cubecl::future::block_on(self.client.sync());
+                synced.map_err(failed)
+            };
+            let mut times = Vec::new();
+            for step in STEPS {
+                let mut took = Vec::with_capacity(REPEATS);
+                let graph = steps.as_mut().map(|steps| {
+                    sync()?;
+                    steps.graphs.record(|client| self.all_layers(client, step, &places, &hidden))
+                });
+                let graph = graph.transpose()?;
+                for _ in 0..=REPEATS {
+                    sync()?;
+                    let start = Instant::now();
+                    match (&graph, &mut steps) {
+                        (Some(graph), Some(Steps { graphs, words, .. })) => {
+                            graphs.replay((&[], words), graph, (&mut [], words))?;
+                        }
+                        _ => self.all_layers(&self.client, step, &places, &hidden),
+                    }
+                    sync()?;
+                    took.push(start.elapsed().as_secs_f64() / self.layers.len() as f64);
+                }
+                took.remove(0); // compiles
+                took.sort_by(f64::total_cmp);
+                times.push((step, took[REPEATS / 2]));
+            }
+            Ok(times)
+        });
+        self.steps = steps;
+        self.pool.release(SEQUENCE);
+        times
+    }
+
+    /// One step of all layers.
+    fn all_layers<L: Platform>(&self, client: &ComputeClient<L>, step: Step, places: &Places, hidden: &Handle) {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let recipe = &self.recipe.layers[self.options.layers.start + index];
+            self.step(client, step, recipe, layer, places, hidden);
+        }
+    }
+
+    /// What the matrices read.
+    fn wanted(&self, parts: &[Part]) -> Wanted {
+        let codes = |part: &Part| Layout::of(part.matrix.kind).bits > 0;
+        let integers = self.options.activations == stage::Activations::Int8;
+        Wanted { floats: !integers || !parts.iter().all(codes), integers: integers && parts.iter().any(codes) }
+    }
+
+    fn norm<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        hidden: &Handle,
+        weight: &Handle,
+        rows: Option<&Handle>,
+        count: usize,
+        wanted: Wanted,
+        x: &Activations,
+    ) {
+        norm(client, self.able, hidden, weight, self.config.norm_eps, rows, count, wanted, x);
+    }
+
+    fn products<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        parts: &[Part],
+        x: &Activations,
+        count: usize,
+        rows: &Handle,
+        stride: usize,
+        bias: Option<&Handle>,
+        add: bool,
+    ) {
+        let integers = self.options.activations == stage::Activations::Int8;
+        for Part { matrix, offset, width } in parts {
+            let target = Target { rows, stride, offset: *offset, width: *width, bias, add };
+            product(client, self.able, matrix, x, integers, count, &target);
+        }
+    }
+
+    /// Adds products to the residual stream, normalised first if the model wants that.
+    fn add_products<L: Platform>(
+        &self,
+        client: &ComputeClient<L>,
+        parts: &[Part],
+        x: &Activations,
+        count: usize,
+        bias: Option<&Handle>,
+        norm: Option<&Handle>,
+        hidden: &Handle,
+    ) {
+        let (width, eps) = (self.config.width, self.config.norm_eps);
+        let Some(weight) = norm else { return self.products(client, parts, x, count, hidden, width, bias, true) };
+        self.products(client, parts, x, count, &self.scratch.delta, width, bias, false);
+        norm_add(client, self.able, &self.scratch.delta, weight, eps, count, width, hidden);
+    }
+
+    /// Positions of rows and where their page tables begin, and the tables: each of `room` pages, or as long as it is.
+    fn tables(&self, rows: &[RowAt], room: Option<usize>) -> (Vec<u32>, Vec<u32>) {
+        let (mut table, mut tables) = (Vec::with_capacity(2 * rows.len()), Vec::new());
+        let mut last: Option<(SequenceId, u32)> = None;
+        for row in rows {
+            let begin = match last {
+                Some((sequence, begin)) if sequence == row.sequence => begin,
+                _ => {
+                    let begin = tables.len();
+                    tables.extend(self.pool.of(row.sequence));
+                    tables.resize(room.map_or(tables.len(), |room| begin + room), 0);
+                    begin as u32
+                }
+            };
+            last = Some((row.sequence, begin));
+            table.extend([row.position as u32, begin]);
+        }
+        (table, tables)
+    }
+
+    fn upload(&self, bytes: &[u8]) -> Handle {
+        self.client.create(Bytes::from_bytes_vec(bytes.to_vec()))
+    }
+
+    /// Numbers back on the host. The device is asked first: it answers a read after a failure with old data.
+    fn read(&self, numbers: Handle) -> Result<Vec<f32>, StageError> {
+        self.client.flush().map_err(failed)?;
+        let bytes = self.client.read_one(numbers).map_err(failed)?;
+        Ok(bytemuck::pod_collect_to_vec(&bytes))
+    }
+}
+
+impl<R: Platform> decoder::Engine for GpuEngine<R> {
+    const ROWS_PER_PASS: usize = ROWS;
+
+    fn reserve(&mut self, sequence: SequenceId, positions: usize) -> Result<(), StageError> {
+        if self.pool.reserve(sequence, positions) {
+            return Ok(());
+        }
+        let (free, all) = self.pool.free_of();
+        Err(input(format!(
+            "sequence {sequence}: {positions} positions need more pages of {POSITIONS} than the {free} of {all} that are free"
+        )))
+    }
+
+    fn release(&mut self, sequence: SequenceId) {
+        self.pool.release(sequence);
+    }
+
+    fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
+        guarded(|| self.run(rows, input, wanted))
+    }
+
+    fn resident_bytes(&self) -> ResidentBytes {
+        self.bytes
+    }
+
+    fn numerics(&self) -> &str {
+        self.options.activations.numerics()
+    }
+}
+
+fn layer<R: Platform>(
+    loader: &mut Loader<'_, R>,
+    recipe: &LayerRecipe,
+    index: usize,
+    pages: Pages,
+) -> Result<Layer, StageError> {
+    let weight = |part: &str| format!("blk.{index}.{part}.weight");
+    let bias = |part: &str| format!("blk.{index}.{part}.bias");
+    let inputs = ["attn_q", "attn_k", "attn_v"];
+    let two = |loader: &mut Loader<'_, R>, parts: [&str; 2]| -> Result<[Handle; 2], StageError> {
+        Ok([loader.vector(&weight(parts[0]))?, loader.vector(&weight(parts[1]))?])
+    };
+    Ok(Layer {
+        attention_norm: loader.vector(&weight("attn_norm"))?,
+        inputs: loader.matrices(&inputs.map(weight))?,
+        biases: recipe.biases.then(|| loader.vectors(&inputs.map(bias))).transpose()?,
+        head_norms: recipe
+            .head_norms
+            .then(|| loader.vectors(&["attn_q_norm", "attn_k_norm"].map(weight)))
+            .transpose()?,
+        output: loader.matrices(&[weight("attn_output")])?,
+        output_bias: recipe.output_bias.then(|| loader.vector(&bias("attn_output"))).transpose()?,
+        norms_after: recipe.norms_after.then(|| two(loader, ["post_attention_norm", "post_ffw_norm"])).transpose()?,
+        ffn_norm: loader.vector(&weight("ffn_norm"))?,
+        gated: loader.matrices(&["ffn_gate", "ffn_up"].map(weight))?,
+        down: loader.matrices(&[weight("ffn_down")])?,
+        pages,
+    })
+}
+
+/// Cosines, then sines, of each position.
+fn rotary<R: Platform>(client: &ComputeClient<R>, file: &ModelFile, positions: usize) -> Result<Handle, StageError> {
+    let mut table = RotaryTable::of(file)?;
+    table.grow(positions);
+    let numbers: Vec<f32> = (0..positions)
+        .flat_map(|position| {
+            let (cosines, sines) = table.at(position);
+            cosines.iter().chain(sines).copied()
+        })
+        .collect();
+    Ok(client.create(Bytes::from_bytes_vec(bytemuck::cast_slice(&numbers).to_vec())))
+}
+
+impl Scratch {
+    fn new<R: Platform>(
+        client: &ComputeClient<R>,
+        config: &ModelConfig,
+        heads: &Heads,
+        options: &StageOptions,
+    ) -> Self {
+        let floats = |numbers: usize| client.empty(numbers * 4);
+        let room = partial_room(heads, options.context);
+        Self {
+            hidden: floats(ROWS * config.width),
+            delta: floats(ROWS * config.width),
+            x: Activations::new(client, ROWS, config.width),
+            qkv: floats(ROWS * heads.row()),
+            queries: floats(ROWS * heads.queries()),
+            partials: Partials { values: floats(room * heads.queries()), sums: floats(room * heads.heads * 2), room },
+            attended: Activations::new(client, ROWS, heads.queries()),
+            both: floats(ROWS * 2 * config.ffn),
+            gated: Activations::new(client, ROWS, config.ffn),
+        }
+    }
+}
+
+/// Rows times pages that wait to be combined at most.
+fn partial_room(heads: &Heads, context: usize) -> usize {
+    let each = heads.heads * (heads.head_dim + 2) * 4;
+    let blocks = context.div_ceil(POSITIONS);
+    (PARTIAL_BYTES / each).clamp(blocks, ROWS * blocks)
+}
+
+fn scratch_bytes(config: &ModelConfig, heads: &Heads) -> u64 {
+    let per_row = 2 * config.width + heads.row() + heads.queries() + 2 * config.ffn;
+    let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
+    ((ROWS * (per_row + activations) + config.vocab) * 4 + PARTIAL_BYTES) as u64
+}
+
+/// Refuses what cannot fit, naming the sums: a device that is full computes wrong numbers instead of failing.
+fn check_memory(
+    file: &ModelFile,
+    options: &StageOptions,
+    heads: &Heads,
+    pages: usize,
+    free: Option<u64>,
+    most: u64,
+) -> Result<(), StageError> {
+    let config = file.config();
+    let layer_pages = (pages * heads.page_bytes()) as u64;
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    if layer_pages > most {
+        return Err(input(format!(
+            "keys and values of one layer take {} MiB ({} sequences of {} positions), a buffer of this device holds {}; give \
+             it a shorter context or fewer sequences",
+            mib(layer_pages),
+            options.sequences,
+            options.context,
+            mib(most)
+        )));
+    }
+    let Some(free) = free else { return Ok(()) };
+    let weights: u64 = file
+        .tensors()
+        .iter()
+        .filter(|t| belongs(config, &t.name, &options.layers))
+        .map(|t| match t.rows {
+            1 => (t.cols * 4) as u64,
+            _ => Layout::of(t.quant).matrix_bytes(t.rows, t.cols) as u64,
+        })
+        .sum();
+    let caches = layer_pages * options.layers.len() as u64;
+    let scratch = scratch_bytes(config, heads);
+    let total = weights + caches + scratch;
+    let room = free - SPARE_BYTES.min(free / 10);
+    if total <= room {
+        return Ok(());
+    }
+    Err(input(format!(
+        "the device has {} MiB free, {} less than needed: {} MiB of weights, {} of caches ({} sequences of {} positions), {} of \
+         scratch; give it fewer layers, a shorter context or fewer sequences",
+        mib(free),
+        mib(total - room),
+        mib(weights),
+        mib(caches),
+        options.sequences,
+        options.context,
+        mib(scratch)
+    )))
+}
+
+/// Whether a stage of these layers holds a tensor on the device.
+fn belongs(config: &ModelConfig, name: &str, layers: &Range<usize>) -> bool {
+    config.belongs_to(name, layers) && (name != "token_embd.weight" || layers.start == 0 || config.tied)
+}
+
+/// cubecl reports kernels that do not compile and devices that are lost by panicking.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> Result<T, StageError>) -> Result<T, StageError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(StageError::Device(panic_text(panic.as_ref()))))
+}
+
+/// What a panic said: its beginning, for a kernel that does not compile is shown with all its text.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    const MOST: usize = 600;
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
+    text.chars().take(MOST).collect()
+}
+
+/// What the device says of a failure: its beginning.
+pub(crate) fn failed(error: impl std::fmt::Debug) -> StageError {
+    StageError::Device(format!("{error:?}").chars().take(600).collect())
+}
+
+fn input(text: impl Into<String>) -> StageError {
+    StageError::Input(text.into())
+}

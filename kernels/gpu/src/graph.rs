@@ -1,0 +1,517 @@
+//! Steps of decoding as CUDA graphs: the launches of a step are recorded once and replayed by one call.
+//!
+//! CubeCL has no graphs, and a launch through it costs the host about 8 µs, of which a step has hundreds. So the same functions that
+//! launch kernels are run on a [`Recorder`], a runtime that only notes what is launched; what it noted is compiled, captured on a
+//! stream of our own, and replayed there.
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{CStr, CString, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cubecl::bytes::Bytes;
+use cubecl::cuda::{CudaCompiler, CudaRuntime, install};
+use cubecl::device::{Device, DeviceId, DeviceService, ServerUtilitiesHandle};
+use cubecl::future::DynFut;
+use cubecl::ir::{DeviceProperties, TargetProperties};
+use cubecl::prelude::*;
+use cubecl::profile::ProfileDuration;
+use cubecl::server::{
+    Binding, ComputeServer, CopyDescriptor, Handle, IoError, KernelArguments, MemoryLayout, MemoryLayoutDescriptor,
+    MemoryLayoutPolicy, ProfileError, ProfilingToken, ServerCommunication, ServerError, ServerUtilities,
+};
+use cubecl::stream_id::StreamId;
+use cubecl::zspace::{Shape, Strides};
+use cubecl::{CubeTask, MemoryAllocationMode, MemoryUsage};
+use cubecl_runtime::logging::ServerLogger;
+use cubecl_runtime::memory_management::ManagedMemoryHandle;
+use cubecl_runtime::storage::{ComputeStorage, ManagedResource, StorageHandle, StorageId};
+use cudarc::driver::{result, sys};
+use kernels::stage::StageError;
+
+use crate::Platform;
+use crate::engine::failed;
+
+/// A runtime that notes launches instead of making them.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorder;
+
+/// The CUDA device whose launches are noted.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RecorderDevice(usize);
+
+/// A launch as it was noted.
+struct Noted {
+    kernel: Box<dyn CubeTask<CudaCompiler>>,
+    cubes: (u32, u32, u32),
+    arguments: KernelArguments,
+}
+
+/// Launches by the stream, hence the thread, that made them.
+static NOTED: Mutex<Vec<(StreamId, Noted)>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// Buffers of this thread's launches, in the order of their arguments.
+    static BOUND: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Platform for Recorder {
+    fn bind(handle: &Handle) -> Handle {
+        BOUND.with_borrow_mut(|bound| bound.push(handle.clone()));
+        handle.clone()
+    }
+}
+
+impl Device for RecorderDevice {
+    fn from_id(id: DeviceId) -> Self {
+        Self(id.index_id.into())
+    }
+
+    fn to_id(&self) -> DeviceId {
+        DeviceId { type_id: TYPE, index_id: self.0 as u16 }
+    }
+}
+
+impl Runtime for Recorder {
+    type Compiler = CudaCompiler;
+    type Server = Notes;
+    type Device = RecorderDevice;
+
+    fn client(device: &Self::Device) -> ComputeClient<Self> {
+        ComputeClient::load(device)
+    }
+
+    fn name(_client: &ComputeClient<Self>) -> &'static str {
+        "cuda" // the kernels are CUDA's
+    }
+
+    fn require_array_lengths() -> bool {
+        CudaRuntime::require_array_lengths()
+    }
+
+    fn max_cube_count() -> (u32, u32, u32) {
+        CudaRuntime::max_cube_count()
+    }
+
+    fn can_read_tensor(shape: &Shape, strides: &Strides) -> bool {
+        CudaRuntime::can_read_tensor(shape, strides)
+    }
+
+    fn target_properties() -> TargetProperties {
+        CudaRuntime::target_properties()
+    }
+
+    fn enumerate_devices(_: u16, (): &()) -> Vec<DeviceId> {
+        Vec::new()
+    }
+}
+
+/// Where launches are noted. It has no memory.
+#[derive(Debug)]
+pub(crate) struct Notes(Arc<ServerUtilities<Self>>);
+
+/// The memory that it has not.
+#[derive(Debug)]
+pub(crate) struct NoMemory;
+
+/// Another type of device than CubeCL's own runtimes have: devices of a type and number share a thread, and a recorder must not wait
+/// for the device that waits for it.
+const TYPE: u16 = 9;
+
+/// Properties of the devices whose launches are recorded, by number.
+static PROPERTIES: Mutex<BTreeMap<u16, DeviceProperties>> = Mutex::new(BTreeMap::new());
+
+impl DeviceService for Notes {
+    fn init(device: DeviceId) -> Self {
+        let known = PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner);
+        let properties = known.get(&device.index_id).expect("put there before a recorder is asked for").clone();
+        Self(Arc::new(ServerUtilities::new(properties, Arc::new(ServerLogger::default()), (), NoMemory)))
+    }
+
+    fn utilities(&self) -> ServerUtilitiesHandle {
+        Arc::clone(&self.0) as ServerUtilitiesHandle
+    }
+}
+
+impl ServerCommunication for Notes {
+    const SERVER_COMM_ENABLED: bool = false;
+}
+
+impl MemoryLayoutPolicy for NoMemory {
+    fn apply(&self, _: StreamId, _: &[MemoryLayoutDescriptor]) -> (Handle, Vec<MemoryLayout>) {
+        unreachable!("a recorder allocates nothing")
+    }
+}
+
+impl ComputeStorage for NoMemory {
+    type Resource = ();
+
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    fn get(&mut self, _: &StorageHandle) {}
+
+    fn alloc(&mut self, _: u64) -> Result<StorageHandle, IoError> {
+        Err(no_memory())
+    }
+
+    fn dealloc(&mut self, _: StorageId) {}
+
+    fn flush(&mut self) {}
+}
+
+fn no_memory() -> IoError {
+    IoError::UnsupportedIoOperation { backtrace: cubecl::backtrace::BackTrace::capture() }
+}
+
+impl ComputeServer for Notes {
+    type Kernel = Box<dyn CubeTask<CudaCompiler>>;
+    type Info = ();
+    type MemoryLayoutPolicy = NoMemory;
+    type Storage = NoMemory;
+
+    fn initialize_memory(&mut self, _: ManagedMemoryHandle, _: u64, _: StreamId) {}
+
+    fn logger(&self) -> Arc<ServerLogger> {
+        Arc::clone(&self.0.logger)
+    }
+
+    fn utilities(&self) -> Arc<ServerUtilities<Self>> {
+        Arc::clone(&self.0)
+    }
+
+    fn read(&mut self, _: Vec<CopyDescriptor>, _: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
+        Box::pin(async { Err(no_memory().into()) })
+    }
+
+    fn write(&mut self, _: Vec<(CopyDescriptor, Bytes)>, _: StreamId) {}
+
+    fn sync(&mut self, _: StreamId) -> DynFut<Result<(), ServerError>> {
+        Box::pin(async { Ok(()) })
+    }
+
+    fn get_resource(&mut self, _: Binding, _: StreamId) -> Result<ManagedResource<()>, ServerError> {
+        Err(no_memory().into())
+    }
+
+    unsafe fn launch(
+        &mut self,
+        kernel: Self::Kernel,
+        count: CubeCount,
+        arguments: KernelArguments,
+        _: ExecutionMode,
+        stream: StreamId,
+    ) {
+        let cubes = match count {
+            CubeCount::Static(x, y, z) => (x, y, z),
+            CubeCount::Dynamic(_) => (0, 0, 0), // refused when it is captured
+        };
+        NOTED.lock().unwrap_or_else(PoisonError::into_inner).push((stream, Noted { kernel, cubes, arguments }));
+    }
+
+    fn flush(&mut self, _: StreamId) -> Result<(), ServerError> {
+        Ok(())
+    }
+
+    fn memory_usage(&mut self, _: StreamId) -> Result<MemoryUsage, ServerError> {
+        Err(no_memory().into())
+    }
+
+    fn memory_cleanup(&mut self, _: StreamId) {}
+
+    fn start_profile(&mut self, _: StreamId) -> Result<ProfilingToken, ServerError> {
+        Err(no_memory().into())
+    }
+
+    fn end_profile(&mut self, _: StreamId, _: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
+        Err(ProfileError::NotRegistered { backtrace: cubecl::backtrace::BackTrace::capture() })
+    }
+
+    fn allocation_mode(&mut self, _: MemoryAllocationMode, _: StreamId) {}
+}
+
+/// Launches that `launch` makes, and their buffers in the order of arguments.
+fn noted(
+    recorder: &ComputeClient<Recorder>,
+    launch: impl FnOnce(&ComputeClient<Recorder>),
+) -> Result<(Vec<Noted>, Vec<Handle>), StageError> {
+    let stream = StreamId::current();
+    let take = || -> Vec<Noted> {
+        let mut all = NOTED.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mine, others) = all.drain(..).partition(|(of, _)| *of == stream);
+        *all = others;
+        mine.into_iter().map(|(_, noted): (_, Noted)| noted).collect()
+    };
+    BOUND.with_borrow_mut(Vec::clear);
+    take();
+    launch(recorder);
+    recorder.flush().map_err(failed)?;
+    Ok((take(), BOUND.take()))
+}
+
+/// A kernel as CUDA text.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    pub(crate) text: String,
+    /// Of its entry.
+    pub(crate) name: String,
+    pub(crate) units: (u32, u32, u32),
+    pub(crate) shared_bytes: u32,
+}
+
+impl Source {
+    fn of(kernel: &dyn CubeTask<CudaCompiler>) -> Result<Self, StageError> {
+        let mut options = <CudaCompiler as cubecl::Compiler>::CompilationOptions::default();
+        options.supports_features.grid_constants = true; // scalars are parameters by value
+        let compiled = kernel
+            .compile(&mut Default::default(), &options, ExecutionMode::Unchecked, kernel.address_type())
+            .map_err(failed)?;
+        let shared = compiled.repr.as_ref().map_or(0, |text| text.shared_memory_size());
+        let units = (compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z);
+        Ok(Self { text: compiled.source, name: compiled.entrypoint_name, units, shared_bytes: shared as u32 })
+    }
+
+    /// The distinct kernels that `launch` launches, without a device: `properties` stand for it.
+    #[cfg(test)]
+    pub(crate) fn all(
+        properties: DeviceProperties,
+        launch: impl FnOnce(&ComputeClient<Recorder>),
+    ) -> Result<Vec<Self>, StageError> {
+        const NONE: u16 = u16::MAX;
+        PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(NONE, properties);
+        let recorder = Recorder::client(&RecorderDevice(NONE.into()));
+        let mut known = std::collections::HashSet::new();
+        let (noted, _) = noted(&recorder, launch)?;
+        noted.iter().filter(|n| known.insert(n.kernel.id())).map(|n| Self::of(&*n.kernel)).collect()
+    }
+}
+
+/// Where CUDA's headers are.
+pub(crate) fn headers() -> Vec<std::path::PathBuf> {
+    vec![install::include_path(), install::cccl_include_path()]
+}
+
+/// Compiles CUDA text to what a driver loads: PTX for an architecture as in `--gpu-architecture=sm_90`.
+pub(crate) fn compile(
+    text: &str,
+    architecture: &str,
+    headers: &[std::path::PathBuf],
+) -> Result<Vec<std::ffi::c_char>, StageError> {
+    let text = CString::new(text).map_err(failed)?;
+    let headers: Vec<String> = headers.iter().map(|path| format!("--include-path={}", path.display())).collect();
+    let options: Vec<&str> = std::iter::once(architecture).chain(headers.iter().map(String::as_str)).collect();
+    let program = cudarc::nvrtc::result::create_program(text.as_c_str(), None).map_err(failed)?;
+    // SAFETY: the program was just made; its log ends with zero.
+    unsafe {
+        if cudarc::nvrtc::result::compile_program(program, &options).is_err() {
+            let log = cudarc::nvrtc::result::get_program_log(program).map_err(failed)?;
+            return Err(failed(CStr::from_ptr(log.as_ptr())));
+        }
+        let image = cudarc::nvrtc::result::get_ptx(program).map_err(failed);
+        let _ = cudarc::nvrtc::result::destroy_program(program);
+        image
+    }
+}
+
+/// A kernel in the driver.
+#[derive(Clone, Copy)]
+struct Function {
+    function: sys::CUfunction,
+    units: (u32, u32, u32),
+    shared_bytes: u32,
+}
+
+/// Records and replays on one device.
+pub(crate) struct Graphs {
+    cuda: ComputeClient<CudaRuntime>,
+    recorder: ComputeClient<Recorder>,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    architecture: String,
+    functions: HashMap<KernelId, Function>,
+}
+
+// SAFETY: the context is made current by each call; streams, functions and graphs may be used by any one thread at a time.
+unsafe impl Send for Graphs {}
+
+/// A recorded step.
+pub(crate) struct Graph(sys::CUgraphExec);
+
+// SAFETY: see `Graphs`.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: it was instantiated, and nothing replays it any more. A device that is lost says so to the next call.
+        let _ = unsafe { result::graph::exec_destroy(self.0) };
+    }
+}
+
+/// Host memory that the device reads and writes by itself.
+pub(crate) struct Pinned {
+    start: *mut u32,
+    words: usize,
+}
+
+// SAFETY: it is memory, owned.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    pub(crate) fn words(&mut self) -> &mut [u32] {
+        // SAFETY: allocated with so many words, which any pattern fills.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.words) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `Graphs::pinned`.
+        let _ = unsafe { result::free_host(self.start.cast()) };
+    }
+}
+
+impl Graphs {
+    /// For the device of a client of CubeCL's.
+    pub(crate) fn new(cuda: &ComputeClient<CudaRuntime>, device: usize) -> Result<Self, StageError> {
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        let number = i32::try_from(device).map_err(failed)?;
+        let found = result::device::get(number).map_err(failed)?;
+        // SAFETY: the device is there; its primary context is the one that CubeCL uses.
+        let (context, version, stream) = unsafe {
+            let context = result::primary_ctx::retain(found).map_err(failed)?;
+            result::ctx::set_current(context).map_err(failed)?;
+            let major = result::device::get_attribute(found, MAJOR).map_err(failed)?;
+            let minor = result::device::get_attribute(found, MINOR).map_err(failed)?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed)?;
+            (context, 10 * major + minor, stream)
+        };
+        let properties = cuda.properties().clone();
+        PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(device as u16, properties);
+        let suffix = if version >= 90 { "a" } else { "" };
+        Ok(Self {
+            cuda: cuda.clone(),
+            recorder: Recorder::client(&RecorderDevice(device)),
+            context,
+            stream,
+            architecture: format!("--gpu-architecture=sm_{version}{suffix}"),
+            functions: HashMap::new(),
+        })
+    }
+
+    fn enter(&self) -> Result<(), StageError> {
+        // SAFETY: the context was retained.
+        unsafe { result::ctx::set_current(self.context) }.map_err(failed)
+    }
+
+    /// Makes a graph of what `launch` launches.
+    pub(crate) fn record(&mut self, launch: impl FnOnce(&ComputeClient<Recorder>)) -> Result<Graph, StageError> {
+        self.enter()?;
+        let (noted, bound) = noted(&self.recorder, launch)?;
+        let buffers: usize = noted.iter().map(|noted| noted.arguments.buffers.len()).sum();
+        if buffers != bound.len() {
+            return Err(StageError::Device(format!("{buffers} buffers were recorded, {} bound", bound.len())));
+        }
+        let mut calls = Vec::with_capacity(noted.len());
+        let mut bound = bound.into_iter();
+        for Noted { kernel, cubes, arguments } in noted {
+            let mut pointers = Vec::with_capacity(arguments.buffers.len());
+            for handle in bound.by_ref().take(arguments.buffers.len()) {
+                pointers.push(self.cuda.get_resource(handle).map_err(failed)?.resource().ptr);
+            }
+            let info = arguments.info;
+            if info.dynamic_metadata_offset < info.data.len() || cubes == (0, 0, 0) {
+                return Err(StageError::Device("a launch with shapes or a count of the device's own".into()));
+            }
+            calls.push((self.function(kernel)?, cubes, pointers, info.data));
+        }
+        // SAFETY: parameters are those that the kernel was compiled for: buffers in order, then scalars by value. They are copied
+        // when a launch is captured. The graph is destroyed once it is instantiated.
+        unsafe {
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            result::stream::begin_capture(self.stream, mode).map_err(failed)?;
+            let mut launched = Ok(());
+            for (Function { function, units, shared_bytes }, cubes, pointers, info) in &mut calls {
+                let mut parameters: Vec<*mut c_void> = pointers.iter_mut().map(|p| (p as *mut u64).cast()).collect();
+                parameters.push(info.as_mut_ptr().cast());
+                let done =
+                    result::launch_kernel(*function, *cubes, *units, *shared_bytes, self.stream, &mut parameters);
+                launched = launched.and(done);
+            }
+            let graph = result::stream::end_capture(self.stream).map_err(failed)?;
+            launched.map_err(failed)?;
+            let replayed = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let _ = result::graph::destroy(graph);
+            Ok(Graph(replayed.map_err(failed)?))
+        }
+    }
+
+    fn function(&mut self, kernel: Box<dyn CubeTask<CudaCompiler>>) -> Result<Function, StageError> {
+        let id = kernel.id();
+        if let Some(function) = self.functions.get(&id) {
+            return Ok(*function);
+        }
+        let Source { text, name, units, shared_bytes } = Source::of(&*kernel)?;
+        let image = compile(&text, &self.architecture, &headers())?;
+        let name = CString::new(name).map_err(failed)?;
+        // SAFETY: the image is what NVRTC made, ended by zero.
+        let function = unsafe {
+            let module = result::module::load_data(image.as_ptr().cast()).map_err(failed)?;
+            let function = result::module::get_function(module, name).map_err(failed)?;
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            result::function::set_function_attribute(function, most, shared_bytes as i32).map_err(failed)?;
+            function
+        };
+        let function = Function { function, units, shared_bytes };
+        self.functions.insert(id, function);
+        Ok(function)
+    }
+
+    /// Host memory for what goes to the device and back.
+    pub(crate) fn pinned(&self, words: usize) -> Result<Pinned, StageError> {
+        self.enter()?;
+        // SAFETY: freed when it is dropped.
+        let start = unsafe { result::malloc_host(words.max(1) * 4, 0) }.map_err(failed)?;
+        Ok(Pinned { start: start.cast(), words })
+    }
+
+    /// Waits until CubeCL's own launches are done: they are on another stream.
+    pub(crate) fn join(&self) -> Result<(), StageError> {
+        self.cuda.flush().map_err(failed)?;
+        cubecl::future::block_on(self.cuda.sync()).map_err(failed)
+    }
+
+    /// Sends words to a buffer, replays a graph, and gets words back: all in order, and done when this returns.
+    pub(crate) fn replay(
+        &self,
+        input: (&[u32], &Handle),
+        graph: &Graph,
+        output: (&mut [u32], &Handle),
+    ) -> Result<(), StageError> {
+        self.enter()?;
+        let pointer = |handle: &Handle| -> Result<u64, StageError> {
+            Ok(self.cuda.get_resource(handle.clone()).map_err(failed)?.resource().ptr)
+        };
+        let (to, from) = (pointer(input.1)?, pointer(output.1)?);
+        // SAFETY: the buffers are as long as the words, by the engine that made both.
+        unsafe {
+            if !input.0.is_empty() {
+                result::memcpy_htod_async(to, input.0, self.stream).map_err(failed)?;
+            }
+            result::graph::launch(graph.0, self.stream).map_err(failed)?;
+            if !output.0.is_empty() {
+                result::memcpy_dtoh_async(output.0, from, self.stream).map_err(failed)?;
+            }
+            result::stream::synchronize(self.stream).map_err(failed)
+        }
+    }
+}
+
+impl Drop for Graphs {
+    fn drop(&mut self) {
+        // SAFETY: nothing uses the stream any more; modules live as long as the context.
+        let _ = self.enter().map(|()| unsafe { result::stream::destroy(self.stream) });
+    }
+}

@@ -1,0 +1,431 @@
+//! What happens to rows between products: embedding, RMSNorm, gates, and rounding to the integers that products read.
+//!
+//! A cube is 256 units. Eight neighbouring units hold a block of 32 columns, four each. Next: `attention.rs`.
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::order::{Activation, CHUNKS, GROUP, LANES, SMALLEST};
+use kernels::quant::QuantType;
+use kernels::tile::ROWS;
+
+use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, reciprocal};
+use crate::product::{Activations, Matrix};
+use crate::tiles::{tile_words, weight};
+use crate::{Platform, array};
+
+/// Units of a cube: a lane of each chunk of a sum of squares.
+pub(crate) const UNITS: u32 = (CHUNKS * LANES) as u32;
+/// Columns that a cube holds at once.
+const SEGMENT: usize = 4 * UNITS as usize;
+
+/// Embedding rows of `tokens` to `hidden[count, cols]`, multiplied by `scale`. `table` holds tokens from `first` on; others are left.
+pub(crate) fn embed<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    table: &Matrix,
+    first: usize,
+    tokens: &Handle,
+    count: usize,
+    scale: Option<f32>,
+    hidden: &Handle,
+) {
+    // SAFETY: tokens are of the vocabulary, as was checked; units beyond a row's end do nothing.
+    unsafe {
+        embed_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(table.cols.div_ceil(UNITS as usize) as u32, count as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(&table.tiles, table.words()),
+            array(tokens, count),
+            array(hidden, count * table.cols),
+            table.cols as u32,
+            first as u32,
+            table.rows as u32,
+            scale.unwrap_or(1.0),
+            table.kind,
+            scale.is_some(),
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn embed_kernel(
+    tiles: &Array<u32>,
+    tokens: &Array<u32>,
+    hidden: &mut Array<f32>,
+    cols: u32,
+    first: u32,
+    known: u32,
+    scale: f32,
+    #[comptime] kind: QuantType,
+    #[comptime] scaled: bool,
+    #[comptime] able: Abilities,
+) {
+    let column = (CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X) as usize;
+    let (cols, row) = (cols as usize, CUBE_POS_Y as usize);
+    let token = tokens[row];
+    if column < cols && token >= first && token - first < known {
+        let token = (token - first) as usize;
+        let groups = cols.div_ceil(comptime!(GROUP));
+        let tile = (token / comptime!(ROWS) * groups + column / comptime!(GROUP)) * comptime!(tile_words(kind));
+        let x = weight(tiles, tile, token % comptime!(ROWS), column % comptime!(GROUP), kind, able);
+        if comptime!(scaled) {
+            hidden[row * cols + column] = x * scale;
+        } else {
+            hidden[row * cols + column] = x;
+        }
+    }
+}
+
+/// What a row of activations is wanted as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Wanted {
+    /// Numbers, for matrices of numbers and for strict arithmetic.
+    pub(crate) floats: bool,
+    /// Integers with their scales.
+    pub(crate) integers: bool,
+}
+
+/// RMSNorm of rows `hidden[count, cols]` times `weight`, as `wanted`. Rows are `rows[i]` if given, else the first ones.
+pub(crate) fn norm<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    hidden: &Handle,
+    weight: &Handle,
+    eps: f32,
+    rows: Option<&Handle>,
+    count: usize,
+    wanted: Wanted,
+    x: &Activations,
+) {
+    let cols = x.cols;
+    // SAFETY: a cube stays within its row; chosen rows are of those that `hidden` was made for.
+    unsafe {
+        norm_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(count as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            array(hidden, count * cols),
+            array(weight, cols),
+            array(rows.unwrap_or(weight), 1),
+            array(&x.floats, count * cols),
+            array(&x.codes, x.code_words(count)),
+            array(&x.scales, x.scale_words(count)),
+            cols as u32,
+            1.0 / cols as f32,
+            eps,
+            rows.is_some(),
+            wanted,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn norm_kernel(
+    hidden: &Array<f32>,
+    weight: &Array<f32>,
+    rows: &Array<u32>,
+    floats: &mut Array<f32>,
+    codes: &mut Array<u32>,
+    scales: &mut Array<Vector<f32, Const<4>>>,
+    cols: u32,
+    inverse: f32,
+    eps: f32,
+    #[comptime] chosen: bool,
+    #[comptime] wanted: Wanted,
+    #[comptime] able: Abilities,
+) {
+    let (cols, out) = (cols as usize, CUBE_POS_X as usize);
+    let mut from = out;
+    if comptime!(chosen) {
+        from = rows[out] as usize;
+    }
+    let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
+    let squares = square_sum(hidden, from * cols, cols, &mut shared, able);
+    let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
+    let mut values = Array::<f32>::new(4usize);
+    let mut start = 0usize;
+    while start < cols {
+        let column = start + 4 * UNIT_POS_X as usize;
+        #[unroll]
+        for i in 0..4usize {
+            values[i] = 0.0f32;
+            if column + i < cols {
+                values[i] = hidden[from * cols + column + i] * factor * weight[column + i];
+            }
+        }
+        put(&values, out, column, cols, &mut shared, floats, codes, scales, wanted, able);
+        start += SEGMENT;
+    }
+}
+
+/// The sum of the squares of `cols` numbers: a lane of a chunk is a unit. All 256 units take part and get it.
+#[cube]
+pub(crate) fn square_sum(
+    x: &Array<f32>,
+    from: usize,
+    cols: usize,
+    shared: &mut SharedMemory<f32>,
+    #[comptime] able: Abilities,
+) -> f32 {
+    let (unit, lanes) = (UNIT_POS_X as usize, comptime!(LANES));
+    let (chunk, lane) = (unit / lanes, unit % lanes);
+    let groups = cols.div_ceil(comptime!(GROUP));
+    let end = min(cols, (chunk + 1) * groups / comptime!(CHUNKS) * comptime!(GROUP));
+    let mut i = chunk * groups / comptime!(CHUNKS) * comptime!(GROUP) + lane;
+    let mut sum = 0.0f32;
+    while i < end {
+        sum = fused(x[from + i], x[from + i], sum, able);
+        i += lanes;
+    }
+    add_chunks(sum, shared)
+}
+
+/// Lanes are added as a tree, chunks in order.
+#[cube]
+pub(crate) fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>) -> f32 {
+    let unit = UNIT_POS_X as usize;
+    let lane = unit % comptime!(LANES);
+    shared[unit] = sum;
+    sync_cube();
+    #[unroll]
+    for step in 0..5u32 {
+        let apart = comptime!((LANES / 2) >> step);
+        if lane < apart {
+            let other = shared[unit + apart];
+            shared[unit] += other;
+        }
+        sync_cube();
+    }
+    let mut total = 0.0f32;
+    #[unroll]
+    for chunk in 0..CHUNKS {
+        total += shared[comptime!(chunk * LANES)];
+    }
+    sync_cube();
+    total
+}
+
+/// Puts four values of each unit, which begin at `column`, into row `row` of activations. All units of the cube take part.
+#[cube]
+pub(crate) fn put(
+    values: &Array<f32>,
+    row: usize,
+    column: usize,
+    cols: usize,
+    shared: &mut SharedMemory<f32>,
+    floats: &mut Array<f32>,
+    codes: &mut Array<u32>,
+    scales: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] wanted: Wanted,
+    #[comptime] able: Abilities,
+) {
+    if comptime!(wanted.floats) {
+        #[unroll]
+        for i in 0..4usize {
+            if column + i < cols {
+                floats[row * cols + column + i] = values[i];
+            }
+        }
+    }
+    if comptime!(wanted.integers) {
+        let unit = UNIT_POS_X as usize;
+        let mut largest = 0.0f32;
+        #[unroll]
+        for i in 0..4usize {
+            let size = f32::abs(values[i]);
+            largest = select(size > largest, size, largest);
+        }
+        if comptime!(able.matrices) {
+            #[unroll]
+            for step in 0..3u32 {
+                let other = plane_shuffle_xor(largest, comptime!(1 << step));
+                largest = select(other > largest, other, largest);
+            }
+        } else {
+            shared[unit] = largest;
+            sync_cube();
+            let block = unit / 8 * 8;
+            #[unroll]
+            for i in 0..8usize {
+                let other = shared[block + i];
+                largest = select(other > largest, other, largest);
+            }
+        }
+        let mut inverse = 0.0f32;
+        let mut scale = 0.0f32;
+        if largest > SMALLEST {
+            inverse = 127.0f32 * reciprocal(largest, able);
+            scale = largest * comptime!(1.0f32 / 127.0f32);
+        }
+        let mut word = 0u32;
+        let mut sum = 0i32;
+        #[unroll]
+        for i in 0..4usize {
+            let code = i32::cast_from(f32::round(values[i] * inverse));
+            sum += code;
+            word |= (u32::reinterpret(code) & 255u32) << comptime!(8 * i as u32);
+        }
+        let mut first = 0i32;
+        let mut second = 0i32;
+        if comptime!(able.matrices) {
+            sum += plane_shuffle_xor(sum, 1u32);
+            sum += plane_shuffle_xor(sum, 2u32);
+            first = sum;
+            second = plane_shuffle_xor(sum, 4u32);
+        } else {
+            let sums = comptime!(UNITS as usize);
+            shared[sums + unit] = f32::cast_from(sum);
+            sync_cube();
+            let block = sums + unit / 8 * 8;
+            #[unroll]
+            for i in 0..4usize {
+                first += i32::cast_from(shared[block + i]);
+                second += i32::cast_from(shared[block + i + 4]);
+            }
+            sync_cube();
+        }
+        if column < cols {
+            let (slot, block, groups) = (unit % 8, column / 32, cols.div_ceil(comptime!(GROUP)));
+            let group = row * groups + block / 2;
+            codes[group * 16 + slot % 4 * 4 + block % 2 * 2 + slot / 4] = word;
+            if slot == 0 {
+                let mut all = Vector::<f32, Const<4>>::empty();
+                all[0] = scale;
+                all[1] = scale * f32::cast_from(first + second);
+                all[2] = f32::reinterpret(first);
+                all[3] = f32::reinterpret(second);
+                scales[group * 2 + block % 2] = all;
+            }
+        }
+    }
+}
+
+/// activation(gate) · up of rows `[count, 2 · cols]`, first the gates, as `wanted`.
+pub(crate) fn gated<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    both: &Handle,
+    activation: Activation,
+    count: usize,
+    wanted: Wanted,
+    x: &Activations,
+) {
+    let cols = x.cols;
+    // SAFETY: units beyond a row's end read and write nothing.
+    unsafe {
+        gated_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(cols.div_ceil(SEGMENT) as u32, count as u32, 1),
+            CubeDim::new_1d(UNITS),
+            array(both, 2 * count * cols),
+            array(&x.floats, count * cols),
+            array(&x.codes, x.code_words(count)),
+            array(&x.scales, x.scale_words(count)),
+            cols as u32,
+            activation,
+            wanted,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn gated_kernel(
+    both: &Array<f32>,
+    floats: &mut Array<f32>,
+    codes: &mut Array<u32>,
+    scales: &mut Array<Vector<f32, Const<4>>>,
+    cols: u32,
+    #[comptime] activation: Activation,
+    #[comptime] wanted: Wanted,
+    #[comptime] able: Abilities,
+) {
+    let (cols, row) = (cols as usize, CUBE_POS_Y as usize);
+    let column = (CUBE_POS_X * comptime!(SEGMENT as u32) + 4 * UNIT_POS_X) as usize;
+    let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
+    let mut values = Array::<f32>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        values[i] = 0.0f32;
+        if column + i < cols {
+            let at = 2 * row * cols + column + i;
+            values[i] = gate(both[at], both[at + cols], activation, able);
+        }
+    }
+    put(&values, row, column, cols, &mut shared, floats, codes, scales, wanted, able);
+}
+
+/// RMSNorm of `delta[count, cols]` times `weight`, added to `hidden`: for models that normalise what a block gives.
+pub(crate) fn norm_add<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    delta: &Handle,
+    weight: &Handle,
+    eps: f32,
+    count: usize,
+    cols: usize,
+    hidden: &Handle,
+) {
+    // SAFETY: a cube stays within its row.
+    unsafe {
+        norm_add_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(count as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            array(delta, count * cols),
+            array(weight, cols),
+            array(hidden, count * cols),
+            cols as u32,
+            1.0 / cols as f32,
+            eps,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn norm_add_kernel(
+    delta: &Array<f32>,
+    weight: &Array<f32>,
+    hidden: &mut Array<f32>,
+    cols: u32,
+    inverse: f32,
+    eps: f32,
+    #[comptime] able: Abilities,
+) {
+    let cols = cols as usize;
+    let from = CUBE_POS_X as usize * cols;
+    let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
+    let squares = square_sum(delta, from, cols, &mut shared, able);
+    let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
+    let mut i = UNIT_POS_X as usize;
+    while i < cols {
+        hidden[from + i] += delta[from + i] * factor * weight[i];
+        i += comptime!(UNITS as usize);
+    }
+}
+
+/// Soft cap of `len` numbers in place.
+pub(crate) fn cap<R: Platform>(client: &ComputeClient<R>, able: Abilities, numbers: &Handle, len: usize, cap: f32) {
+    // SAFETY: units beyond the end do nothing.
+    unsafe {
+        cap_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static(len.div_ceil(UNITS as usize) as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            array(numbers, len),
+            cap,
+            len as u32,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+fn cap_kernel(numbers: &mut Array<f32>, cap: f32, len: u32, #[comptime] able: Abilities) {
+    if ABSOLUTE_POS < len as usize {
+        numbers[ABSOLUTE_POS] = crate::arithmetic::soft_cap(numbers[ABSOLUTE_POS], cap, able);
+    }
+}

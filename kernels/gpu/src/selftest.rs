@@ -1,0 +1,130 @@
+//! Checks of a device that anybody can run: small models of every family and format give the bits of the reference.
+//!
+//! The reference is the processor's engine on its plainest instruction set, which tests compare with float64.
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use kernels::load_plain_stage;
+use kernels::quant::{QUANT_TYPES, QuantType};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels::weights::testing::TinyModel;
+use kernels::weights::{Architecture, ModelFile};
+
+use crate::engine::panic_text;
+
+/// What one check found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Check {
+    /// What was checked.
+    pub name: String,
+    /// What was seen, or what is wrong.
+    pub outcome: Result<String, String>,
+}
+
+/// Loads a stage where it is to be checked.
+pub(crate) type Load<'a> = &'a dyn Fn(&Arc<ModelFile>, StageOptions) -> Result<Box<dyn Stage>, StageError>;
+
+/// Rows of a sequence from a position on.
+type Entry = (u64, usize, Vec<u32>);
+
+/// All checks of a device.
+pub(crate) fn checks(load: Load<'_>) -> Vec<Check> {
+    let formats = QUANT_TYPES.into_iter().map(|quant| {
+        let batches = vec![vec![(1, 0, tokens(20, 1))], vec![(1, 20, tokens(5, 1))], vec![(1, 25, tokens(1, 1))]];
+        (TinyModel { quant, layers: 1, ..TinyModel::default() }, batches)
+    });
+    let families = Architecture::ALL.into_iter().map(|architecture| {
+        let biases = architecture == Architecture::Llama;
+        (TinyModel { architecture, biases, tied: !biases, ..TinyModel::default() }, conversation())
+    });
+    let k_quant = TinyModel { quant: QuantType::Q4K, layers: 2, ..TinyModel::default() };
+    let models = families.chain(formats).chain([(k_quant, conversation())]);
+    models
+        .flat_map(|(model, batches)| {
+            [Activations::Int8, Activations::F32].map(|activations| check(&model, &batches, activations, load))
+        })
+        .collect()
+}
+
+/// Prompts, steps of one and of several sequences, positions written again, more rows than one kernel takes at once.
+fn conversation() -> Vec<Vec<Entry>> {
+    vec![
+        vec![(1, 0, tokens(9, 1))],
+        vec![(1, 9, tokens(1, 2)), (2, 0, tokens(140, 3))],
+        vec![(1, 10, tokens(1, 4)), (2, 140, tokens(1, 5)), (3, 0, tokens(2, 6))],
+        vec![(2, 100, tokens(3, 7))],
+        vec![(1, 11, tokens(64, 8)), (3, 2, tokens(8, 9))],
+    ]
+}
+
+fn tokens(count: u32, seed: u32) -> Vec<u32> {
+    (0..count).map(|i| (i * 31 + seed * 17 + i * i) % 260).collect()
+}
+
+fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, load: Load<'_>) -> Check {
+    let biased = if model.biases { " with biases" } else { "" };
+    let (family, format) = (model.architecture.name(), model.quant.name());
+    let name = format!("{family} in {format}{biased}, {}", activations.numerics());
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let file = model.open();
+        let layers = 0..file.config().layers;
+        let options = StageOptions { layers, sequences: 3, context: 300, activations, threads: 2 };
+        let text = |error: StageError| error.to_string();
+        let mut expected = load_plain_stage(Arc::clone(&file), options.clone()).map_err(text)?;
+        let mut found = load(&file, options.clone()).map_err(text)?;
+        let mut numbers = 0;
+        for (step, batch) in batches.iter().enumerate() {
+            let (expected, found) = (bits(&mut *expected, batch)?, bits(&mut *found, batch)?);
+            numbers += expected.len();
+            if let Some(at) = (0..expected.len().max(found.len())).find(|&at| expected.get(at) != found.get(at)) {
+                let number = |bits: Option<&u32>| bits.map_or("nothing".into(), |b| f32::from_bits(*b).to_string());
+                let (expected, found) = (number(expected.get(at)), number(found.get(at)));
+                return Err(format!("step {step}: logit {at} is {found}, expected {expected}"));
+            }
+        }
+        cut(&file, &options, batches, load)?;
+        Ok(format!("{numbers} logits have the bits of the reference"))
+    }));
+    Check { name, outcome: outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())))) }
+}
+
+/// Two stages one after the other give what one gives.
+fn cut(file: &Arc<ModelFile>, options: &StageOptions, batches: &[Vec<Entry>], load: Load<'_>) -> Result<(), String> {
+    let text = |error: StageError| error.to_string();
+    let (end, batch) = (options.layers.end, &batches[0]);
+    if end < 2 {
+        return Ok(());
+    }
+    let stage = |layers| load(file, StageOptions { layers, ..options.clone() }).map_err(text);
+    let (mut first, mut second) = (stage(0..1)?, stage(1..end)?);
+    let hidden = first.forward(&rows(batch)).map_err(text)?;
+    let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
+        RowsOut::Hidden(hidden) => {
+            Some(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), logits: true })
+        }
+        RowsOut::Logits(_) | RowsOut::Nothing => None,
+    });
+    let found = numbers(second.forward(&hidden.collect::<Vec<_>>()).map_err(text)?);
+    let expected = bits(&mut *stage(0..end)?, batch)?;
+    if found == expected { Ok(()) } else { Err("two stages differ from one".into()) }
+}
+
+fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {
+    let mut all = Vec::with_capacity(batch.len());
+    for (sequence, position, tokens) in batch {
+        all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Tokens(tokens), logits: true });
+    }
+    all
+}
+
+fn bits(stage: &mut dyn Stage, batch: &[Entry]) -> Result<Vec<u32>, String> {
+    Ok(numbers(stage.forward(&rows(batch)).map_err(|error| error.to_string())?))
+}
+
+fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
+    let numbers = |out| match out {
+        RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) => numbers,
+        RowsOut::Nothing => Vec::new(),
+    };
+    out.into_iter().flat_map(numbers).map(f32::to_bits).collect()
+}

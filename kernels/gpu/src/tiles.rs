@@ -1,0 +1,301 @@
+//! Weight tiles as kernels read them: codes as bytes of a word, scales as floats.
+//!
+//! See [`kernels::tile`] for where the parts of a tile lie. Next: `product.rs`.
+use cubecl::prelude::*;
+use kernels::quant::QuantType;
+use kernels::tile::{Layout, ROWS, Scales};
+
+use crate::arithmetic::{Abilities, both_halves, from_half, fused};
+
+const NIBBLES: u32 = 0x0f0f_0f0f;
+
+/// Words of a tile's codes, before its scales.
+pub(crate) const fn code_words(kind: QuantType) -> usize {
+    2 * Layout::of(kind).block_bytes / 4
+}
+
+/// Words of a tile.
+pub(crate) const fn tile_words(kind: QuantType) -> usize {
+    Layout::of(kind).tile_bytes / 4
+}
+
+/// The codes of a row in a slot of four columns, a byte each. `block` is the first word of the block's codes.
+#[cube]
+pub(crate) fn slot_codes(
+    tiles: &Array<u32>,
+    block: usize,
+    row: usize,
+    #[comptime] slot: usize,
+    #[comptime] kind: QuantType,
+) -> u32 {
+    let rows = comptime!(ROWS);
+    let bits = comptime!(Layout::of(kind).bits);
+    if comptime!(bits == 8) {
+        tiles[block + slot * rows + row]
+    } else {
+        let mut codes = (tiles[block + comptime!(slot % 4 * ROWS) + row] >> comptime!(4 * (slot / 4) as u32)) & NIBBLES;
+        if comptime!(bits == 5) {
+            let fifth = tiles[block + 4 * rows + row];
+            codes |= ((fifth >> comptime!(slot as u32)) & 0x0101_0101u32) << 4u32;
+        }
+        if comptime!(bits == 6) {
+            let two = tiles[block + comptime!((4 + slot / 4) * ROWS) + row];
+            codes |= ((two >> comptime!(2 * (slot % 4) as u32)) & 0x0303_0303u32) << 4u32;
+        }
+        codes
+    }
+}
+
+/// The low or high half of the word that holds a 16-bit number for each of two rows.
+#[cube]
+fn half_of_row(word: u32, row: usize, #[comptime] able: Abilities) -> f32 {
+    from_half((word >> (16 * (row % 2) as u32)) & 0xffffu32, able)
+}
+
+/// A byte of a word that holds one for each of four rows.
+#[cube]
+fn byte_of_row(word: u32, row: usize) -> u32 {
+    (word >> (8 * (row % 4) as u32)) & 255u32
+}
+
+/// The scales of both halves of a row's block, and its minimum (zero without one). `scales` is the first word of the tile's.
+#[cube]
+pub(crate) fn row_scales(
+    tiles: &Array<u32>,
+    scales: usize,
+    #[comptime] block: usize,
+    row: usize,
+    #[comptime] kind: QuantType,
+    #[comptime] able: Abilities,
+) -> (f32, f32, f32) {
+    let form = comptime!(Layout::of(kind).scales);
+    if comptime!(form == Scales::Half || form == Scales::HalfAndMinimum) {
+        let scale = half_of_row(tiles[scales + 8 * block + row / 2], row, able);
+        let mut minimum = 0.0f32;
+        if comptime!(form == Scales::HalfAndMinimum) {
+            minimum = half_of_row(tiles[scales + comptime!(16 + 8 * block) + row / 2], row, able);
+        }
+        (scale, scale, minimum)
+    } else if comptime!(form == Scales::Bytes) {
+        let scale = byte_of_row(tiles[scales + comptime!(16 + 4 * block) + row / 4], row);
+        let least = byte_of_row(tiles[scales + comptime!(24 + 4 * block) + row / 4], row);
+        let scale = half_of_row(tiles[scales + row / 2], row, able) * f32::cast_from(scale);
+        let minimum = -(half_of_row(tiles[scales + 8 + row / 2], row, able) * f32::cast_from(least));
+        (scale, scale, minimum)
+    } else {
+        let factor = half_of_row(tiles[scales + row / 2], row, able);
+        let first = byte_of_row(tiles[scales + comptime!(8 + 8 * block) + row / 4], row);
+        let second = byte_of_row(tiles[scales + comptime!(12 + 8 * block) + row / 4], row);
+        (factor * signed_byte(first), factor * signed_byte(second), 0.0f32)
+    }
+}
+
+/// A byte as the signed number that it holds.
+#[cube]
+fn signed_byte(byte: u32) -> f32 {
+    f32::cast_from(i32::cast_from(byte ^ 128u32) - 128i32)
+}
+
+/// The raw words that a lane of a plane reads of one tile, for rows 2 g and 2 g + 1 where g is a quarter of the lane.
+pub(crate) const fn lane_vectors(kind: QuantType) -> usize {
+    match Layout::of(kind).bits {
+        4 => 2,
+        6 => 6,
+        _ => 4,
+    }
+}
+
+/// Words of scales that a lane reads of one tile.
+pub(crate) const fn lane_scales(kind: QuantType) -> usize {
+    match Layout::of(kind).scales {
+        Scales::None => 0,
+        Scales::Half => 2,
+        Scales::HalfAndMinimum => 4,
+        Scales::Bytes => 6,
+        Scales::Sixteens => 5,
+    }
+}
+
+/// Reads what a lane needs of a tile, which begins at word `tile`: codes to `codes[at ..]`, scales to `scales[at ..]`, each at so
+/// many times [`lane_vectors`] and [`lane_scales`].
+#[cube]
+pub(crate) fn read_lane(
+    pairs: &Array<Vector<u32, Const<2>>>,
+    singles: &Array<u32>,
+    tile: usize,
+    lane: usize,
+    codes: &mut Array<Vector<u32, Const<2>>>,
+    scales: &mut Array<u32>,
+    #[comptime] at: usize,
+    #[comptime] kind: QuantType,
+) {
+    let layout = comptime!(Layout::of(kind));
+    let (g, t) = (lane / 4, lane % 4);
+    let each = comptime!(lane_vectors(kind) / 2);
+    #[unroll]
+    for b in 0..2usize {
+        let block = tile / 2 + comptime!(b * layout.block_bytes / 8);
+        let to = comptime!(at * 2 * each + b * each);
+        codes[to] = pairs[block + t * 8 + g];
+        if comptime!(layout.bits == 8) {
+            codes[to + 1] = pairs[block + t * 8 + g + 32];
+        }
+        if comptime!(layout.bits == 5 || layout.bits == 6) {
+            codes[to + 1] = pairs[block + g + 32];
+        }
+        if comptime!(layout.bits == 6) {
+            codes[to + 2] = pairs[block + g + 40];
+        }
+    }
+    let from = tile + comptime!(code_words(kind));
+    let to = comptime!(at * lane_scales(kind));
+    if comptime!(layout.scales == Scales::Half || layout.scales == Scales::HalfAndMinimum) {
+        #[unroll]
+        for i in 0..comptime!(lane_scales(kind)) {
+            scales[to + i] = singles[from + 8 * i + g];
+        }
+    }
+    if comptime!(layout.scales == Scales::Bytes) {
+        scales[to] = singles[from + g];
+        scales[to + 1] = singles[from + 8 + g];
+        #[unroll]
+        for i in 0..4usize {
+            scales[to + 2 + i] = singles[from + 16 + 4 * i + g / 2];
+        }
+    }
+    if comptime!(layout.scales == Scales::Sixteens) {
+        scales[to] = singles[from + g];
+        #[unroll]
+        for i in 0..4usize {
+            scales[to + 1 + i] = singles[from + 8 + 4 * i + g / 2];
+        }
+    }
+}
+
+/// The codes of a lane in one block as a fragment of m16n8k32: row 2 g and row 2 g + 1 in slot t, then both in slot t + 4.
+#[cube]
+pub(crate) fn fragment(
+    codes: &Array<Vector<u32, Const<2>>>,
+    lane: usize,
+    #[comptime] at: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: QuantType,
+    fragment: &mut Array<Vector<u8, Const<4>>>,
+) {
+    let bits = comptime!(Layout::of(kind).bits);
+    let each = comptime!(lane_vectors(kind) / 2);
+    let from = comptime!(at * 2 * each + block * each);
+    let words = codes[from];
+    if comptime!(bits == 8) {
+        let high = codes[from + 1];
+        #[unroll]
+        for i in 0..2usize {
+            fragment[i] = Vector::<u8, Const<4>>::reinterpret(words[i]);
+            fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(high[i]);
+        }
+    } else {
+        let t = (lane % 4) as u32;
+        #[unroll]
+        for i in 0..2usize {
+            let mut low = words[i] & NIBBLES;
+            let mut high = (words[i] >> 4u32) & NIBBLES;
+            if comptime!(bits == 5) {
+                let fifth = codes[from + 1][i] >> t;
+                low |= (fifth & 0x0101_0101u32) << 4u32;
+                high |= ((fifth >> 4u32) & 0x0101_0101u32) << 4u32;
+            }
+            if comptime!(bits == 6) {
+                low |= ((codes[from + 1][i] >> (2u32 * t)) & 0x0303_0303u32) << 4u32;
+                high |= ((codes[from + 2][i] >> (2u32 * t)) & 0x0303_0303u32) << 4u32;
+            }
+            fragment[i] = Vector::<u8, Const<4>>::reinterpret(low);
+            fragment[2 + i] = Vector::<u8, Const<4>>::reinterpret(high);
+        }
+    }
+}
+
+/// Scales of a lane's two rows in one block: `[half][row]`, then the minima of both rows.
+#[cube]
+pub(crate) fn lane_block_scales(
+    scales: &Array<u32>,
+    lane: usize,
+    #[comptime] at: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: QuantType,
+    #[comptime] able: Abilities,
+    out: &mut Array<f32>,
+) {
+    let form = comptime!(Layout::of(kind).scales);
+    let from = comptime!(at * lane_scales(kind));
+    if comptime!(form == Scales::Half || form == Scales::HalfAndMinimum) {
+        let (a, b) = both_halves(scales[from + block], able);
+        out[0] = a;
+        out[1] = b;
+        if comptime!(form == Scales::HalfAndMinimum) {
+            let (a, b) = both_halves(scales[comptime!(from + 2 + block)], able);
+            out[4] = a;
+            out[5] = b;
+        }
+    }
+    let shift = (16 * (lane / 4 % 2)) as u32;
+    if comptime!(form == Scales::Bytes) {
+        let (a, b) = both_halves(scales[from], able);
+        let bytes = scales[comptime!(from + 2 + block)] >> shift;
+        out[0] = a * f32::cast_from(bytes & 255u32);
+        out[1] = b * f32::cast_from((bytes >> 8u32) & 255u32);
+        let (a, b) = both_halves(scales[comptime!(from + 1)], able);
+        let bytes = scales[comptime!(from + 4 + block)] >> shift;
+        out[4] = -(a * f32::cast_from(bytes & 255u32));
+        out[5] = -(b * f32::cast_from((bytes >> 8u32) & 255u32));
+    }
+    if comptime!(form == Scales::Sixteens) {
+        let (a, b) = both_halves(scales[from], able);
+        #[unroll]
+        for h in 0..2usize {
+            let bytes = scales[comptime!(from + 1 + 2 * block + h)] >> shift;
+            out[2 * h] = a * signed_byte(bytes & 255u32);
+            out[2 * h + 1] = b * signed_byte((bytes >> 8u32) & 255u32);
+        }
+    }
+}
+
+/// One weight as a float. `tile` is the first word of its tile.
+#[cube]
+pub(crate) fn weight(
+    tiles: &Array<u32>,
+    tile: usize,
+    row: usize,
+    column: usize,
+    #[comptime] kind: QuantType,
+    #[comptime] able: Abilities,
+) -> f32 {
+    let layout = comptime!(Layout::of(kind));
+    let at = column * comptime!(ROWS) + row;
+    if comptime!(kind == QuantType::F32) {
+        f32::reinterpret(tiles[tile + at])
+    } else if comptime!(kind == QuantType::F16) {
+        half_of_row(tiles[tile + at / 2], row, able)
+    } else if comptime!(kind == QuantType::Bf16) {
+        f32::reinterpret((tiles[tile + at / 2] >> (16 * (row % 2) as u32)) << 16u32)
+    } else {
+        let (block, column) = (column / 32, column % 32);
+        let codes = tile + block * comptime!(layout.block_bytes / 4);
+        let mut four = 0u32;
+        #[unroll]
+        for slot in 0..8usize {
+            if column / 4 == slot {
+                four = slot_codes(tiles, codes, row, slot, kind);
+            }
+        }
+        let code = i32::cast_from((four >> (8 * (column % 4) as u32)) & 255u32) - comptime!(layout.offset);
+        let (mut first, mut second, mut minimum) =
+            row_scales(tiles, tile + comptime!(code_words(kind)), 0usize, row, kind, able);
+        if block == 1 {
+            let (a, b, c) = row_scales(tiles, tile + comptime!(code_words(kind)), 1usize, row, kind, able);
+            first = a;
+            second = b;
+            minimum = c;
+        }
+        fused(f32::cast_from(code), select(column < 16, first, second), minimum, able)
+    }
+}

@@ -1,0 +1,279 @@
+//! A stage of a model over any engine: what a batch may hold, how it is cut into passes, which sequences are open.
+//!
+//! All of this stands here once; an [`Engine`] only computes passes. Next: `model.rs`, the processor's engine.
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::stage::{ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions};
+use crate::weights::ModelConfig;
+
+/// A row of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowAt {
+    /// Whose keys and values it sees.
+    pub sequence: SequenceId,
+    /// Its position.
+    pub position: usize,
+}
+
+/// What the rows of a pass are made of.
+#[derive(Clone, Copy, Debug)]
+pub enum PassInput<'a> {
+    /// A token a row, each of the vocabulary (stage with layer 0).
+    Tokens(&'a [u32]),
+    /// `[rows, width]` (any other stage).
+    Hidden(&'a [f32]),
+}
+
+/// What computes the layers of a stage on one device.
+pub trait Engine: Send {
+    /// Most rows of one pass: enough to use each weight many times, few enough that scratch stays small.
+    const ROWS_PER_PASS: usize;
+
+    /// Makes room for the first `positions` of a sequence, which may be new; those behind are forgotten.
+    ///
+    /// # Errors
+    /// There is no memory for them; nothing was changed.
+    fn reserve(&mut self, sequence: SequenceId, positions: usize) -> Result<(), StageError>;
+
+    /// Frees what a sequence takes.
+    fn release(&mut self, sequence: SequenceId);
+
+    /// Computes rows whose places were reserved; those of a sequence are in the order of their positions. Gives the logits
+    /// `[wanted, vocabulary]` of the rows that are `wanted` (ascending) if the stage ends with the head, else all hidden
+    /// rows `[rows, width]`.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError>;
+
+    /// Bytes of weights, and of caches and scratch.
+    fn resident_bytes(&self) -> ResidentBytes;
+
+    /// Names the order of arithmetic; see [`Stage::numerics`].
+    fn numerics(&self) -> &str;
+}
+
+/// Layers of a model on an engine.
+#[derive(Debug)]
+pub struct Decoder<E> {
+    layers: Range<usize>,
+    /// The last layer of the model is among them.
+    last: bool,
+    width: usize,
+    vocab: usize,
+    sequences: usize,
+    context: usize,
+    held: BTreeMap<SequenceId, usize>,
+    engine: E,
+}
+
+/// Refuses options that make no sense for a model, before anything is loaded.
+///
+/// # Errors
+/// Layers that the model lacks; no sequence, position or thread.
+pub fn check_options(config: &ModelConfig, options: &StageOptions) -> Result<(), StageError> {
+    let StageOptions { layers, sequences, context, threads, .. } = options;
+    if layers.is_empty() || layers.end > config.layers {
+        return Err(StageError::Input(format!("layers {layers:?}: the model has 0..{}", config.layers)));
+    }
+    if *sequences == 0 || *context == 0 || *threads == 0 {
+        return Err(StageError::Input(format!(
+            "expected at least one sequence, position and thread; found {sequences}, {context} and {threads}"
+        )));
+    }
+    Ok(())
+}
+
+impl<E: Engine> Decoder<E> {
+    /// A stage of the layers that `engine` was loaded with.
+    #[must_use]
+    pub fn new(config: &ModelConfig, options: &StageOptions, engine: E) -> Self {
+        Self {
+            layers: options.layers.clone(),
+            last: options.layers.end == config.layers,
+            width: config.width,
+            vocab: config.vocab,
+            sequences: options.sequences,
+            context: options.context,
+            held: BTreeMap::new(),
+            engine,
+        }
+    }
+
+    /// What computes it.
+    pub fn engine(&self) -> &E {
+        &self.engine
+    }
+
+    /// What computes it, to be measured.
+    pub fn engine_mut(&mut self) -> &mut E {
+        &mut self.engine
+    }
+
+    /// Tokens of the vocabulary.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    fn embeds(&self) -> bool {
+        self.layers.start == 0
+    }
+
+    /// Everything that can be wrong with a batch, before anything changes.
+    fn check(&self, batch: &[Rows<'_>]) -> Result<(), StageError> {
+        let wrong = |what: String| Err(StageError::Input(what));
+        let mut seen: Vec<SequenceId> = Vec::with_capacity(batch.len());
+        for rows in batch {
+            let sequence = rows.sequence;
+            if seen.contains(&sequence) {
+                return wrong(format!("sequence {sequence} is twice in one batch; join its rows"));
+            }
+            seen.push(sequence);
+            let count = self.count(rows)?;
+            let held = self.held(sequence);
+            if rows.position > held {
+                return wrong(format!(
+                    "sequence {sequence}: rows begin at position {}, but {held} are held; replay from {held}",
+                    rows.position
+                ));
+            }
+            if rows.position.checked_add(count).is_none_or(|end| end > self.context) {
+                return wrong(format!(
+                    "sequence {sequence}: {count} rows at position {} exceed the context of {}",
+                    rows.position, self.context
+                ));
+            }
+        }
+        let new = seen.iter().filter(|s| !self.held.contains_key(s)).count();
+        if self.held.len() + new > self.sequences {
+            return wrong(format!(
+                "{new} new sequences beside {} open ones exceed the limit of {}; release one",
+                self.held.len(),
+                self.sequences
+            ));
+        }
+        Ok(())
+    }
+
+    /// Rows of an entry, which are of the kind and shape that this stage takes.
+    fn count(&self, rows: &Rows<'_>) -> Result<usize, StageError> {
+        let count = match rows.input {
+            RowsIn::Tokens(tokens) if self.embeds() => {
+                if let Some(token) = tokens.iter().find(|t| **t as usize >= self.vocab) {
+                    return Err(StageError::Input(format!("token {token} of a vocabulary of {}", self.vocab)));
+                }
+                tokens.len()
+            }
+            RowsIn::Hidden(hidden) if !self.embeds() => {
+                if !hidden.len().is_multiple_of(self.width) {
+                    let found = hidden.len();
+                    return Err(StageError::Input(format!("{found} numbers are no whole rows of {}", self.width)));
+                }
+                hidden.len() / self.width
+            }
+            RowsIn::Tokens(_) => return Err(StageError::Input("tokens for a stage without layer 0".into())),
+            RowsIn::Hidden(_) => return Err(StageError::Input("hidden rows for the stage with layer 0".into())),
+        };
+        if count == 0 {
+            return Err(StageError::Input(format!("no rows for sequence {}", rows.sequence)));
+        }
+        Ok(count)
+    }
+}
+
+/// Rows of a batch one after the other, and the pieces of it that a pass is made of.
+#[derive(Default)]
+struct Joined {
+    rows: Vec<RowAt>,
+    /// Entry of each row.
+    entries: Vec<usize>,
+    /// Rows whose logits are wanted.
+    wanted: Vec<usize>,
+    tokens: Vec<u32>,
+    hidden: Vec<f32>,
+}
+
+impl Joined {
+    fn of(batch: &[Rows<'_>], counts: &[usize]) -> Self {
+        let mut joined = Self::default();
+        for (entry, (rows, &count)) in batch.iter().zip(counts).enumerate() {
+            let at = |row| RowAt { sequence: rows.sequence, position: rows.position + row };
+            joined.rows.extend((0..count).map(at));
+            joined.entries.resize(joined.rows.len(), entry);
+            if rows.logits {
+                joined.wanted.push(joined.rows.len() - 1);
+            }
+            match rows.input {
+                RowsIn::Tokens(tokens) => joined.tokens.extend(tokens),
+                RowsIn::Hidden(hidden) => joined.hidden.extend(hidden),
+            }
+        }
+        joined
+    }
+}
+
+impl<E: Engine> Stage for Decoder<E> {
+    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        self.check(batch)?;
+        let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
+        for (rows, count) in batch.iter().zip(&counts) {
+            self.engine.reserve(rows.sequence, rows.position + count)?;
+            self.held.insert(rows.sequence, rows.position + count);
+        }
+        let joined = Joined::of(batch, &counts);
+        let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
+        let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
+        let mut start = 0;
+        for rows in joined.rows.chunks(E::ROWS_PER_PASS) {
+            let pass = start..start + rows.len();
+            let input = if self.embeds() {
+                PassInput::Tokens(&joined.tokens[pass.clone()])
+            } else {
+                PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
+            };
+            let wanted: Vec<usize> =
+                joined.wanted.iter().filter(|row| pass.contains(row)).map(|row| row - start).collect();
+            let result = self.engine.pass(rows, input, if self.last { &wanted } else { &[] })?;
+            if self.last {
+                if let [one] = wanted[..] {
+                    out[joined.entries[start + one]] = RowsOut::Logits(result);
+                } else {
+                    for (logits, row) in result.chunks_exact(self.vocab).zip(wanted) {
+                        out[joined.entries[start + row]] = RowsOut::Logits(logits.to_vec());
+                    }
+                }
+            } else {
+                for (hidden, entry) in result.chunks_exact(self.width).zip(&joined.entries[pass.clone()]) {
+                    if let RowsOut::Hidden(out) = &mut out[*entry] {
+                        out.extend(hidden);
+                    }
+                }
+            }
+            start = pass.end;
+        }
+        Ok(out)
+    }
+
+    fn held(&self, sequence: SequenceId) -> usize {
+        self.held.get(&sequence).copied().unwrap_or(0)
+    }
+
+    fn release(&mut self, sequence: SequenceId) {
+        if self.held.remove(&sequence).is_some() {
+            self.engine.release(sequence);
+        }
+    }
+
+    fn resident_bytes(&self) -> ResidentBytes {
+        self.engine.resident_bytes()
+    }
+
+    fn width(&self) -> usize {
+        self.width
+    }
+
+    fn numerics(&self) -> &str {
+        self.engine.numerics()
+    }
+}
