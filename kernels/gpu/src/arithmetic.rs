@@ -191,8 +191,8 @@ pub(crate) fn from_half(bits: u32, #[comptime] able: Abilities) -> f32 {
 #[cube]
 pub(crate) fn both_halves(word: u32, #[comptime] able: Abilities) -> (f32, f32) {
     if comptime!(able.halves) {
-        let both = Vector::<f16, Const<2>>::reinterpret(word);
-        (f32::cast_from(both[0]), f32::cast_from(both[1]))
+        let both = Vector::<f32, Const<2>>::cast_from(Vector::<f16, Const<2>>::reinterpret(word));
+        (both[0], both[1])
     } else {
         (from_half(word & 0xffffu32, able), from_half(word >> 16u32, able))
     }

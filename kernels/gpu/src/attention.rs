@@ -188,7 +188,7 @@ fn place_kernel(
             sum = fused(x[i], x[i], sum, able);
             i += lanes;
         }
-        let factor = inverse_sqrt(fused(add_chunks(sum, &mut shared), inverse, eps, able), able);
+        let factor = inverse_sqrt(fused(add_chunks(sum, &mut shared, able), inverse, eps, able), able);
         if turns {
             let weights = select(head < comptime!(heads.heads), 0usize, dims);
             let mut i = unit;
@@ -331,7 +331,7 @@ fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize
 }
 
 /// Values that are asked for at once.
-const VALUES: usize = 16;
+const VALUES: usize = 32;
 /// Blocks that are combined at once.
 const BLOCKS: usize = 8;
 

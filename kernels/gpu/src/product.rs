@@ -11,8 +11,8 @@ use kernels::tile::{Layout, ROWS, Scales};
 
 use crate::arithmetic::{Abilities, biased, from_biased, fused};
 use crate::tiles::{
-    code_words, fragment, lane_block_scales, lane_scales, lane_vectors, read_lane, row_scales, slot_codes, tile_words,
-    weight,
+    LaneTile, NIBBLES, code_words, fragment, lane_block_scales, lane_scales, lane_vectors, read_lane, row_scales,
+    slot_codes, tile_words, weight,
 };
 use crate::{Platform, array};
 
@@ -48,7 +48,7 @@ pub(crate) struct Activations {
     /// Integers, `[count, groups, 16]` words: word `4 · (slot mod 4) + 2 · block + slot / 4` of a group holds the four columns of a
     /// slot of one of its two blocks. A lane of a plane reads four words at once.
     pub(crate) codes: Handle,
-    /// `[count, blocks, 4]`: scale; scale times the sum of the codes; the sums of the first and the second 16 codes, as integers.
+    /// `[count, blocks, 4]`: scale; scale times the sum of the codes; as integers the sum of all codes, and of the first 16.
     pub(crate) scales: Handle,
     /// Elements of a row.
     pub(crate) cols: usize,
@@ -102,7 +102,9 @@ struct Finish {
 
 /// Rows that one pass over the weights takes on matrix instructions.
 const FEW: usize = 8;
-/// Above this many rows a panel reads each weight once for all of them.
+/// From this many strips of 16 rows on, a plane takes two.
+const TWO_STRIPS: usize = 1024;
+/// From this many rows on a panel reads each weight once for all of them.
 const PANEL_FROM: usize = 17;
 /// Tokens of a panel.
 const PANEL_TOKENS: usize = 128;
@@ -161,6 +163,7 @@ pub(crate) fn product<R: Platform>(
                 array(&x.scales, x.scale_words(count)),
                 array(bias, bias_len),
                 array(target.rows, count * target.stride),
+                NIBBLES,
                 matrix.groups() as u32,
                 strips as u32,
                 count as u32,
@@ -177,11 +180,13 @@ pub(crate) fn product<R: Platform>(
     let mut first = 0;
     while first < count {
         let rows = (count - first).min(FEW);
+        // Two strips share what is read of the activations, where there are enough of them for all of the device.
+        let each = if strips >= TWO_STRIPS { 2 } else { 1 };
         // SAFETY: rows beyond the last read the last and write nothing; strips are those of the grid.
         unsafe {
             few_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(strips as u32, 1, 1),
+                CubeCount::Static(strips.div_ceil(each) as u32, 1, 1),
                 CubeDim::new_2d(32, CHUNKS as u32),
                 array(&matrix.tiles, matrix.words()),
                 array(&matrix.tiles, matrix.words()),
@@ -189,13 +194,16 @@ pub(crate) fn product<R: Platform>(
                 array(&x.scales, x.scale_words(count)),
                 array(bias, bias_len),
                 array(target.rows, count * target.stride),
+                NIBBLES,
                 matrix.groups() as u32,
+                strips as u32,
                 first as u32,
                 rows as u32,
                 target.stride as u32,
                 target.offset as u32,
                 target.width as u32,
                 matrix.kind,
+                each,
                 if rows == 1 { Some(matrix.groups().div_ceil(CHUNKS)) } else { None },
                 finish,
                 able,
@@ -312,7 +320,9 @@ fn plain_block(
                 dot += a * b;
             }
         }
-        dots[half] = dot - comptime!(layout.offset) * i32::reinterpret(scales[x + comptime!(2 + half)]);
+        let first = i32::reinterpret(scales[x + 3]);
+        let sum = if comptime!(half == 0) { first } else { i32::reinterpret(scales[x + 2]) - first };
+        dots[half] = dot - comptime!(layout.offset) * sum;
     }
     let mut out = sum;
     if comptime!(layout.scales == Scales::Sixteens) {
@@ -336,6 +346,19 @@ const fn ahead(kind: QuantType) -> usize {
     }
 }
 
+/// The sum of a block's codes, or of one half of them.
+#[cube]
+fn code_sum(scales: Vector<f32, Const<4>>, #[comptime] half: usize, #[comptime] split: bool) -> i32 {
+    let (total, first) = (i32::reinterpret(scales[2]), i32::reinterpret(scales[3]));
+    if comptime!(!split) {
+        total
+    } else if comptime!(half == 0) {
+        first
+    } else {
+        total - first
+    }
+}
+
 /// Adds a tile's two blocks to the sums of a lane: rows 2 g and 2 g + 1 of the tile, columns 2 t and 2 t + 1 of the activations.
 #[cube]
 fn multiply(
@@ -343,6 +366,7 @@ fn multiply(
     scales: &Array<u32>,
     x: Vector<u32, Const<4>>,
     x_scales: &Array<Vector<f32, Const<4>>>,
+    nibbles: u32,
     lane: usize,
     sums: &mut Array<f32>,
     #[comptime] at: usize,
@@ -359,7 +383,7 @@ fn multiply(
     let mut s = Array::<f32>::new(6usize);
     #[unroll]
     for block in 0..2usize {
-        fragment(codes, lane, at, block, kind, &mut a);
+        fragment(codes, nibbles, lane, at, block, kind, &mut a);
         lane_block_scales(scales, lane, at, block, kind, able, &mut s);
         b[0] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block)]);
         b[1] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block + 1)]);
@@ -368,19 +392,15 @@ fn multiply(
         for half in 0..comptime!(if split { 2usize } else { 1usize }) {
             let mut start = Array::<Vector<i32, Const<2>>>::new(2usize);
             let mut begin = Vector::<i32, Const<2>>::empty();
-            if comptime!(layout.offset == 0) {
-                begin[0] = biased(0i32);
-                begin[1] = biased(0i32);
-            } else if comptime!(split) {
-                begin[0] = biased(-(comptime!(layout.offset) * i32::reinterpret(left[comptime!(2 + half)])));
-                begin[1] = biased(-(comptime!(layout.offset) * i32::reinterpret(right[comptime!(2 + half)])));
-            } else {
-                let (l, r) = (
-                    i32::reinterpret(left[2]) + i32::reinterpret(left[3]),
-                    i32::reinterpret(right[2]) + i32::reinterpret(right[3]),
-                );
-                begin[0] = biased(-(comptime!(layout.offset) * l));
-                begin[1] = biased(-(comptime!(layout.offset) * r));
+            let mut bias = biased(0i32);
+            if comptime!(layout.offset > 0) {
+                bias = biased(-(comptime!(layout.offset) * code_sum(left, half, split)));
+            }
+            // One column needs no numbers in four registers before the instruction.
+            begin[0] = if comptime!(one) { 0i32.runtime() } else { bias };
+            begin[1] = begin[0];
+            if comptime!(!one && layout.offset > 0) {
+                begin[1] = biased(-(comptime!(layout.offset) * code_sum(right, half, split)));
             }
             start[0] = begin;
             start[1] = begin;
@@ -398,7 +418,8 @@ fn multiply(
             #[unroll]
             for row in 0..2usize {
                 let (to, weight) = (comptime!(sums_at + 2 * row), s[comptime!(2 * half + row)]);
-                sums[to] = fused(from_biased(dots[row][0]), weight * left[0], sums[to], able);
+                let dot = if comptime!(one) { dots[row][0] + bias } else { dots[row][0] };
+                sums[to] = fused(from_biased(dot), weight * left[0], sums[to], able);
                 if comptime!(!one) {
                     sums[to + 1] = fused(from_biased(dots[row][1]), weight * right[0], sums[to + 1], able);
                 }
@@ -418,7 +439,7 @@ fn multiply(
 }
 
 /// Up to eight rows on matrix instructions: a plane computes one chunk of a strip of 16 rows of the matrix.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "u64")]
 fn few_kernel(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
@@ -426,85 +447,101 @@ fn few_kernel(
     scales: &Array<Vector<f32, Const<4>>>,
     bias: &Array<f32>,
     y: &mut Array<f32>,
+    nibbles: u32,
     groups: u32,
+    strips: u32,
     first: u32,
     count: u32,
     stride: u32,
     offset: u32,
     width: u32,
     #[comptime] kind: QuantType,
+    #[comptime] each: usize,
     #[comptime] one: Option<usize>,
     #[comptime] finish: Finish,
     #[comptime] able: Abilities,
 ) {
     let columns = comptime!(if one.is_some() { 1usize } else { FEW });
-    let (lane, chunk, strip) = (UNIT_POS_X as usize, UNIT_POS_Y as usize, CUBE_POS_X as usize);
-    let groups = groups as usize;
-    let mut sums = Array::<f32>::new(4usize);
+    let (lane, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
+    let (groups, strip) = (groups as usize, CUBE_POS_X as usize * each);
+    let mut sums = Array::<f32>::new(comptime!(4 * each));
     #[unroll]
-    for i in 0..4usize {
+    for i in 0..comptime!(4 * each) {
         sums[i] = 0.0f32;
     }
+    let last = strips as usize - 1;
     strip_sums(
         pairs,
         singles,
         codes,
         scales,
+        nibbles,
         strip,
+        last,
         chunk,
         groups,
         first as usize,
         count as usize,
         lane,
         &mut sums,
+        each,
         one,
         kind,
         able,
     );
-    let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * ROWS * columns));
-    share_sums(&sums, &mut shared, lane, chunk, columns);
+    let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * each * ROWS * columns));
+    #[unroll]
+    for s in 0..each {
+        share_sums(&sums, &mut shared, lane, chunk, s, each, columns);
+    }
     sync_cube();
-    let unit = chunk * 32 + lane;
-    let (row, column) = (unit % comptime!(ROWS), unit / comptime!(ROWS));
-    let element = strip * comptime!(ROWS) + row;
-    if column < count as usize && element < width as usize {
-        let mut total = 0.0f32;
-        #[unroll]
-        for c in 0..CHUNKS {
-            total += shared[(comptime!(c * columns) + column) * comptime!(ROWS) + row];
+    let mut unit = chunk * 32 + lane;
+    while unit < comptime!(each * ROWS * columns) {
+        let (row, column) = (unit % comptime!(each * ROWS), unit / comptime!(each * ROWS));
+        let element = strip * comptime!(ROWS) + row;
+        if column < count as usize && element < width as usize {
+            let mut total = 0.0f32;
+            #[unroll]
+            for c in 0..CHUNKS {
+                total += shared[(comptime!(c * columns) + column) * comptime!(each * ROWS) + row];
+            }
+            let at = (first as usize + column) * stride as usize + offset as usize + element;
+            finish_element(y, at, total, bias, element, finish);
         }
-        let at = (first as usize + column) * stride as usize + offset as usize + element;
-        finish_element(y, at, total, bias, element, finish);
+        unit += comptime!(32 * CHUNKS);
     }
 }
 
-/// Puts the sums of a lane where all chunks meet: `[chunk][column][row]`.
+/// Puts a lane's sums of its `s`-th strip where all chunks meet: `[chunk][column][strip][row]`.
 #[cube]
 fn share_sums(
     sums: &Array<f32>,
     shared: &mut SharedMemory<f32>,
     lane: usize,
     chunk: usize,
+    #[comptime] s: usize,
+    #[comptime] each: usize,
     #[comptime] columns: usize,
 ) {
     let (g, t) = (lane / 4, lane % 4);
     #[unroll]
     for row in 0..2usize {
+        let to = comptime!(s * ROWS) + 2 * g + row;
         if comptime!(columns == 1) {
             if t == 0 {
-                shared[chunk * comptime!(ROWS) + 2 * g + row] = sums[2 * row];
+                shared[chunk * comptime!(each * ROWS) + to] = sums[comptime!(4 * s + 2 * row)];
             }
         } else {
             #[unroll]
             for right in 0..2usize {
                 let column = chunk * columns + 2 * t + right;
-                shared[column * comptime!(ROWS) + 2 * g + row] = sums[comptime!(2 * row + right)];
+                shared[column * comptime!(each * ROWS) + to] = sums[comptime!(4 * s + 2 * row + right)];
             }
         }
     }
 }
 
-/// One chunk of one strip, by one plane. Sums are `[row][column]` of the lane. `one`: there is one row of activations, which goes
+/// One chunk of `each` strips, by one plane. Sums are `[strip][row][column]` of the lane. `one`: there is one row of activations, which goes
 /// through shared memory; so many groups are in a chunk at most.
 #[cube]
 fn strip_sums(
@@ -512,34 +549,44 @@ fn strip_sums(
     singles: &Array<u32>,
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<Vector<f32, Const<4>>>,
+    nibbles: u32,
     strip: usize,
+    last_strip: usize,
     chunk: usize,
     groups: usize,
     first: usize,
     count: usize,
     lane: usize,
     sums: &mut Array<f32>,
+    #[comptime] each: usize,
     #[comptime] one: Option<usize>,
     #[comptime] kind: QuantType,
     #[comptime] able: Abilities,
 ) {
-    let depth = comptime!(ahead(kind));
+    let depth = comptime!(ahead(kind) / each);
     let (g, t) = (lane / 4, lane % 4);
     let (from, to) = (chunk_start(groups, chunk), chunk_start(groups, chunk + 1));
-    let tile = (strip * groups + from) * comptime!(tile_words(kind));
+    // Tiles from one strip to the next: none where there is no next one, whose sums nobody wants then.
+    let apart = select(strip < last_strip, groups, 0usize);
     let last = count - 1;
     let x = (first + min(g, last)) * groups * 4 + from * 4 + t;
     let left = (first + min(2 * t, last)) * groups * 2 + from * 2;
     let right = (first + min(2 * t + 1, last)) * groups * 2 + from * 2;
-    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(depth * lane_vectors(kind)));
-    let mut raw_scales = Array::<u32>::new(comptime!(depth * lane_scales(kind)));
+    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(depth * each * lane_vectors(kind)));
+    let mut raw_scales = Array::<u32>::new(comptime!(depth * each * lane_scales(kind)));
     let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize);
-    let steps = to - from;
+    let steps = u32::cast_from(to - from);
+    let mut next = LaneTile::new((strip * groups + from) * comptime!(tile_words(kind)), lane, kind);
     #[unroll]
     for i in 0..depth {
-        if i < steps {
-            read_lane(pairs, singles, tile + i * comptime!(tile_words(kind)), lane, &mut raw, &mut raw_scales, i, kind);
+        if comptime!(i as u32) < steps {
+            #[unroll]
+            for s in 0..each {
+                let tile = next.after(s * apart, kind);
+                read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, comptime!(i * each + s), kind);
+            }
         }
+        next.advance(kind);
     }
     let room = comptime!(one.unwrap_or(1));
     let mut one_codes = SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(CHUNKS * room * 4));
@@ -547,23 +594,23 @@ fn strip_sums(
     let mine = chunk * room;
     if comptime!(one.is_some()) {
         let mut i = lane;
-        while i < 4 * steps {
+        while i < 4 * (to - from) {
             one_codes[4 * mine + i] = codes[(first * groups + from) * 4 + i];
             i += 32;
         }
         let mut i = lane;
-        while i < 2 * steps {
+        while i < 2 * (to - from) {
             one_scales[2 * mine + i] = scales[left + i];
             i += 32;
         }
         sync_cube();
     }
-    let mut step = 0usize;
+    let mut step = 0u32;
     while step < steps {
         #[unroll]
         for i in 0..depth {
-            let now = step + i;
-            if now < steps {
+            if step + comptime!(i as u32) < steps {
+                let now = step as usize + i;
                 #[unroll]
                 for block in 0..2usize {
                     if comptime!(one.is_some()) {
@@ -577,14 +624,22 @@ fn strip_sums(
                 let x_codes =
                     if comptime!(one.is_some()) { one_codes[4 * (mine + now) + t] } else { codes[x + 4 * now] };
                 let alone = comptime!(one.is_some());
-                multiply(&raw, &raw_scales, x_codes, &x_scales, lane, sums, i, 0usize, alone, kind, able);
-                if now + depth < steps {
-                    let next = tile + (now + depth) * comptime!(tile_words(kind));
-                    read_lane(pairs, singles, next, lane, &mut raw, &mut raw_scales, i, kind);
+                #[unroll]
+                for s in 0..each {
+                    let (at, to) = comptime!((i * each + s, 4 * s));
+                    multiply(&raw, &raw_scales, x_codes, &x_scales, nibbles, lane, sums, at, to, alone, kind, able);
                 }
+                if step + comptime!((i + depth) as u32) < steps {
+                    #[unroll]
+                    for s in 0..each {
+                        let tile = next.after(s * apart, kind);
+                        read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, comptime!(i * each + s), kind);
+                    }
+                }
+                next.advance(kind);
             }
         }
-        step += depth;
+        step += comptime!(depth as u32);
     }
 }
 
@@ -594,7 +649,7 @@ const PANEL_STRIPS: usize = 2;
 const PANEL_EIGHTS: usize = 4;
 
 /// Many rows on matrix instructions: a plane computes 32 rows of the matrix for 32 tokens, chunk after chunk.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "u64")]
 fn panel_kernel(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
@@ -602,6 +657,7 @@ fn panel_kernel(
     scales: &Array<Vector<f32, Const<4>>>,
     bias: &Array<f32>,
     y: &mut Array<f32>,
+    nibbles: u32,
     groups: u32,
     strips: u32,
     count: u32,
@@ -634,7 +690,8 @@ fn panel_kernel(
                 #[unroll]
                 for i in 0..PANEL_STRIPS {
                     let tile = (min(strip + i, strips as usize - 1) * groups + group) * comptime!(tile_words(kind));
-                    read_lane(pairs, singles, tile, lane, &mut raw, &mut raw_scales, i, kind);
+                    let tile = LaneTile::new(tile, lane, kind);
+                    read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, i, kind);
                 }
                 #[unroll]
                 for n in 0..PANEL_EIGHTS {
@@ -651,7 +708,7 @@ fn panel_kernel(
                     #[unroll]
                     for i in 0..PANEL_STRIPS {
                         let at = comptime!((i * PANEL_EIGHTS + n) * 4);
-                        multiply(&raw, &raw_scales, x, &x_scales, lane, &mut sums, i, at, false, kind, able);
+                        multiply(&raw, &raw_scales, x, &x_scales, nibbles, lane, &mut sums, i, at, false, kind, able);
                     }
                 }
             }

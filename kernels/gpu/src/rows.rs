@@ -106,6 +106,8 @@ pub(crate) fn norm<R: Platform>(
             CubeCount::Static(count as u32, 1, 1),
             CubeDim::new_1d(UNITS),
             array(hidden, count * cols),
+            array(hidden, count * cols),
+            array(weight, cols),
             array(weight, cols),
             array(rows.unwrap_or(weight), 1),
             array(&x.floats, count * cols),
@@ -115,16 +117,27 @@ pub(crate) fn norm<R: Platform>(
             1.0 / cols as f32,
             eps,
             rows.is_some(),
+            held_of(cols),
             wanted,
             able,
         );
     }
 }
 
+/// What a unit holds of a row so that it reads it once: columns of its lane in its chunk, and fours. `None`: too many.
+fn held_of(cols: usize) -> Option<(usize, usize)> {
+    const FOURS_MAX: usize = 8;
+    let fours = cols.div_ceil(SEGMENT);
+    let held = (cols.div_ceil(GROUP).div_ceil(CHUNKS) * GROUP / LANES, fours);
+    (cols.is_multiple_of(4) && fours <= FOURS_MAX).then_some(held)
+}
+
 #[cube(launch_unchecked)]
 fn norm_kernel(
     hidden: &Array<f32>,
+    hidden_fours: &Array<Vector<f32, Const<4>>>,
     weight: &Array<f32>,
+    weight_fours: &Array<Vector<f32, Const<4>>>,
     rows: &Array<u32>,
     floats: &mut Array<f32>,
     codes: &mut Array<u32>,
@@ -133,6 +146,7 @@ fn norm_kernel(
     inverse: f32,
     eps: f32,
     #[comptime] chosen: bool,
+    #[comptime] held: Option<(usize, usize)>,
     #[comptime] wanted: Wanted,
     #[comptime] able: Abilities,
 ) {
@@ -142,9 +156,34 @@ fn norm_kernel(
         from = rows[out] as usize;
     }
     let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
+    let mut values = Array::<f32>::new(4usize);
+    if comptime!(held.is_some()) {
+        let (lanes, fours) = comptime!(held.unwrap());
+        let unit = UNIT_POS_X as usize;
+        let mut x = Array::<Vector<f32, Const<4>>>::new(fours);
+        let mut w = Array::<Vector<f32, Const<4>>>::new(fours);
+        #[unroll]
+        for i in 0..fours {
+            // Beyond the row the last four are read, and not used.
+            let at = min(i * comptime!(UNITS as usize) + unit, cols / 4 - 1);
+            x[i] = hidden_fours[from * (cols / 4) + at];
+            w[i] = weight_fours[at];
+        }
+        let squares = held_square_sum(hidden, from * cols, cols, &mut shared, lanes, able);
+        let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
+        #[unroll]
+        for i in 0..fours {
+            let column = i * SEGMENT + 4 * unit;
+            #[unroll]
+            for k in 0..4usize {
+                values[k] = select(column < cols, x[i][k] * factor * w[i][k], 0.0f32);
+            }
+            put(&values, out, column, cols, &mut shared, floats, codes, scales, wanted, able);
+        }
+        terminate!();
+    }
     let squares = square_sum(hidden, from * cols, cols, &mut shared, able);
     let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
-    let mut values = Array::<f32>::new(4usize);
     let mut start = 0usize;
     while start < cols {
         let column = start + 4 * UNIT_POS_X as usize;
@@ -179,24 +218,65 @@ pub(crate) fn square_sum(
         sum = fused(x[from + i], x[from + i], sum, able);
         i += lanes;
     }
-    add_chunks(sum, shared)
+    add_chunks(sum, shared, able)
+}
+
+/// As [`square_sum`], for rows of at most `lanes` columns a unit, which are asked for at once.
+#[cube]
+fn held_square_sum(
+    x: &Array<f32>,
+    from: usize,
+    cols: usize,
+    shared: &mut SharedMemory<f32>,
+    #[comptime] lanes: usize,
+    #[comptime] able: Abilities,
+) -> f32 {
+    let (chunk, lane) = (UNIT_POS_X as usize / comptime!(LANES), UNIT_POS_X as usize % comptime!(LANES));
+    let groups = cols.div_ceil(comptime!(GROUP));
+    let end = min(cols, (chunk + 1) * groups / comptime!(CHUNKS) * comptime!(GROUP));
+    let start = chunk * groups / comptime!(CHUNKS) * comptime!(GROUP) + lane;
+    let mut numbers = Array::<f32>::new(lanes);
+    #[unroll]
+    for i in 0..lanes {
+        numbers[i] = x[from + min(start + i * comptime!(LANES), cols - 1)];
+    }
+    let mut sum = 0.0f32;
+    #[unroll]
+    for i in 0..lanes {
+        if start + i * comptime!(LANES) < end {
+            sum = fused(numbers[i], numbers[i], sum, able);
+        }
+    }
+    add_chunks(sum, shared, able)
 }
 
 /// Lanes are added as a tree, chunks in order.
 #[cube]
-pub(crate) fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>) -> f32 {
+pub(crate) fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
     let unit = UNIT_POS_X as usize;
     let lane = unit % comptime!(LANES);
-    shared[unit] = sum;
-    sync_cube();
-    #[unroll]
-    for step in 0..5u32 {
-        let apart = comptime!((LANES / 2) >> step);
-        if lane < apart {
-            let other = shared[unit + apart];
-            shared[unit] += other;
+    if comptime!(able.matrices) {
+        let mut all = sum;
+        #[unroll]
+        for step in 0..5u32 {
+            all += plane_shuffle_xor(all, comptime!((LANES as u32 / 2) >> step));
+        }
+        if lane == 0 {
+            shared[unit] = all;
         }
         sync_cube();
+    } else {
+        shared[unit] = sum;
+        sync_cube();
+        #[unroll]
+        for step in 0..5u32 {
+            let apart = comptime!((LANES / 2) >> step);
+            if lane < apart {
+                let other = shared[unit + apart];
+                shared[unit] += other;
+            }
+            sync_cube();
+        }
     }
     let mut total = 0.0f32;
     #[unroll]
@@ -294,8 +374,8 @@ pub(crate) fn put(
                 let mut all = Vector::<f32, Const<4>>::empty();
                 all[0] = scale;
                 all[1] = scale * f32::cast_from(first + second);
-                all[2] = f32::reinterpret(first);
-                all[3] = f32::reinterpret(second);
+                all[2] = f32::reinterpret(first + second);
+                all[3] = f32::reinterpret(first);
                 scales[group * 2 + block % 2] = all;
             }
         }

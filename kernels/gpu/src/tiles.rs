@@ -7,7 +7,7 @@ use kernels::tile::{Layout, ROWS, Scales};
 
 use crate::arithmetic::{Abilities, both_halves, from_half, fused};
 
-const NIBBLES: u32 = 0x0f0f_0f0f;
+pub(crate) const NIBBLES: u32 = 0x0f0f_0f0f;
 
 /// Words of a tile's codes, before its scales.
 pub(crate) const fn code_words(kind: QuantType) -> usize {
@@ -116,66 +116,117 @@ pub(crate) const fn lane_scales(kind: QuantType) -> usize {
     }
 }
 
-/// Reads what a lane needs of a tile, which begins at word `tile`: codes to `codes[at ..]`, scales to `scales[at ..]`, each at so
+/// Where a lane reads of a tile: what is added to them is known when a kernel is compiled.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct LaneTile {
+    /// Pair of words of the lane's slot and rows.
+    codes: usize,
+    /// Pair of words of its rows, for further bits.
+    planes: usize,
+    /// Word of its rows' scales.
+    scales: usize,
+    /// Word of its rows' scales where they are bytes.
+    bytes: usize,
+}
+
+#[cube]
+impl LaneTile {
+    /// Of the tile that begins at word `tile`.
+    pub(crate) fn new(tile: usize, lane: usize, #[comptime] kind: QuantType) -> Self {
+        let (g, t) = (lane / 4, lane % 4);
+        let scales = tile + comptime!(code_words(kind));
+        let mut codes = tile / 2;
+        let mut planes = tile / 2;
+        let mut words = scales;
+        let mut bytes = scales;
+        codes += t * 8 + g;
+        planes += g;
+        words += g;
+        bytes += g / 2;
+        LaneTile { codes, planes, scales: words, bytes }
+    }
+
+    /// Of a tile that many tiles further on.
+    pub(crate) fn after(&self, tiles: usize, #[comptime] kind: QuantType) -> Self {
+        let words = tiles * comptime!(tile_words(kind));
+        let pairs = tiles * comptime!(tile_words(kind) / 2);
+        LaneTile {
+            codes: self.codes + pairs,
+            planes: self.planes + pairs,
+            scales: self.scales + words,
+            bytes: self.bytes + words,
+        }
+    }
+
+    /// Goes on to the next tile.
+    pub(crate) fn advance(&mut self, #[comptime] kind: QuantType) {
+        self.codes += comptime!(tile_words(kind) / 2);
+        self.planes += comptime!(tile_words(kind) / 2);
+        self.scales += comptime!(tile_words(kind));
+        self.bytes += comptime!(tile_words(kind));
+    }
+}
+
+/// Reads what a lane needs of a tile: codes to `codes[at ..]`, scales to `scales[at ..]`, each at so
 /// many times [`lane_vectors`] and [`lane_scales`].
 #[cube]
 pub(crate) fn read_lane(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
-    tile: usize,
-    lane: usize,
+    tile: LaneTile,
     codes: &mut Array<Vector<u32, Const<2>>>,
     scales: &mut Array<u32>,
     #[comptime] at: usize,
     #[comptime] kind: QuantType,
 ) {
     let layout = comptime!(Layout::of(kind));
-    let (g, t) = (lane / 4, lane % 4);
     let each = comptime!(lane_vectors(kind) / 2);
     #[unroll]
     for b in 0..2usize {
-        let block = tile / 2 + comptime!(b * layout.block_bytes / 8);
+        let block = comptime!(b * layout.block_bytes / 8);
         let to = comptime!(at * 2 * each + b * each);
-        codes[to] = pairs[block + t * 8 + g];
+        codes[to] = pairs[tile.codes + block];
         if comptime!(layout.bits == 8) {
-            codes[to + 1] = pairs[block + t * 8 + g + 32];
+            codes[to + 1] = pairs[tile.codes + comptime!(block + 32)];
         }
         if comptime!(layout.bits == 5 || layout.bits == 6) {
-            codes[to + 1] = pairs[block + g + 32];
+            codes[to + 1] = pairs[tile.planes + comptime!(block + 32)];
         }
         if comptime!(layout.bits == 6) {
-            codes[to + 2] = pairs[block + g + 40];
+            codes[to + 2] = pairs[tile.planes + comptime!(block + 40)];
         }
     }
-    let from = tile + comptime!(code_words(kind));
+    let from = tile.scales;
     let to = comptime!(at * lane_scales(kind));
     if comptime!(layout.scales == Scales::Half || layout.scales == Scales::HalfAndMinimum) {
         #[unroll]
         for i in 0..comptime!(lane_scales(kind)) {
-            scales[to + i] = singles[from + 8 * i + g];
+            scales[to + i] = singles[from + 8 * i];
         }
     }
     if comptime!(layout.scales == Scales::Bytes) {
-        scales[to] = singles[from + g];
-        scales[to + 1] = singles[from + 8 + g];
+        scales[to] = singles[from];
+        scales[to + 1] = singles[from + 8];
         #[unroll]
         for i in 0..4usize {
-            scales[to + 2 + i] = singles[from + 16 + 4 * i + g / 2];
+            scales[to + 2 + i] = singles[tile.bytes + comptime!(16 + 4 * i)];
         }
     }
     if comptime!(layout.scales == Scales::Sixteens) {
-        scales[to] = singles[from + g];
+        scales[to] = singles[from];
         #[unroll]
         for i in 0..4usize {
-            scales[to + 1 + i] = singles[from + 8 + 4 * i + g / 2];
+            scales[to + 1 + i] = singles[tile.bytes + comptime!(8 + 4 * i)];
         }
     }
 }
 
 /// The codes of a lane in one block as a fragment of m16n8k32: row 2 g and row 2 g + 1 in slot t, then both in slot t + 4.
+/// `nibbles` is [`NIBBLES`], which the compiler must not know: it would compute the bytes of a fragment one by one.
 #[cube]
 pub(crate) fn fragment(
     codes: &Array<Vector<u32, Const<2>>>,
+    nibbles: u32,
     lane: usize,
     #[comptime] at: usize,
     #[comptime] block: usize,
@@ -197,8 +248,8 @@ pub(crate) fn fragment(
         let t = (lane % 4) as u32;
         #[unroll]
         for i in 0..2usize {
-            let mut low = words[i] & NIBBLES;
-            let mut high = (words[i] >> 4u32) & NIBBLES;
+            let mut low = words[i] & nibbles;
+            let mut high = (words[i] >> 4u32) & nibbles;
             if comptime!(bits == 5) {
                 let fifth = codes[from + 1][i] >> t;
                 low |= (fifth & 0x0101_0101u32) << 4u32;
