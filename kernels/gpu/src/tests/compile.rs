@@ -65,8 +65,9 @@ fn launch_all<R: Platform>(client: &ComputeClient<R>) {
             gated(client, able, &y, activation, 1, wanted, &x);
         }
         for (heads, kv_heads, head_dim) in [(28, 4, 128), (9, 3, 64), (8, 1, 256), (16, 16, 96)] {
-            for half_cells in [integers] {
-                let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells };
+            {
+                let (pairs, half_cells) = (head_dim / 2, integers);
+                let heads = Heads { heads, kv_heads, head_dim, pairs, halves: true, half_cells };
                 let rotary = handle();
                 let layer = LayerHeads {
                     biases: Some(&vector),
