@@ -480,7 +480,8 @@ fn a_coordinator_takes_checkpoints_of_a_grid_many_times_its_memory_within_its_me
     let report = submit(Some(&mesh.nodes[0]), &folder.job(&text(from + 12)), &out, &["--resume"]).finish();
     let peak = resident_peak(&mesh.nodes[0]);
     eprintln!("a grid of {mib} MiB: the coordinator had {peak} MiB at most; {report}");
-    assert!(peak <= 180, "the coordinator may use 100 MiB for the grid and had {peak} MiB");
+    // An idle node that offers 100 MiB has had 82 MiB; with the whole grid it would have had 160 more.
+    assert!(peak <= 220, "the coordinator may use 100 MiB for the grid and had {peak} MiB");
 }
 
 #[test]
@@ -498,10 +499,20 @@ fn every_member_lists_what_it_computes_and_can_watch_it_and_a_restarted_submitte
     };
     let mut members = 0;
     for node in &mesh.nodes[1..] {
-        let listed = node.get("/api/v1/grids").expect("a list");
-        let known = listed.as_array().into_iter().flatten().find(|job| job["job"] == id.as_str());
-        if part(&report, &node.name) {
-            let known = known.unwrap_or_else(|| panic!("{} computes it and does not list it: {listed}", node.name));
+        // Both change as the run is moved to faster nodes: asked for until they agree.
+        let end = Instant::now() + Duration::from_secs(20);
+        let known = loop {
+            let report = mesh.nodes[0].get(&format!("/api/v1/grids/{id}")).expect("a report");
+            let listed = node.get("/api/v1/grids").expect("a list");
+            let known = listed.as_array().into_iter().flatten().find(|job| job["job"] == id.as_str());
+            match (part(&report, &node.name), known) {
+                (false, _) => break None,
+                (true, Some(known)) => break Some(known.clone()),
+                (true, None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(100)),
+                (true, None) => panic!("{} computes it and does not list it: {listed}, {report}", node.name),
+            }
+        };
+        if let Some(known) = known {
             assert_eq!(known["coordinator"]["name"], "n0", "{known}");
             assert!(
                 known["role"].as_str().is_some_and(|role| role.contains("owner") || role.contains("standby")),

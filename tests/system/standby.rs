@@ -150,31 +150,37 @@ fn a_standby_is_sent_what_its_stage_is_sent() {
 }
 
 /// Their memory is taken, so a plan made now would choose others: what runs is shown as it is.
+///
+/// Nodes that share a busy machine measure different speeds from minute to minute. A placement that is by now a little slower than
+/// the best stays, and every plan then proposes a move: then the mesh is formed again.
 #[test]
 fn a_plan_of_what_runs_names_the_standbys_that_it_has() {
+    const ATTEMPTS: usize = 4;
     let Some(solo) = solo() else { return };
-    let mesh = formed(solo, seed("a_plan_of_what_runs_names_the_standbys_that_it_has"));
-    let end = Instant::now() + HOT_MAX;
-    loop {
-        let before = hot(&mesh);
-        let plan = mesh.nodes[0].post("/api/v1/plan", &deploy(&solo.model)).expect("a plan");
-        // A move that was proposed, or one that was made meanwhile, has standbys of its own.
-        if plan["change"]["moved_bytes"] == 0 && hot(&mesh) == before {
-            let jobs = mesh.nodes[0].get("/api/v1/jobs").expect("jobs");
-            let names = |of: &Value| {
-                let standbys = of["standbys"].as_array().into_iter().flatten();
-                standbys.map(|standby| (standby["stage"].clone(), standby["name"].clone())).collect::<Vec<_>>()
-            };
-            assert_eq!(names(&plan), names(&jobs[0]), "{plan}");
-            assert!(
-                plan["standbys"].as_array().is_some_and(|all| all.iter().any(|s| s["state"] == "current")),
-                "{plan}"
-            );
-            return;
-        }
-        assert!(Instant::now() < end, "it never stays where it is: {plan}");
+    let settled = (0..ATTEMPTS).any(|_| {
+        let mesh = formed(solo, seed("a_plan_of_what_runs_names_the_standbys_that_it_has"));
+        let end = Instant::now() + HOT_MAX / 3;
+        std::iter::from_fn(|| (Instant::now() < end).then(|| a_plan_names_its_standbys(&mesh, solo))).any(|named| named)
+    });
+    assert!(settled, "every plan proposed a move, in {ATTEMPTS} meshes");
+}
+
+/// `false` if the plan is of a move, or one was made meanwhile: it has standbys of its own.
+fn a_plan_names_its_standbys(mesh: &Mesh, solo: &Solo) -> bool {
+    let before = hot(mesh);
+    let plan = mesh.nodes[0].post("/api/v1/plan", &deploy(&solo.model)).expect("a plan");
+    if plan["change"]["moved_bytes"] != 0 || hot(mesh) != before {
         std::thread::sleep(Duration::from_millis(500));
+        return false;
     }
+    let jobs = mesh.nodes[0].get("/api/v1/jobs").expect("jobs");
+    let names = |of: &Value| {
+        let standbys = of["standbys"].as_array().into_iter().flatten();
+        standbys.map(|standby| (standby["stage"].clone(), standby["name"].clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&plan), names(&jobs[0]), "{plan}");
+    assert!(plan["standbys"].as_array().is_some_and(|all| all.iter().any(|s| s["state"] == "current")), "{plan}");
+    true
 }
 
 /// It is stopped in the middle of an answer and goes on only when the answer is over: whoever waited for it would never
