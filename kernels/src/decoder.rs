@@ -30,11 +30,12 @@ pub trait Engine: Send {
     /// Most rows of one pass: enough to use each weight many times, few enough that scratch stays small.
     const ROWS_PER_PASS: usize;
 
-    /// Makes room for the first `positions` of a sequence, which may be new; those behind are forgotten.
+    /// Makes room for the first positions of sequences, which may be new; positions behind them are forgotten. No sequence is
+    /// named twice.
     ///
     /// # Errors
-    /// There is no memory for them; nothing was changed.
-    fn reserve(&mut self, sequence: SequenceId, positions: usize) -> Result<(), StageError>;
+    /// There is no memory for all of them; no sequence has changed.
+    fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), StageError>;
 
     /// Frees what a sequence takes.
     fn release(&mut self, sequence: SequenceId);
@@ -217,10 +218,10 @@ impl<E: Engine> Stage for Decoder<E> {
     fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
         self.check(batch)?;
         let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
-        for (rows, count) in batch.iter().zip(&counts) {
-            self.engine.reserve(rows.sequence, rows.position + count)?;
-            self.held.insert(rows.sequence, rows.position + count);
-        }
+        let ends: Vec<(SequenceId, usize)> =
+            batch.iter().zip(&counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
+        self.engine.reserve(&ends)?;
+        self.held.extend(ends);
         let joined = Joined::of(batch, &counts);
         let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
         let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();

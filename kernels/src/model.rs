@@ -74,8 +74,8 @@ impl CpuEngine {
 impl decoder::Engine for CpuEngine {
     const ROWS_PER_PASS: usize = 128;
 
-    fn reserve(&mut self, sequence: SequenceId, positions: usize) -> Result<(), StageError> {
-        self.engine.cache.reserve(sequence, positions);
+    fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), StageError> {
+        wanted.iter().for_each(|(sequence, positions)| self.engine.cache.reserve(*sequence, *positions));
         Ok(())
     }
 

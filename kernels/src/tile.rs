@@ -334,7 +334,7 @@ pub struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
-    /// `None` unless `bytes` are the tiles of so many rows and columns.
+    /// `None` unless `bytes` are the tiles of `rows` rows and `cols` columns.
     #[must_use]
     pub fn new(kind: QuantType, rows: usize, cols: usize, bytes: &'a [u8]) -> Option<Self> {
         (Layout::of(kind).matrix_bytes(rows, cols) == bytes.len()).then_some(Self { kind, rows, cols, bytes })

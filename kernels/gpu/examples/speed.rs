@@ -1,5 +1,5 @@
 //! How fast the engine is on a shape of model: development's own measurement.
-#![allow(clippy::print_stdout, reason = "a report for people")]
+#![allow(clippy::print_stdout, reason = "prints its report")]
 use std::time::Instant;
 
 use kernels::quant::QuantType;

@@ -4,11 +4,11 @@
 //! (eight of them are read at once), or both in floats with `[dims / 4][128][4]`. Next: `engine.rs`.
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::order::{GROUP, LANES, POSITIONS};
+use kernels::order::{LANES, POSITIONS};
 
 use crate::arithmetic::{Abilities, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
 use crate::product::Activations;
-use crate::rows::{UNITS, Wanted, add_chunks, put};
+use crate::rows::{UNITS, Wanted, put, square_sum};
 use crate::{Platform, array};
 
 /// Shape of a layer's attention.
@@ -178,17 +178,8 @@ fn place_kernel(
     let turns = head < comptime!(heads.heads + heads.kv_heads);
     if comptime!(normed) {
         // Values take part so that all units meet, and keep their numbers.
-        let lanes = comptime!(LANES);
-        let (chunk, lane) = (unit / lanes, unit % lanes);
-        let groups = comptime!(dims.div_ceil(GROUP));
-        let end = min(dims, (chunk + 1) * groups / 8 * comptime!(GROUP));
-        let mut i = chunk * groups / 8 * comptime!(GROUP) + lane;
-        let mut sum = 0.0f32;
-        while i < end {
-            sum = fused(x[i], x[i], sum, able);
-            i += lanes;
-        }
-        let factor = inverse_sqrt(fused(add_chunks(sum, &mut shared, able), inverse, eps, able), able);
+        let squares = square_sum(&x.to_slice(), &mut shared, able);
+        let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
         if turns {
             let weights = select(head < comptime!(heads.heads), 0usize, dims);
             let mut i = unit;

@@ -1,10 +1,8 @@
 //! Layers of a model on a GPU: their weights, pages and scratch, and a pass through them as their recipe says.
 //!
-//! Nothing is allocated in a pass but the logits. Next: `kernels::decoder`, which makes a stage of it.
-use std::collections::BTreeMap;
-use std::ops::Range;
+//! A step of few rows is one replayed graph where the runtime has graphs (`engine/steps.rs`); other passes upload their rows and
+//! launch kernel by kernel. Next: `kernels::decoder`, which makes a stage of it.
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
 
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
@@ -19,19 +17,21 @@ use kernels::weights::{ModelConfig, ModelFile, RopeKind};
 
 use crate::Platform;
 use crate::arithmetic::Abilities;
-use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
-use crate::graph::{Graph, Graphs, Pinned};
+use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
 use crate::load::{Loader, Part, fill};
 use crate::pages::Pool;
 use crate::product::{Activations, Target, product};
 use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
 
+mod memory;
+mod steps;
+mod times;
+
+use memory::{Scratch, check_memory, scratch_bytes};
+use steps::{FEW, Steps};
+
 /// Rows of one pass.
 const ROWS: usize = 512;
-/// Bytes of attended pages that wait to be combined: rows that need more are attended in turns.
-const PARTIAL_BYTES: usize = 64 << 20;
-/// Stays free beside a stage: pools round up.
-const SPARE_BYTES: u64 = 256 << 20;
 
 /// Layers of a model on a GPU.
 pub struct GpuEngine<R: Platform> {
@@ -52,64 +52,6 @@ pub struct GpuEngine<R: Platform> {
     steps: Option<Steps>,
     /// Something was launched through CubeCL since the last replay.
     launched: bool,
-}
-
-/// Rows that are computed by a graph: more than these take longer than it takes to launch them.
-const FEW: usize = 8;
-
-/// Recorded steps, and what goes to the device and comes back.
-struct Steps {
-    graphs: Graphs,
-    /// By rows, wanted rows and blocks of positions.
-    recorded: BTreeMap<(usize, usize, usize), Graph>,
-    /// All input of a step, in the order of [`Input`].
-    words: Handle,
-    logits: Handle,
-    sent: Pinned,
-    got: Pinned,
-}
-
-/// Where the parts of a step's input lie, each at a multiple of 64 words.
-#[derive(Clone, Copy)]
-enum Input {
-    Tokens,
-    Rows,
-    Chosen,
-    Tables,
-    Hidden,
-}
-
-impl Input {
-    /// First word, where a page table has `most` pages.
-    const fn start(self, most: usize) -> usize {
-        match self {
-            Self::Tokens => 0,
-            Self::Rows => 64,
-            Self::Chosen => 128,
-            Self::Tables => 192,
-            Self::Hidden => 192 + (FEW * most).next_multiple_of(64),
-        }
-    }
-}
-
-impl Steps {
-    fn new<R: Platform>(
-        graphs: Graphs,
-        client: &ComputeClient<R>,
-        config: &ModelConfig,
-        options: &StageOptions,
-    ) -> Result<Self, StageError> {
-        let most = options.context.div_ceil(POSITIONS);
-        let words = Input::Hidden.start(most) + FEW * config.width;
-        let numbers = FEW * config.width.max(if options.layers.end == config.layers { config.vocab } else { 0 });
-        let (sent, got) = (graphs.pinned(words)?, graphs.pinned(numbers)?);
-        let (words, logits) = (client.empty(words * 4), client.empty(numbers * 4));
-        Ok(Self { graphs, recorded: BTreeMap::new(), words, logits, sent, got })
-    }
-
-    fn part(&self, part: Input, most: usize) -> Handle {
-        self.words.clone().offset_start(4 * part.start(most) as u64)
-    }
 }
 
 /// What a layer does, one after the other.
@@ -169,19 +111,6 @@ struct Layer {
 struct Head {
     norm: Handle,
     matrix: Vec<Part>,
-}
-
-/// Room for the rows of a pass.
-struct Scratch {
-    hidden: Handle,
-    delta: Handle,
-    x: Activations,
-    qkv: Handle,
-    queries: Handle,
-    partials: Partials,
-    attended: Activations,
-    both: Handle,
-    gated: Activations,
 }
 
 /// Loads layers onto device `number` of a runtime, whose client is given. `memory_free` is what it has left, where that is known.
@@ -255,7 +184,11 @@ impl<R: Platform> GpuEngine<R> {
         let pool = Pool::new(pages);
         let bytes = ResidentBytes { weights, working };
         let graphs = if able.matrices { R::graphs(&client, number)? } else { None };
-        let steps = graphs.map(|graphs| Steps::new(graphs, &client, &config, &options)).transpose()?;
+        let steps = graphs.map(|graphs| {
+            let embedded = table.as_ref().map(|_| &scratch.hidden);
+            Steps::new(graphs, &client, &config, &options, embedded)
+        });
+        let steps = steps.transpose()?;
         Ok(Self {
             client,
             able,
@@ -308,80 +241,6 @@ impl<R: Platform> GpuEngine<R> {
         let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
         self.logits(&self.client, &hidden, &chosen, wanted.len(), &logits);
         self.read(logits)
-    }
-
-    /// A pass of few rows by a graph, which is recorded when the first pass of its shape comes.
-    fn replay(
-        &mut self,
-        rows: &[RowAt],
-        input: PassInput<'_>,
-        wanted: &[usize],
-        blocks: usize,
-    ) -> Result<Vec<f32>, StageError> {
-        let Some(mut steps) = self.steps.take() else {
-            return Err(StageError::Device("a step is being replayed".into()));
-        };
-        let result = self.replay_with(&mut steps, rows, input, wanted, blocks);
-        self.steps = Some(steps);
-        result
-    }
-
-    fn replay_with(
-        &mut self,
-        steps: &mut Steps,
-        rows: &[RowAt],
-        input: PassInput<'_>,
-        wanted: &[usize],
-        blocks: usize,
-    ) -> Result<Vec<f32>, StageError> {
-        let (count, width, many) = (rows.len(), self.config.width, wanted.len());
-        let most = self.options.context.div_ceil(POSITIONS);
-        let blocks = blocks.next_power_of_two().min(most);
-        let hidden = if self.table.is_some() { self.scratch.hidden.clone() } else { steps.part(Input::Hidden, most) };
-        if std::mem::take(&mut self.launched) {
-            steps.graphs.join()?;
-        }
-        let shape = (count, many, blocks);
-        if !steps.recorded.contains_key(&shape) {
-            let places = Places {
-                count,
-                rows: steps.part(Input::Rows, most),
-                tables: steps.part(Input::Tables, most),
-                tables_len: FEW * most,
-                blocks,
-            };
-            let (tokens, chosen) = (steps.part(Input::Tokens, most), steps.part(Input::Chosen, most));
-            let logits = steps.logits.clone();
-            let graph = steps.graphs.record(|client| {
-                self.layers(client, self.table.as_ref().map(|_| &tokens), &places, &hidden);
-                if self.head.is_some() {
-                    self.logits(client, &hidden, &chosen, many, &logits);
-                }
-            })?;
-            steps.recorded.insert(shape, graph);
-        }
-        let (table, tables) = self.tables(rows, Some(most));
-        let words = steps.sent.words();
-        words[Input::Rows.start(most)..][..table.len()].copy_from_slice(&table);
-        words[Input::Tables.start(most)..][..tables.len()].copy_from_slice(&tables);
-        for (word, row) in words[Input::Chosen.start(most)..].iter_mut().zip(wanted) {
-            *word = *row as u32;
-        }
-        let mut len = Input::Hidden.start(most);
-        match input {
-            PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
-            PassInput::Hidden(hidden) => {
-                words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
-                len += hidden.len();
-            }
-        }
-        let (from, numbers) = match self.head {
-            Some(_) => (steps.logits.clone(), many * self.config.vocab),
-            None => (hidden, count * width),
-        };
-        let graph = &steps.recorded[&shape];
-        steps.graphs.replay((&words[..len], &steps.words), graph, (&mut steps.got.words()[..numbers], &from))?;
-        Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
     }
 
     /// All layers, after the embedding of `tokens` where they are given.
@@ -476,73 +335,6 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// Median time of each step over all layers, for `count` rows of one sequence of which the first is at `position`.
-    ///
-    /// # Errors
-    /// The device failed.
-    pub fn step_times(&mut self, count: usize, position: usize) -> Result<Vec<(Step, f64)>, StageError> {
-        const SEQUENCE: SequenceId = SequenceId::MAX;
-        const REPEATS: usize = 5;
-        if !self.pool.reserve(SEQUENCE, position + count) {
-            return Err(input("no pages are left to measure with"));
-        }
-        let rows: Vec<RowAt> =
-            (position..position + count).map(|position| RowAt { sequence: SEQUENCE, position }).collect();
-        let mut steps = self.steps.take();
-        let times = guarded(|| {
-            let (table, tables) = self.tables(&rows, None);
-            let places = Places {
-                count,
-                rows: self.upload(bytemuck::cast_slice(&table)),
-                tables: self.upload(bytemuck::cast_slice(&tables)),
-                tables_len: tables.len(),
-                blocks: (position + count).div_ceil(POSITIONS),
-            };
-            let hidden = self.scratch.hidden.clone();
-            let sync = || {
-                self.client.flush().map_err(failed)?;
-                let synced = cubecl::future::block_on(self.client.sync());
-                synced.map_err(failed)
-            };
-            let mut times = Vec::new();
-            for step in STEPS {
-                let mut took = Vec::with_capacity(REPEATS);
-                let graph = steps.as_mut().map(|steps| {
-                    sync()?;
-                    steps.graphs.record(|client| self.all_layers(client, step, &places, &hidden))
-                });
-                let graph = graph.transpose()?;
-                for _ in 0..=REPEATS {
-                    sync()?;
-                    let start = Instant::now();
-                    match (&graph, &mut steps) {
-                        (Some(graph), Some(Steps { graphs, words, .. })) => {
-                            graphs.replay((&[], words), graph, (&mut [], words))?;
-                        }
-                        _ => self.all_layers(&self.client, step, &places, &hidden),
-                    }
-                    sync()?;
-                    took.push(start.elapsed().as_secs_f64() / self.layers.len() as f64);
-                }
-                took.remove(0); // compiles
-                took.sort_by(f64::total_cmp);
-                times.push((step, took[REPEATS / 2]));
-            }
-            Ok(times)
-        });
-        self.steps = steps;
-        self.pool.release(SEQUENCE);
-        times
-    }
-
-    /// One step of all layers.
-    fn all_layers<L: Platform>(&self, client: &ComputeClient<L>, step: Step, places: &Places, hidden: &Handle) {
-        for (index, layer) in self.layers.iter().enumerate() {
-            let recipe = &self.recipe.layers[self.options.layers.start + index];
-            self.step(client, step, recipe, layer, places, hidden);
-        }
-    }
-
     /// What the matrices read.
     fn wanted(&self, parts: &[Part]) -> Wanted {
         let codes = |part: &Part| Layout::of(part.matrix.kind).bits > 0;
@@ -633,14 +425,16 @@ impl<R: Platform> GpuEngine<R> {
 impl<R: Platform> decoder::Engine for GpuEngine<R> {
     const ROWS_PER_PASS: usize = ROWS;
 
-    fn reserve(&mut self, sequence: SequenceId, positions: usize) -> Result<(), StageError> {
-        if self.pool.reserve(sequence, positions) {
-            return Ok(());
-        }
-        let (free, all) = self.pool.free_of();
-        Err(input(format!(
-            "sequence {sequence}: {positions} positions need more pages of {POSITIONS} than the {free} of {all} that are free"
-        )))
+    fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), StageError> {
+        self.pool.reserve(wanted).map_err(|missing| {
+            let (free, all) = self.pool.free_of();
+            let positions: usize = wanted.iter().map(|(_, positions)| positions).sum();
+            input(format!(
+                "{} sequences with {positions} positions need {missing} pages of {POSITIONS} positions beside the ones that they \
+                 hold, and {free} of {all} are free; wait for a sequence to end, or give the stage more sequences",
+                wanted.len()
+            ))
+        })
     }
 
     fn release(&mut self, sequence: SequenceId) {
@@ -701,99 +495,6 @@ fn rotary<R: Platform>(client: &ComputeClient<R>, file: &ModelFile, positions: u
         })
         .collect();
     Ok(client.create(Bytes::from_bytes_vec(bytemuck::cast_slice(&numbers).to_vec())))
-}
-
-impl Scratch {
-    fn new<R: Platform>(
-        client: &ComputeClient<R>,
-        config: &ModelConfig,
-        heads: &Heads,
-        options: &StageOptions,
-    ) -> Self {
-        let floats = |numbers: usize| client.empty(numbers * 4);
-        let room = partial_room(heads, options.context);
-        Self {
-            hidden: floats(ROWS * config.width),
-            delta: floats(ROWS * config.width),
-            x: Activations::new(client, ROWS, config.width),
-            qkv: floats(ROWS * heads.row()),
-            queries: floats(ROWS * heads.queries()),
-            partials: Partials { values: floats(room * heads.queries()), sums: floats(room * heads.heads * 2), room },
-            attended: Activations::new(client, ROWS, heads.queries()),
-            both: floats(ROWS * 2 * config.ffn),
-            gated: Activations::new(client, ROWS, config.ffn),
-        }
-    }
-}
-
-/// Rows times pages that wait to be combined at most.
-fn partial_room(heads: &Heads, context: usize) -> usize {
-    let each = heads.heads * (heads.head_dim + 2) * 4;
-    let blocks = context.div_ceil(POSITIONS);
-    (PARTIAL_BYTES / each).clamp(blocks, ROWS * blocks)
-}
-
-fn scratch_bytes(config: &ModelConfig, heads: &Heads) -> u64 {
-    let per_row = 2 * config.width + heads.row() + heads.queries() + 2 * config.ffn;
-    let activations = 2 * (config.width + heads.queries() + config.ffn); // floats, codes, scales
-    ((ROWS * (per_row + activations) + config.vocab) * 4 + PARTIAL_BYTES) as u64
-}
-
-/// Refuses what cannot fit, naming the sums: a device that is full computes wrong numbers instead of failing.
-fn check_memory(
-    file: &ModelFile,
-    options: &StageOptions,
-    heads: &Heads,
-    pages: usize,
-    free: Option<u64>,
-    most: u64,
-) -> Result<(), StageError> {
-    let config = file.config();
-    let layer_pages = (pages * heads.page_bytes()) as u64;
-    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-    if layer_pages > most {
-        return Err(input(format!(
-            "keys and values of one layer take {} MiB ({} sequences of {} positions), a buffer of this device holds {}; give \
-             it a shorter context or fewer sequences",
-            mib(layer_pages),
-            options.sequences,
-            options.context,
-            mib(most)
-        )));
-    }
-    let Some(free) = free else { return Ok(()) };
-    let weights: u64 = file
-        .tensors()
-        .iter()
-        .filter(|t| belongs(config, &t.name, &options.layers))
-        .map(|t| match t.rows {
-            1 => (t.cols * 4) as u64,
-            _ => Layout::of(t.quant).matrix_bytes(t.rows, t.cols) as u64,
-        })
-        .sum();
-    let caches = layer_pages * options.layers.len() as u64;
-    let scratch = scratch_bytes(config, heads);
-    let total = weights + caches + scratch;
-    let room = free - SPARE_BYTES.min(free / 10);
-    if total <= room {
-        return Ok(());
-    }
-    Err(input(format!(
-        "the device has {} MiB free, {} less than needed: {} MiB of weights, {} of caches ({} sequences of {} positions), {} of \
-         scratch; give it fewer layers, a shorter context or fewer sequences",
-        mib(free),
-        mib(total - room),
-        mib(weights),
-        mib(caches),
-        options.sequences,
-        options.context,
-        mib(scratch)
-    )))
-}
-
-/// Whether a stage of these layers holds a tensor on the device.
-fn belongs(config: &ModelConfig, name: &str, layers: &Range<usize>) -> bool {
-    config.belongs_to(name, layers) && (name != "token_embd.weight" || layers.start == 0 || config.tied)
 }
 
 /// cubecl reports kernels that do not compile and devices that are lost by panicking.

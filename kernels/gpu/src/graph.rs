@@ -347,6 +347,12 @@ impl Drop for Graph {
     }
 }
 
+/// A buffer of CubeCL's and its address on the device, which stays while the handle lives.
+pub(crate) struct Buffer {
+    pub(crate) handle: Handle,
+    address: u64,
+}
+
 /// Host memory that the device reads and writes by itself.
 pub(crate) struct Pinned {
     start: *mut u32,
@@ -358,7 +364,7 @@ unsafe impl Send for Pinned {}
 
 impl Pinned {
     pub(crate) fn words(&mut self) -> &mut [u32] {
-        // SAFETY: allocated with so many words, which any pattern fills.
+        // SAFETY: allocated with `words` words; any pattern is a word.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.words) }
     }
 }
@@ -419,7 +425,7 @@ impl Graphs {
         for Noted { kernel, cubes, arguments } in noted {
             let mut pointers = Vec::with_capacity(arguments.buffers.len());
             for handle in bound.by_ref().take(arguments.buffers.len()) {
-                pointers.push(self.cuda.get_resource(handle).map_err(failed)?.resource().ptr);
+                pointers.push(self.buffer(handle)?.address);
             }
             let info = arguments.info;
             if info.dynamic_metadata_offset < info.data.len() || cubes == (0, 0, 0) {
@@ -477,6 +483,12 @@ impl Graphs {
         Ok(Pinned { start: start.cast(), words })
     }
 
+    /// Looks up where a buffer is: a call to CubeCL's thread, which is why it is not done in each step.
+    pub(crate) fn buffer(&self, handle: Handle) -> Result<Buffer, StageError> {
+        let address = self.cuda.get_resource(handle.clone()).map_err(failed)?.resource().ptr;
+        Ok(Buffer { handle, address })
+    }
+
     /// Waits until CubeCL's own launches are done: they are on another stream.
     pub(crate) fn join(&self) -> Result<(), StageError> {
         self.cuda.flush().map_err(failed)?;
@@ -486,15 +498,12 @@ impl Graphs {
     /// Sends words to a buffer, replays a graph, and gets words back: all in order, and done when this returns.
     pub(crate) fn replay(
         &self,
-        input: (&[u32], &Handle),
+        input: (&[u32], &Buffer),
         graph: &Graph,
-        output: (&mut [u32], &Handle),
+        output: (&mut [u32], &Buffer),
     ) -> Result<(), StageError> {
         self.enter()?;
-        let pointer = |handle: &Handle| -> Result<u64, StageError> {
-            Ok(self.cuda.get_resource(handle.clone()).map_err(failed)?.resource().ptr)
-        };
-        let (to, from) = (pointer(input.1)?, pointer(output.1)?);
+        let (to, from) = (input.1.address, output.1.address);
         // SAFETY: the buffers are as long as the words, by the engine that made both.
         unsafe {
             if !input.0.is_empty() {

@@ -1,6 +1,8 @@
 //! Weights on their way from a file to a device: converted to tiles on all threads, and proven by a checksum that the device takes.
 //!
 //! Devices do not say when an allocation fails; they compute with whatever is there. So what was sent is summed up again.
+use std::ops::Range;
+
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -21,9 +23,24 @@ pub(crate) struct Loader<'a, R: Platform> {
     threads: &'a rayon::ThreadPool,
     /// Bytes sent.
     pub(crate) bytes: u64,
-    /// What was sent and its checksum on the host.
-    sent: Vec<(String, Handle, usize, u32)>,
-    proofs: Vec<Handle>,
+    /// Of what was sent and is not proven yet.
+    proofs: Vec<Proof>,
+}
+
+/// Words that were sent: their sum on the host, and what the device sums up.
+struct Proof {
+    name: String,
+    words: usize,
+    sum: u32,
+    found: Handle,
+}
+
+/// Rows of matrices that become one.
+struct Joined<'n> {
+    kind: QuantType,
+    rows: usize,
+    cols: usize,
+    pieces: Vec<(&'n String, Range<usize>)>,
 }
 
 /// A matrix within a row of several: see [`crate::product::Target`].
@@ -41,54 +58,55 @@ const PROOFS_MAX: usize = 64;
 
 impl<'a, R: Platform> Loader<'a, R> {
     pub(crate) fn new(client: &'a ComputeClient<R>, file: &'a ModelFile, threads: &'a rayon::ThreadPool) -> Self {
-        Self { client, file, threads, bytes: 0, sent: Vec::new(), proofs: Vec::new() }
+        Self { client, file, threads, bytes: 0, proofs: Vec::new() }
     }
 
     /// Matrices that read the same rows, side by side: those of one format are one, as far as a buffer holds them.
     pub(crate) fn matrices(&mut self, names: &[String]) -> Result<Vec<Part>, StageError> {
-        let most = self.client.properties().memory.max_page_size;
-        let mut parts: Vec<Part> = Vec::new();
-        let mut pending: Option<(QuantType, usize, usize, Vec<u8>)> = None;
-        let mut offset = 0;
-        let mut label = String::new();
-        for name in names {
-            let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-            let layout = Layout::of(tensor.quant);
-            let strip = layout.matrix_bytes(1, tensor.cols);
-            let tiles = self.convert(name)?;
-            self.file.release(name);
-            let rows_each = (usize::try_from(most).unwrap_or(usize::MAX) / strip).max(1) * ROWS;
-            for (bytes, first) in tiles.chunks(rows_each / ROWS * strip).zip((0..tensor.rows).step_by(rows_each)) {
-                let rows = rows_each.min(tensor.rows - first);
-                let joins = pending.as_ref().is_some_and(|(kind, rows, cols, held)| {
-                    (*kind, *cols) == (tensor.quant, tensor.cols)
-                        && rows.is_multiple_of(ROWS)
-                        && (held.len() + bytes.len()) as u64 <= most
-                });
-                if !joins && let Some((kind, rows, cols, bytes)) = pending.take() {
-                    parts.push(self.part(&label, kind, rows, cols, bytes, offset));
-                    offset += rows;
-                }
-                match &mut pending {
-                    Some((_, held_rows, _, held)) => {
-                        *held_rows += rows;
-                        held.extend_from_slice(bytes);
-                    }
-                    None => pending = Some((tensor.quant, rows, tensor.cols, bytes.to_vec())),
-                }
-                label.clone_from(name);
+        let (mut parts, mut offset) = (Vec::new(), 0);
+        for Joined { kind, rows, cols, pieces } in self.joined(names)? {
+            let layout = Layout::of(kind);
+            let mut tiles = vec![0; layout.matrix_bytes(rows, cols)];
+            let mut rest = tiles.as_mut_slice();
+            for (name, rows) in &pieces {
+                let (out, behind) = rest.split_at_mut(layout.matrix_bytes(rows.len(), cols));
+                self.convert(name, rows.clone(), out)?;
+                self.file.release(name);
+                rest = behind;
             }
+            let tiles = self.send(pieces[0].0, tiles)?;
+            parts.push(Part { matrix: Matrix { kind, rows, cols, tiles }, offset, width: rows });
+            offset += rows;
         }
-        if let Some((kind, rows, cols, bytes)) = pending {
-            parts.push(self.part(&label, kind, rows, cols, bytes, offset));
-        }
-        self.settle(PROOFS_MAX)?;
         Ok(parts)
     }
 
-    fn part(&mut self, name: &str, kind: QuantType, rows: usize, cols: usize, bytes: Vec<u8>, offset: usize) -> Part {
-        let tiles = self.send(name, bytes);
-        Part { matrix: Matrix { kind, rows, cols, tiles }, offset, width: rows }
+    /// What becomes one matrix each.
+    fn joined<'n>(&self, names: &'n [String]) -> Result<Vec<Joined<'n>>, StageError> {
+        let most = usize::try_from(self.client.properties().memory.max_page_size).unwrap_or(usize::MAX);
+        let mut all: Vec<Joined<'n>> = Vec::new();
+        for name in names {
+            let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
+            let (kind, cols) = (tensor.quant, tensor.cols);
+            let layout = Layout::of(kind);
+            let rows_max = (most / layout.matrix_bytes(1, cols)).max(1) * ROWS;
+            for first in (0..tensor.rows).step_by(rows_max) {
+                let rows = first..tensor.rows.min(first + rows_max);
+                match all.last_mut() {
+                    // A matrix that does not fill its last tile ends there.
+                    Some(last)
+                        if (last.kind, last.cols) == (kind, cols)
+                            && last.rows.is_multiple_of(ROWS)
+                            && last.rows + rows.len() <= rows_max =>
+                    {
+                        last.rows += rows.len();
+                        last.pieces.push((name, rows));
+                    }
+                    _ => all.push(Joined { kind, rows: rows.len(), cols, pieces: vec![(name, rows)] }),
+                }
+            }
+        }
+        Ok(all)
     }
 
     /// A vector as floats.
@@ -109,37 +127,35 @@ impl<'a, R: Platform> Loader<'a, R> {
             }
             all.extend(vector);
         }
-        Ok(self.send(&names[0], bytemuck::cast_slice(&all).to_vec()))
+        self.send(&names[0], bytemuck::cast_slice(&all).to_vec())
     }
 
-    /// All rows of a matrix as tiles.
-    fn convert(&self, name: &str) -> Result<Vec<u8>, StageError> {
+    /// Rows of a matrix as tiles, of which the first begins a tile.
+    fn convert(&self, name: &str, rows: Range<usize>, tiles: &mut [u8]) -> Result<(), StageError> {
         let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-        let layout = Layout::of(tensor.quant);
-        let (strip, row) = (layout.matrix_bytes(1, tensor.cols), tensor.bytes.len() / tensor.rows.max(1));
-        let mut tiles = vec![0; layout.matrix_bytes(tensor.rows, tensor.cols)];
+        let strip = Layout::of(tensor.quant).matrix_bytes(1, tensor.cols);
+        let row = tensor.bytes.len() / tensor.rows.max(1);
+        let stored = tensor.bytes[rows.start * row..rows.end * row].par_chunks(ROWS * row);
         let result = self.threads.install(|| {
-            tiles.par_chunks_mut(strip).zip(tensor.bytes.par_chunks(ROWS * row)).enumerate().try_for_each(
-                |(i, (out, stored))| {
-                    let first = i * ROWS;
-                    convert(tensor.quant, tensor.cols, first..first + stored.len() / row, stored, out)
-                },
-            )
+            tiles.par_chunks_mut(strip).zip(stored).enumerate().try_for_each(|(i, (out, stored))| {
+                let first = rows.start + i * ROWS;
+                convert(tensor.quant, tensor.cols, first..first + stored.len() / row, stored, out)
+            })
         });
-        result.map_err(|error| StageError::Input(format!("tensor {name:?}, {error}")))?;
-        Ok(tiles)
+        result.map_err(|error| StageError::Input(format!("tensor {name:?}, {error}")))
     }
 
-    fn send(&mut self, name: &str, bytes: Vec<u8>) -> Handle {
+    fn send(&mut self, name: &str, bytes: Vec<u8>) -> Result<Handle, StageError> {
         self.bytes += bytes.len() as u64;
         let words = bytes.len() / 4;
         let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
         let part = |part: &[u8]| part.chunks_exact(4).map(word).fold(0, u32::wrapping_add);
         let sum = self.threads.install(|| bytes.par_chunks(1 << 16).map(part).reduce(|| 0, u32::wrapping_add));
         let handle = self.client.create(Bytes::from_bytes_vec(bytes));
-        self.proofs.push(checksum(self.client, &handle, words));
-        self.sent.push((name.to_owned(), handle.clone(), words, sum));
-        handle
+        let found = checksum(self.client, &handle, words);
+        self.proofs.push(Proof { name: name.to_owned(), words, sum, found });
+        self.settle(PROOFS_MAX)?;
+        Ok(handle)
     }
 
     /// Reads proofs back once there are `many`.
@@ -148,12 +164,12 @@ impl<'a, R: Platform> Loader<'a, R> {
             return Ok(());
         }
         self.client.flush().map_err(failed)?;
-        for ((name, _, words, expected), proof) in self.sent.drain(..).zip(self.proofs.drain(..)) {
-            let found = sum_of(self.client, proof)?;
-            if found != expected {
+        for Proof { name, words, sum, found } in self.proofs.drain(..) {
+            let found = sum_of(self.client, found)?;
+            if found != sum {
                 return Err(StageError::Device(format!(
-                    "tensor {name:?} did not arrive: the sum of its {words} words is {found:#x}, expected {expected:#x}; the \
-                     device may be out of memory"
+                    "tensor {name:?} did not arrive: the sum of its {words} words is {found:#x}, expected {sum:#x}; the device \
+                     may be out of memory"
                 )));
             }
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use kernels::order::POSITIONS;
 use kernels::stage::SequenceId;
 
-/// Which pages belong to whom. A page is [`POSITIONS`] positions of all layers.
+/// The pages of each sequence, and the free ones. A page is [`POSITIONS`] positions of all layers.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pages: usize,
@@ -18,22 +18,33 @@ impl Pool {
         Self { pages, free: (0..pages as u32).rev().collect(), sequences: BTreeMap::new() }
     }
 
-    /// Makes room for the first `positions` of a sequence; pages behind them are free again. `false`, with nothing changed, if
-    /// there are not enough.
-    pub(crate) fn reserve(&mut self, sequence: SequenceId, positions: usize) -> bool {
-        let wanted = positions.div_ceil(POSITIONS);
-        let held = self.sequences.get(&sequence).map_or(0, Vec::len);
-        if wanted > held + self.free.len() {
-            return false;
+    /// Makes room for the first positions of sequences, none of which is named twice; pages behind them are free again.
+    ///
+    /// # Errors
+    /// The number of further pages that are wanted, where fewer are free. Nothing has changed.
+    pub(crate) fn reserve(&mut self, wanted: &[(SequenceId, usize)]) -> Result<(), usize> {
+        let pages =
+            |(sequence, positions): &(SequenceId, usize)| (self.of(*sequence).len(), positions.div_ceil(POSITIONS));
+        let (less, more) = wanted.iter().map(pages).fold((0, 0), |(less, more), (held, wanted)| {
+            (less + held.saturating_sub(wanted), more + wanted.saturating_sub(held))
+        });
+        if more > self.free.len() + less {
+            return Err(more);
         }
-        let pages = self.sequences.entry(sequence).or_default();
-        while pages.len() > wanted {
-            self.free.extend(pages.pop());
+        // First what is given back: the same call may need it.
+        for grows in [false, true] {
+            for (sequence, positions) in wanted {
+                let wanted = positions.div_ceil(POSITIONS);
+                let pages = self.sequences.entry(*sequence).or_default();
+                if grows {
+                    let first = self.free.len() - wanted.saturating_sub(pages.len());
+                    pages.extend(self.free.drain(first..).rev());
+                } else {
+                    self.free.extend(pages.drain(wanted.min(pages.len())..).rev());
+                }
+            }
         }
-        while pages.len() < wanted {
-            pages.extend(self.free.pop());
-        }
-        true
+        Ok(())
     }
 
     pub(crate) fn release(&mut self, sequence: SequenceId) {
@@ -58,18 +69,23 @@ mod tests {
     #[test]
     fn pages_are_handed_out_once_and_come_back() {
         let mut pool = Pool::new(5);
-        assert!(pool.reserve(1, 129) && pool.reserve(2, 128));
+        assert_eq!(pool.reserve(&[(1, 129), (2, 128)]), Ok(()));
         assert_eq!((pool.of(1).len(), pool.of(2).len(), pool.free_of()), (2, 1, (2, 5)));
-        assert!(!pool.reserve(2, 4 * 128), "three more than the two that are free");
-        assert_eq!((pool.of(2).len(), pool.free_of()), (1, (2, 5)), "nothing changed");
-        assert!(pool.reserve(2, 3 * 128));
+        assert_eq!(pool.reserve(&[(2, 4 * 128)]), Err(3));
+        assert_eq!(pool.reserve(&[(3, 128), (2, 3 * 128)]), Err(3), "the first of them alone has room");
+        assert_eq!((pool.of(2).len(), pool.of(3).len(), pool.free_of()), (1, 0, (2, 5)), "nothing changed");
+        assert_eq!(pool.reserve(&[(2, 3 * 128)]), Ok(()));
         let mut all: Vec<u32> = pool.of(1).iter().chain(pool.of(2)).copied().collect();
         all.sort_unstable();
         assert_eq!(all, [0, 1, 2, 3, 4]);
-        assert!(pool.reserve(1, 5), "positions behind are forgotten");
-        assert_eq!(pool.free_of(), (1, 5));
+        assert_eq!(
+            pool.reserve(&[(3, 128), (1, 5)]),
+            Ok(()),
+            "positions behind are forgotten, their page is handed on"
+        );
+        assert_eq!((pool.of(1).len(), pool.of(3).len(), pool.free_of()), (1, 1, (0, 5)));
         pool.release(2);
         pool.release(2);
-        assert_eq!((pool.free_of(), pool.of(2).len()), ((4, 5), 0));
+        assert_eq!((pool.free_of(), pool.of(2).len()), ((3, 5), 0));
     }
 }

@@ -8,7 +8,7 @@ use kernels::quant::QuantType;
 use kernels::tile::ROWS;
 
 use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, reciprocal};
-use crate::product::{Activations, Matrix};
+use crate::product::{Activations, Matrix, chunk_range};
 use crate::tiles::{tile_words, weight};
 use crate::{Platform, array};
 
@@ -169,7 +169,7 @@ fn norm_kernel(
             x[i] = hidden_fours[from * (cols / 4) + at];
             w[i] = weight_fours[at];
         }
-        let squares = held_square_sum(hidden, from * cols, cols, &mut shared, lanes, able);
+        let squares = held_square_sum(&hidden.slice(from * cols, (from + 1) * cols), &mut shared, lanes, able);
         let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
         #[unroll]
         for i in 0..fours {
@@ -182,7 +182,7 @@ fn norm_kernel(
         }
         terminate!();
     }
-    let squares = square_sum(hidden, from * cols, cols, &mut shared, able);
+    let squares = square_sum(&hidden.slice(from * cols, (from + 1) * cols), &mut shared, able);
     let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
     let mut start = 0usize;
     while start < cols {
@@ -199,24 +199,22 @@ fn norm_kernel(
     }
 }
 
-/// The sum of the squares of `cols` numbers: a lane of a chunk is a unit. All 256 units take part and get it.
+/// Columns of a unit, which is a lane of a chunk: the first, and the end of its chunk. The next are [`LANES`] apart.
 #[cube]
-pub(crate) fn square_sum(
-    x: &Array<f32>,
-    from: usize,
-    cols: usize,
-    shared: &mut SharedMemory<f32>,
-    #[comptime] able: Abilities,
-) -> f32 {
-    let (unit, lanes) = (UNIT_POS_X as usize, comptime!(LANES));
-    let (chunk, lane) = (unit / lanes, unit % lanes);
-    let groups = cols.div_ceil(comptime!(GROUP));
-    let end = min(cols, (chunk + 1) * groups / comptime!(CHUNKS) * comptime!(GROUP));
-    let mut i = chunk * groups / comptime!(CHUNKS) * comptime!(GROUP) + lane;
+fn lane_columns(cols: usize) -> (usize, usize) {
+    let (chunk, lane) = (UNIT_POS_X as usize / comptime!(LANES), UNIT_POS_X as usize % comptime!(LANES));
+    let (from, to) = chunk_range(cols.div_ceil(comptime!(GROUP)), chunk);
+    (from * comptime!(GROUP) + lane, min(cols, to * comptime!(GROUP)))
+}
+
+/// The sum of the squares of a row. All 256 units take part and get it.
+#[cube]
+pub(crate) fn square_sum(x: &Slice<f32>, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
+    let (mut i, end) = lane_columns(x.len());
     let mut sum = 0.0f32;
     while i < end {
-        sum = fused(x[from + i], x[from + i], sum, able);
-        i += lanes;
+        sum = fused(x[i], x[i], sum, able);
+        i += comptime!(LANES);
     }
     add_chunks(sum, shared, able)
 }
@@ -224,21 +222,16 @@ pub(crate) fn square_sum(
 /// As [`square_sum`], for rows of at most `lanes` columns a unit, which are asked for at once.
 #[cube]
 fn held_square_sum(
-    x: &Array<f32>,
-    from: usize,
-    cols: usize,
+    x: &Slice<f32>,
     shared: &mut SharedMemory<f32>,
     #[comptime] lanes: usize,
     #[comptime] able: Abilities,
 ) -> f32 {
-    let (chunk, lane) = (UNIT_POS_X as usize / comptime!(LANES), UNIT_POS_X as usize % comptime!(LANES));
-    let groups = cols.div_ceil(comptime!(GROUP));
-    let end = min(cols, (chunk + 1) * groups / comptime!(CHUNKS) * comptime!(GROUP));
-    let start = chunk * groups / comptime!(CHUNKS) * comptime!(GROUP) + lane;
+    let (start, end) = lane_columns(x.len());
     let mut numbers = Array::<f32>::new(lanes);
     #[unroll]
     for i in 0..lanes {
-        numbers[i] = x[from + min(start + i * comptime!(LANES), cols - 1)];
+        numbers[i] = x[min(start + i * comptime!(LANES), x.len() - 1)];
     }
     let mut sum = 0.0f32;
     #[unroll]
@@ -252,7 +245,7 @@ fn held_square_sum(
 
 /// Lanes are added as a tree, chunks in order.
 #[cube]
-pub(crate) fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
+fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilities) -> f32 {
     let unit = UNIT_POS_X as usize;
     let lane = unit % comptime!(LANES);
     if comptime!(able.matrices) {
@@ -478,7 +471,7 @@ fn norm_add_kernel(
     let cols = cols as usize;
     let from = CUBE_POS_X as usize * cols;
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
-    let squares = square_sum(delta, from, cols, &mut shared, able);
+    let squares = square_sum(&delta.slice(from, from + cols), &mut shared, able);
     let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
     let mut i = UNIT_POS_X as usize;
     while i < cols {

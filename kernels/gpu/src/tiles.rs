@@ -167,8 +167,7 @@ impl LaneTile {
     }
 }
 
-/// Reads what a lane needs of a tile: codes to `codes[at ..]`, scales to `scales[at ..]`, each at so
-/// many times [`lane_vectors`] and [`lane_scales`].
+/// Reads what a lane needs of a tile: codes to `codes[at · lane_vectors ..]`, scales to `scales[at · lane_scales ..]`.
 #[cube]
 pub(crate) fn read_lane(
     pairs: &Array<Vector<u32, Const<2>>>,

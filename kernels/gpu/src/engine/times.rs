@@ -1,0 +1,81 @@
+//! How long each step of a layer takes.
+use std::time::Instant;
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use kernels::decoder::RowAt;
+use kernels::order::POSITIONS;
+use kernels::stage::{SequenceId, StageError};
+
+use super::steps::Steps;
+use super::{GpuEngine, STEPS, Step, failed, guarded, input};
+use crate::Platform;
+use crate::attention::Places;
+
+impl<R: Platform> GpuEngine<R> {
+    /// Median time of each step over all layers, for `count` rows of one sequence of which the first is at `position`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn step_times(&mut self, count: usize, position: usize) -> Result<Vec<(Step, f64)>, StageError> {
+        const SEQUENCE: SequenceId = SequenceId::MAX;
+        const REPEATS: usize = 5;
+        let reserved = self.pool.reserve(&[(SEQUENCE, position + count)]);
+        reserved.map_err(|missing| input(format!("{missing} pages are wanted to measure with, and fewer are free")))?;
+        let rows: Vec<RowAt> =
+            (position..position + count).map(|position| RowAt { sequence: SEQUENCE, position }).collect();
+        let mut steps = self.steps.take();
+        let times = guarded(|| {
+            let (table, tables) = self.tables(&rows, None);
+            let places = Places {
+                count,
+                rows: self.upload(bytemuck::cast_slice(&table)),
+                tables: self.upload(bytemuck::cast_slice(&tables)),
+                tables_len: tables.len(),
+                blocks: (position + count).div_ceil(POSITIONS),
+            };
+            let hidden = self.scratch.hidden.clone();
+            let sync = || {
+                self.client.flush().map_err(failed)?;
+                let synced = cubecl::future::block_on(self.client.sync());
+                synced.map_err(failed)
+            };
+            let mut times = Vec::new();
+            for step in STEPS {
+                let mut took = Vec::with_capacity(REPEATS);
+                let graph = steps.as_mut().map(|steps| {
+                    sync()?;
+                    steps.graphs.record(|client| self.all_layers(client, step, &places, &hidden))
+                });
+                let graph = graph.transpose()?;
+                for _ in 0..=REPEATS {
+                    sync()?;
+                    let start = Instant::now();
+                    match (&graph, &mut steps) {
+                        (Some(graph), Some(Steps { graphs, words, .. })) => {
+                            graphs.replay((&[], words), graph, (&mut [], words))?;
+                        }
+                        _ => self.all_layers(&self.client, step, &places, &hidden),
+                    }
+                    sync()?;
+                    took.push(start.elapsed().as_secs_f64() / self.layers.len() as f64);
+                }
+                took.remove(0); // compiles
+                took.sort_by(f64::total_cmp);
+                times.push((step, took[REPEATS / 2]));
+            }
+            Ok(times)
+        });
+        self.steps = steps;
+        self.pool.release(SEQUENCE);
+        times
+    }
+
+    /// One step of all layers.
+    fn all_layers<L: Platform>(&self, client: &ComputeClient<L>, step: Step, places: &Places, hidden: &Handle) {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let recipe = &self.recipe.layers[self.options.layers.start + index];
+            self.step(client, step, recipe, layer, places, hidden);
+        }
+    }
+}

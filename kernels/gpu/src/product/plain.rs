@@ -1,0 +1,114 @@
+//! Products on any device and of any format: a unit computes one chunk of one row of the matrix.
+use cubecl::prelude::*;
+use kernels::order::{CHUNKS, GROUP};
+use kernels::quant::QuantType;
+use kernels::tile::{Layout, ROWS, Scales};
+
+use super::{Finish, chunk_range, finish_element};
+use crate::arithmetic::{Abilities, fused};
+use crate::tiles::{code_words, row_scales, slot_codes, tile_words, weight};
+
+#[cube(launch_unchecked)]
+pub(super) fn plain_kernel(
+    tiles: &Array<u32>,
+    floats: &Array<f32>,
+    codes: &Array<u32>,
+    scales: &Array<f32>,
+    bias: &Array<f32>,
+    y: &mut Array<f32>,
+    cols: u32,
+    stride: u32,
+    offset: u32,
+    width: u32,
+    #[comptime] kind: QuantType,
+    #[comptime] integers: bool,
+    #[comptime] finish: Finish,
+    #[comptime] able: Abilities,
+) {
+    let (row, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
+    let (strip, token) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
+    let cols = cols as usize;
+    let groups = cols.div_ceil(comptime!(GROUP));
+    let (from, to) = chunk_range(groups, chunk);
+    let mut sum = 0.0f32;
+    for group in from..to {
+        let tile = (strip * groups + group) * comptime!(tile_words(kind));
+        if comptime!(integers) {
+            #[unroll]
+            for block in 0..2usize {
+                sum = plain_block(tiles, tile, codes, scales, token * groups + group, block, row, sum, kind, able);
+            }
+        } else {
+            let end = min(comptime!(GROUP), cols - group * comptime!(GROUP));
+            for column in 0..end {
+                let x = floats[token * cols + group * comptime!(GROUP) + column];
+                sum = fused(weight(tiles, tile, row, column, kind, able), x, sum, able);
+            }
+        }
+    }
+    let mut sums = SharedMemory::<f32>::new(comptime!(ROWS * CHUNKS));
+    sums[chunk * comptime!(ROWS) + row] = sum;
+    sync_cube();
+    let element = strip * comptime!(ROWS) + row;
+    if chunk == 0 && element < width as usize {
+        let mut total = 0.0f32;
+        #[unroll]
+        for c in 0..CHUNKS {
+            total += sums[comptime!(c * ROWS) + row];
+        }
+        let at = token * stride as usize + offset as usize + element;
+        finish_element(y, at, total, bias, element, finish);
+    }
+}
+
+/// One block of integers of one row of the matrix: see `kernels::order::block_dot`.
+#[cube]
+fn plain_block(
+    tiles: &Array<u32>,
+    tile: usize,
+    codes: &Array<u32>,
+    scales: &Array<f32>,
+    group: usize,
+    #[comptime] block: usize,
+    row: usize,
+    sum: f32,
+    #[comptime] kind: QuantType,
+    #[comptime] able: Abilities,
+) -> f32 {
+    let layout = comptime!(Layout::of(kind));
+    let words = tile + comptime!(block * layout.block_bytes / 4);
+    let (first, second, minimum) = row_scales(tiles, tile + comptime!(code_words(kind)), block, row, kind, able);
+    let x = (2 * group + block) * 4;
+    let scale = scales[x];
+    let mut dots = Array::<i32>::new(2usize);
+    #[unroll]
+    for half in 0..2usize {
+        let mut dot = 0i32;
+        #[unroll]
+        for i in 0..4usize {
+            let slot = comptime!(4 * half + i);
+            let w = slot_codes(tiles, words, row, slot, kind);
+            let v = codes[group * 16 + comptime!(4 * i + 2 * block + half)];
+            #[unroll]
+            for j in 0..4u32 {
+                let a = i32::cast_from((w >> comptime!(8 * j)) & 255u32);
+                let b = i32::cast_from(((v >> comptime!(8 * j)) & 255u32) ^ 128u32) - 128i32;
+                dot += a * b;
+            }
+        }
+        let first = i32::reinterpret(scales[x + 3]);
+        let sum = if comptime!(half == 0) { first } else { i32::reinterpret(scales[x + 2]) - first };
+        dots[half] = dot - comptime!(layout.offset) * sum;
+    }
+    let mut out = sum;
+    if comptime!(layout.scales == Scales::Sixteens) {
+        out = fused(f32::cast_from(dots[0]), first * scale, out, able);
+        out = fused(f32::cast_from(dots[1]), second * scale, out, able);
+    } else {
+        out = fused(f32::cast_from(dots[0] + dots[1]), first * scale, out, able);
+    }
+    if comptime!(layout.scales.minimum()) {
+        out = fused(minimum, scales[x + 1], out, able);
+    }
+    out
+}
