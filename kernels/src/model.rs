@@ -8,7 +8,7 @@ use crate::cpu::engine::{Engine, Shape};
 use crate::decoder::{self, Decoder, PassInput, RowAt};
 use crate::pool::Pool;
 use crate::recipe::Recipe;
-use crate::rotary::RotaryTable;
+use crate::rotary::RotaryTables;
 use crate::stage::{ResidentBytes, SequenceId, Stage, StageError, StageOptions};
 use crate::weights::{ModelFile, RopeKind};
 
@@ -54,7 +54,7 @@ impl CpuEngine {
         decoder::check_options(config, &options)?;
         let recipe = Recipe::of(config);
         let no_threads = |e| StageError::Device(format!("{} compute threads: {e}", options.threads));
-        let mut engine = engine(&file, &options, isa, Pool::new(options.threads).map_err(no_threads)?)?;
+        let mut engine = engine(&file, &recipe, &options, isa, Pool::new(options.threads).map_err(no_threads)?)?;
         let mut loader = Loader { file: &file, pool: &mut engine.pool, bytes: 0 };
         let range = options.layers.clone();
         let layers = range.clone().map(|layer| loader.layer(&recipe.layers[layer], layer)).collect::<Result<_, _>>()?;
@@ -125,7 +125,13 @@ fn embed(file: &ModelFile, recipe: &Recipe, token: u32, row: &mut [f32]) {
 
 const EMBEDDING: &str = "token_embd.weight";
 
-fn engine(file: &ModelFile, options: &StageOptions, isa: Isa, pool: Pool) -> Result<Engine, StageError> {
+fn engine(
+    file: &ModelFile,
+    recipe: &Recipe,
+    options: &StageOptions,
+    isa: Isa,
+    pool: Pool,
+) -> Result<Engine, StageError> {
     let config = file.config();
     let shape = Shape {
         width: config.width,
@@ -136,7 +142,7 @@ fn engine(file: &ModelFile, options: &StageOptions, isa: Isa, pool: Pool) -> Res
         halves: config.rope.kind == RopeKind::Halves,
         activations: options.activations,
     };
-    Ok(Engine::new(isa, pool, shape, options.layers.len(), RotaryTable::of(file)?))
+    Ok(Engine::new(isa, pool, shape, options.layers.len(), RotaryTables::of(file, recipe, options.layers.clone())?))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! A layer is a pre-normed attention and a pre-normed gated feed-forward, each added to the residual stream; what differs between
 //! families of models is said here and nowhere else. Next: `model.rs` for the processor's engine.
 use crate::order::Activation;
-use crate::weights::ModelConfig;
+use crate::weights::{ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,6 +30,8 @@ pub struct LayerRecipe {
     pub norms_after: bool,
     /// Positions that a row sees, its own included; `None`: all up to its own.
     pub window: Option<usize>,
+    /// How queries and keys are turned. All layers of a model turn the same elements.
+    pub rope: Rope,
     /// What queries are multiplied by after rotation.
     pub scale: f32,
     /// Soft cap of the scores.
@@ -48,6 +50,7 @@ impl Recipe {
             output_bias: config.attention_output_bias,
             norms_after: false,
             window: None,
+            rope: config.rope.clone(),
             scale: 1.0 / (config.head_dim as f32).sqrt(),
             score_cap: None,
             activation: Activation::Silu,

@@ -1,6 +1,59 @@
 //! Cosines and sines of the rotary embedding, the same bits on every machine: no libm is asked.
+use std::ops::Range;
+
+use crate::recipe::Recipe;
 use crate::stage::StageError;
-use crate::weights::{ModelFile, RotaryFrequencies};
+use crate::weights::{ModelFile, Rope, RotaryFrequencies};
+
+/// The tables of a stage's layers, one for each way of turning.
+#[derive(Debug)]
+pub struct RotaryTables {
+    tables: Vec<RotaryTable>,
+    /// Table of each layer of the stage.
+    layers: Vec<usize>,
+}
+
+impl RotaryTables {
+    /// The tables that some layers of a model need.
+    ///
+    /// # Errors
+    /// Frequencies that the file gives make no sense.
+    pub fn of(file: &ModelFile, recipe: &Recipe, layers: Range<usize>) -> Result<Self, StageError> {
+        let mut known: Vec<&Rope> = Vec::new();
+        let mut tables = Self { tables: Vec::new(), layers: Vec::new() };
+        for layer in &recipe.layers[layers] {
+            let table = known.iter().position(|rope| **rope == layer.rope);
+            if table.is_none() {
+                known.push(&layer.rope);
+                tables.tables.push(RotaryTable::of(file, &layer.rope)?);
+            }
+            tables.layers.push(table.unwrap_or(known.len() - 1));
+        }
+        Ok(tables)
+    }
+
+    /// Makes the positions below `positions` known.
+    pub fn grow(&mut self, positions: usize) {
+        self.tables.iter_mut().for_each(|table| table.grow(positions));
+    }
+
+    /// Each table.
+    pub fn all(&self) -> &[RotaryTable] {
+        &self.tables
+    }
+
+    /// Which of [`Self::all`] the stage's `layer`-th layer turns by.
+    #[must_use]
+    pub fn table_of(&self, layer: usize) -> usize {
+        self.layers[layer]
+    }
+
+    /// Bytes of memory.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.tables.iter().map(RotaryTable::bytes).sum()
+    }
+}
 
 /// Angles of all positions up to the highest that was needed.
 #[derive(Debug)]
@@ -15,12 +68,12 @@ pub struct RotaryTable {
 const STEP: usize = 64;
 
 impl RotaryTable {
-    /// The table of a model.
+    /// The table of one way of turning.
     ///
     /// # Errors
     /// Frequencies that the file gives make no sense.
-    pub fn of(file: &ModelFile) -> Result<Self, StageError> {
-        let frequencies = file.rotary_frequencies();
+    fn of(file: &ModelFile, rope: &Rope) -> Result<Self, StageError> {
+        let frequencies = file.rotary_frequencies(rope);
         frequencies.map(Self::new).map_err(|e| StageError::Input(format!("the weights cannot be used: {e}")))
     }
 
@@ -29,7 +82,7 @@ impl RotaryTable {
     }
 
     /// Makes the positions below `positions` known.
-    pub fn grow(&mut self, positions: usize) {
+    fn grow(&mut self, positions: usize) {
         let pairs = self.frequencies.inverse.len();
         let known = self.cos.len() / pairs.max(1);
         if positions <= known {
@@ -57,9 +110,7 @@ impl RotaryTable {
         self.frequencies.inverse.len()
     }
 
-    /// Bytes of memory.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         (self.cos.capacity() + self.sin.capacity()) * size_of::<f32>()
     }
 }

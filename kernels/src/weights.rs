@@ -300,13 +300,13 @@ impl ModelFile {
         self.config.costs(&self.tensors, activations)
     }
 
-    /// Inverse frequencies of the rotary embedding, with the file's own factors where it carries them.
+    /// Inverse frequencies of a rotary embedding, with the file's own factors where it carries them.
     ///
     /// # Errors
     /// Factors of another length than half the rotary dimensions, or not positive.
-    pub fn rotary_frequencies(&self) -> Result<RotaryFrequencies, WeightsError> {
+    pub fn rotary_frequencies(&self, rope: &Rope) -> Result<RotaryFrequencies, WeightsError> {
         let factors = self.tensor(config::ROPE_FACTORS).map(|t| t.to_f32());
-        self.config.rope.frequencies(factors.as_deref())
+        rope.frequencies(factors.as_deref())
     }
 
     /// The tokenizer that the header describes.

@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use kernels::order::Activation;
 use kernels::recipe::{LayerRecipe, Recipe};
-use kernels::weights::{ModelConfig, ModelFile, RopeKind};
+use kernels::weights::{ModelConfig, ModelFile, Rope, RopeKind};
 
 /// Logits `[tokens, vocabulary]` after each token of a sequence.
 ///
@@ -15,8 +15,8 @@ pub fn logits<B: Backend>(file: &ModelFile, tokens: &[u32], device: &B::Device) 
     let model = Model::<B> { file, config: file.config(), device };
     let recipe = Recipe::of(model.config);
     let mut hidden = model.embed(tokens, recipe.embed_scale);
-    let turns = model.turns(tokens.len());
     for (index, layer) in recipe.layers.iter().enumerate() {
+        let turns = model.turns(tokens.len(), &layer.rope);
         hidden = model.layer(hidden, layer, index, &turns);
     }
     let normed = model.norm(hidden, "output_norm.weight");
@@ -68,8 +68,8 @@ impl<B: Backend> Model<'_, B> {
     }
 
     /// Cosines and sines of each position: `[positions, 1, pairs]`.
-    fn turns(&self, positions: usize) -> [Tensor<B, 3>; 2] {
-        let frequencies = self.file.rotary_frequencies().expect("frequencies of an opened file");
+    fn turns(&self, positions: usize, rope: &Rope) -> [Tensor<B, 3>; 2] {
+        let frequencies = self.file.rotary_frequencies(rope).expect("frequencies of an opened file");
         let table = |of: fn(f64) -> f64| {
             let angles = (0..positions).flat_map(|p| frequencies.inverse.iter().map(move |i| p as f64 * i));
             let numbers: Vec<f32> = angles.map(|angle| (of(angle) * f64::from(frequencies.magnitude)) as f32).collect();

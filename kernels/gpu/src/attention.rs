@@ -321,14 +321,17 @@ fn first_seen(position: usize, window: u32, #[comptime] windowed: bool) -> usize
     first
 }
 
-/// Values that are asked for at once.
-const VALUES: usize = 32;
+/// Values that are asked for at once: registers hold no more.
+const fn values_at_once(heads: &Heads) -> usize {
+    if heads.half_cells { 32 } else { 4 }
+}
+
 /// Blocks that are combined at once.
 const BLOCKS: usize = 8;
 
-/// Vectors of keys that are asked for at once, a divisor of `count`.
-const fn batch_of(count: usize) -> usize {
-    if count.is_multiple_of(8) {
+/// Vectors of keys that are asked for at once, a divisor of `count`: floats leave fewer registers.
+const fn batch_of(count: usize, halves: bool) -> usize {
+    if halves && count.is_multiple_of(8) {
         8
     } else if count.is_multiple_of(4) {
         4
@@ -426,7 +429,7 @@ fn attend_kernel(
     if seen {
         // Vectors are asked for in batches: one after the other would wait for memory each time.
         let each = comptime!(if heads.half_cells { 8usize } else { 4usize });
-        let batch = comptime!(batch_of(dims / each));
+        let batch = comptime!(batch_of(dims / each, heads.half_cells));
         let mut vectors = Array::<Vector<u32, Const<4>>>::new(batch);
         for start in 0..comptime!(dims / each / batch) {
             #[unroll]
@@ -518,11 +521,12 @@ fn attend_kernel(
             low[h] = 0.0f32;
             high[h] = 0.0f32;
         }
-        let mut start = from / VALUES * VALUES;
-        let mut batch = Array::<u32>::new(VALUES);
+        let each = comptime!(values_at_once(&heads));
+        let mut start = from / each * each;
+        let mut batch = Array::<u32>::new(each);
         while start < to {
             #[unroll]
-            for i in 0..VALUES {
+            for i in 0..each {
                 // Positions that are not seen have no weight, and may hold anything.
                 let p = start + i;
                 batch[i] = 0u32;
@@ -531,7 +535,7 @@ fn attend_kernel(
                 }
             }
             #[unroll]
-            for i in 0..VALUES {
+            for i in 0..each {
                 #[unroll]
                 for h in 0..share {
                     let weight = weights[min(h0 + h, comptime!(group - 1)) * positions + start + i];
@@ -544,7 +548,7 @@ fn attend_kernel(
                     }
                 }
             }
-            start += VALUES;
+            start += each;
         }
         #[unroll]
         for h in 0..share {

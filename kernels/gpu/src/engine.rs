@@ -10,7 +10,7 @@ use cubecl::server::Handle;
 use kernels::decoder::{self, Decoder, PassInput, RowAt};
 use kernels::order::POSITIONS;
 use kernels::recipe::{LayerRecipe, Recipe};
-use kernels::rotary::RotaryTable;
+use kernels::rotary::{RotaryTable, RotaryTables};
 use kernels::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
 use kernels::tile::Layout;
 use kernels::weights::{ModelConfig, ModelFile, RopeKind};
@@ -44,7 +44,6 @@ pub struct GpuEngine<R: Platform> {
     layers: Vec<Layer>,
     table: Option<Vec<Part>>,
     head: Option<Head>,
-    rotary: Handle,
     pool: Pool,
     scratch: Scratch,
     bytes: ResidentBytes,
@@ -105,6 +104,8 @@ struct Layer {
     gated: Vec<Part>,
     down: Vec<Part>,
     pages: Pages,
+    /// `[context, 2 · pairs]`: cosines, then sines.
+    rotary: Handle,
 }
 
 /// Final norm and output matrix.
@@ -163,10 +164,14 @@ impl<R: Platform> GpuEngine<R> {
         let range = options.layers.clone();
         let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
         let mut layers = Vec::with_capacity(range.len());
+        let mut tables = RotaryTables::of(file, &recipe, range.clone())?;
+        tables.grow(options.context);
+        let rotary: Vec<Handle> = tables.all().iter().map(|table| rotary(&client, table, options.context)).collect();
         for index in range.clone() {
+            let rotary = rotary[tables.table_of(index - range.start)].clone();
             let page = Pages { pages: client.empty(pages * heads.page_bytes()), count: pages };
             fill(&client, &page.pages, pages * heads.page_bytes() / 4)?;
-            layers.push(layer(&mut loader, &recipe.layers[index], index, page)?);
+            layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary)?);
         }
         let head = (range.end == config.layers).then(|| -> Result<Head, StageError> {
             let norm = loader.vector("output_norm.weight")?;
@@ -178,7 +183,6 @@ impl<R: Platform> GpuEngine<R> {
         });
         let head = head.transpose()?;
         let weights = loader.finish()?;
-        let rotary = rotary(&client, file, options.context)?;
         let scratch = Scratch::new(&client, &config, &heads, &options);
         let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes(&config, &heads);
         let pool = Pool::new(pages);
@@ -199,7 +203,6 @@ impl<R: Platform> GpuEngine<R> {
             layers,
             table,
             head,
-            rotary,
             pool,
             scratch,
             bytes,
@@ -295,7 +298,7 @@ impl<R: Platform> GpuEngine<R> {
         let heads = LayerHeads {
             biases: layer.biases.as_ref(),
             norms: layer.head_norms.as_ref(),
-            rotary: &self.rotary,
+            rotary: &layer.rotary,
             positions: self.options.context,
             scale: recipe.scale,
             window: recipe.window,
@@ -459,6 +462,7 @@ fn layer<R: Platform>(
     recipe: &LayerRecipe,
     index: usize,
     pages: Pages,
+    rotary: Handle,
 ) -> Result<Layer, StageError> {
     let weight = |part: &str| format!("blk.{index}.{part}.weight");
     let bias = |part: &str| format!("blk.{index}.{part}.bias");
@@ -481,20 +485,18 @@ fn layer<R: Platform>(
         gated: loader.matrices(&["ffn_gate", "ffn_up"].map(weight))?,
         down: loader.matrices(&[weight("ffn_down")])?,
         pages,
+        rotary,
     })
 }
 
-/// Cosines, then sines, of each position.
-fn rotary<R: Platform>(client: &ComputeClient<R>, file: &ModelFile, positions: usize) -> Result<Handle, StageError> {
-    let mut table = RotaryTable::of(file)?;
-    table.grow(positions);
-    let numbers: Vec<f32> = (0..positions)
-        .flat_map(|position| {
-            let (cosines, sines) = table.at(position);
-            cosines.iter().chain(sines).copied()
-        })
-        .collect();
-    Ok(client.create(Bytes::from_bytes_vec(bytemuck::cast_slice(&numbers).to_vec())))
+/// Cosines, then sines, of each position below `positions`, which the table knows.
+fn rotary<R: Platform>(client: &ComputeClient<R>, table: &RotaryTable, positions: usize) -> Handle {
+    let row = |position| {
+        let (cosines, sines) = table.at(position);
+        cosines.iter().chain(sines).copied()
+    };
+    let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
+    client.create(Bytes::from_bytes_vec(bytemuck::cast_slice(&numbers).to_vec()))
 }
 
 /// cubecl reports kernels that do not compile and devices that are lost by panicking.

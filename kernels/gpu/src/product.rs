@@ -18,7 +18,7 @@ mod panel;
 mod plain;
 
 use few::few_kernel;
-use panel::{PANEL_ROWS, PANEL_TOKENS, panel_kernel};
+use panel::{PANEL_ROWS, panel_kernel, panel_tokens};
 use plain::plain_kernel;
 
 /// A matrix of tiles on a device.
@@ -156,7 +156,11 @@ pub(crate) fn product<R: Platform>(
         unsafe {
             panel_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(count.div_ceil(PANEL_TOKENS) as u32, matrix.rows.div_ceil(PANEL_ROWS) as u32, 1),
+                CubeCount::Static(
+                    count.div_ceil(panel_tokens(matrix.kind)) as u32,
+                    matrix.rows.div_ceil(PANEL_ROWS) as u32,
+                    1,
+                ),
                 CubeDim::new_2d(32, 8),
                 array(&matrix.tiles, matrix.words()),
                 array(&matrix.tiles, matrix.words()),

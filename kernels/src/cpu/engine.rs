@@ -15,7 +15,7 @@ use crate::model::load::LayerWeights;
 use crate::order::{Activation, soft_cap};
 use crate::pool::Pool;
 use crate::recipe::LayerRecipe;
-use crate::rotary::RotaryTable;
+use crate::rotary::RotaryTables;
 use crate::stage::{Activations, SequenceId};
 use crate::tile::{ROWS, Tiles};
 
@@ -25,7 +25,7 @@ pub(crate) struct Engine {
     pub(crate) pool: Pool,
     shape: Shape,
     pub(crate) cache: KvCache,
-    rotary: RotaryTable,
+    rotary: RotaryTables,
     pass: Vec<RowAt>,
     /// Rows of the residual stream, `[rows, width]`.
     pub(crate) hidden: Vec<f32>,
@@ -66,7 +66,7 @@ impl Shape {
 const ALONE: usize = 100_000;
 
 impl Engine {
-    pub(crate) fn new(isa: Isa, pool: Pool, shape: Shape, layers: usize, rotary: RotaryTable) -> Self {
+    pub(crate) fn new(isa: Isa, pool: Pool, shape: Shape, layers: usize, rotary: RotaryTables) -> Self {
         Self {
             isa,
             scores: vec![Vec::new(); pool.workers()],
@@ -239,7 +239,7 @@ impl Engine {
 
     fn rotate_and_store(&mut self, scale: f32, layer: usize) {
         let Self { isa, pool, shape, cache, rotary, pass, q, k, v, .. } = self;
-        let (size, halves) = (shape.head_dim, shape.halves);
+        let (size, halves, turned) = (shape.head_dim, shape.halves, &rotary.all()[rotary.table_of(layer)]);
         let (q_width, k_width) = (shape.heads * size, shape.kv_heads * size);
         let mut writers: Vec<(SequenceId, Writer)> = Vec::new();
         for row in pass.iter() {
@@ -250,7 +250,7 @@ impl Engine {
         let (q, k) = (Shared::of(q), Shared::of(k));
         each_row(pool, pass.len(), 4 * (q_width + k_width), &|i| {
             let RowAt { sequence, position } = pass[i];
-            let (cos, sin) = rotary.at(position);
+            let (cos, sin) = turned.at(position);
             let writer = writers.iter().find(|(s, _)| *s == sequence).map(|(_, writer)| writer);
             // SAFETY: each row is visited once, and rows of a sequence have distinct positions; the instruction set was
             // detected.

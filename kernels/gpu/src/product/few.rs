@@ -9,13 +9,16 @@ use super::{FEW, Finish, chunk_range, finish_element};
 use crate::arithmetic::Abilities;
 use crate::tiles::{LaneTile, lane_scales, lane_vectors, read_lane, tile_words};
 
-/// Tiles that a plane has asked for before it uses the first of them.
-const fn ahead(kind: QuantType) -> usize {
-    match Layout::of(kind).bits {
-        4 => 6,
-        5 | 6 => 4,
+/// Tiles of each strip that a plane has asked for before it uses the first of them: as many as registers hold on all cards.
+const fn ahead(kind: QuantType, strips: usize) -> usize {
+    let words = 2 * lane_vectors(kind) + lane_scales(kind);
+    let tiles = match words {
+        ..=6 => 6,
+        7..=8 => 5,
+        9..=10 if Layout::of(kind).bits < 8 => 4,
         _ => 3,
-    }
+    };
+    if tiles / strips < 2 { 2 } else { tiles / strips }
 }
 
 #[cube(launch_unchecked, address_type = "u64")]
@@ -142,7 +145,7 @@ fn strip_sums(
     #[comptime] kind: QuantType,
     #[comptime] able: Abilities,
 ) {
-    let depth = comptime!(ahead(kind) / each);
+    let depth = comptime!(ahead(kind, each));
     let (g, t) = (lane / 4, lane % 4);
     let (from, to) = chunk_range(groups, chunk);
     // Tiles from one strip to the next: none where there is no next one, whose sums nobody wants then.

@@ -2,7 +2,7 @@
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
-use kernels::tile::ROWS;
+use kernels::tile::{Layout, ROWS, Scales};
 
 use super::matrices::multiply;
 use super::{Finish, chunk_range, finish_element};
@@ -10,13 +10,18 @@ use crate::arithmetic::Abilities;
 use crate::tiles::{LaneTile, lane_scales, lane_vectors, read_lane, tile_words};
 
 /// Tokens of a cube.
-pub(super) const PANEL_TOKENS: usize = 128;
+pub(super) const fn panel_tokens(kind: QuantType) -> usize {
+    4 * 8 * eights(kind)
+}
+
 /// Matrix rows of a cube.
 pub(super) const PANEL_ROWS: usize = 64;
 /// Tiles of 16 rows that a plane of a panel computes.
 const PANEL_STRIPS: usize = 2;
-/// Times eight tokens that a plane of a panel computes.
-const PANEL_EIGHTS: usize = 4;
+/// Times eight tokens that a plane of a panel computes: fewer where a tile takes more registers.
+const fn eights(kind: QuantType) -> usize {
+    if matches!(Layout::of(kind).scales, Scales::Sixteens) { 2 } else { 4 }
+}
 
 #[cube(launch_unchecked, address_type = "u64")]
 pub(super) fn panel_kernel(
@@ -38,11 +43,12 @@ pub(super) fn panel_kernel(
     #[comptime] able: Abilities,
 ) {
     let lane = UNIT_POS_X as usize;
+    let across = comptime!(eights(kind));
     let (plane, groups, count) = (UNIT_POS_Y as usize, groups as usize, count as usize);
     let (g, t) = (lane / 4, lane % 4);
     let strip = CUBE_POS_Y as usize * comptime!(PANEL_ROWS / ROWS) + plane / 4 * PANEL_STRIPS;
-    let token = CUBE_POS_X as usize * comptime!(PANEL_TOKENS) + plane % 4 * comptime!(8 * PANEL_EIGHTS);
-    let elements = comptime!(PANEL_STRIPS * PANEL_EIGHTS * 4);
+    let token = CUBE_POS_X as usize * comptime!(panel_tokens(kind)) + plane % 4 * comptime!(8 * across);
+    let elements = comptime!(PANEL_STRIPS * across * 4);
     let mut sums = Array::<f32>::new(elements);
     let mut totals = Array::<f32>::new(elements);
     #[unroll]
@@ -64,7 +70,7 @@ pub(super) fn panel_kernel(
                     read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, i, kind);
                 }
                 #[unroll]
-                for n in 0..PANEL_EIGHTS {
+                for n in 0..across {
                     let eight = token + comptime!(8 * n);
                     let last = count - 1;
                     let x = codes[(min(eight + g, last) * groups + group) * 4 + t];
@@ -77,7 +83,7 @@ pub(super) fn panel_kernel(
                     }
                     #[unroll]
                     for i in 0..PANEL_STRIPS {
-                        let at = comptime!((i * PANEL_EIGHTS + n) * 4);
+                        let at = comptime!((i * across + n) * 4);
                         multiply(&raw, &raw_scales, x, &x_scales, nibbles, lane, &mut sums, i, at, false, kind, able);
                     }
                 }
@@ -91,21 +97,14 @@ pub(super) fn panel_kernel(
         #[unroll]
         for i in 0..PANEL_STRIPS {
             #[unroll]
-            for n in 0..PANEL_EIGHTS {
+            for n in 0..across {
                 #[unroll]
                 for element in 0..4usize {
                     let row = (strip + i) * comptime!(ROWS) + 2 * g + comptime!(element / 2);
                     let to = token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
                     if to < count && row < width as usize {
                         let at = to * stride as usize + offset as usize + row;
-                        finish_element(
-                            y,
-                            at,
-                            totals[comptime!((i * PANEL_EIGHTS + n) * 4 + element)],
-                            bias,
-                            row,
-                            finish,
-                        );
+                        finish_element(y, at, totals[comptime!((i * across + n) * 4 + element)], bias, row, finish);
                     }
                 }
             }

@@ -1,5 +1,5 @@
 //! Every kernel as CUDA text, compiled for the cards that people have where NVRTC and ptxas are installed: no GPU is needed.
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use cubecl::ir::{DeviceProperties, HardwareProperties, MemoryDeviceProperties};
@@ -8,12 +8,12 @@ use cubecl::profile::TimingMethod;
 use cubecl::server::Handle;
 use cubecl::stream_id::StreamId;
 use kernels::order::Activation;
-use kernels::quant::QUANT_TYPES;
+use kernels::quant::{QUANT_TYPES, QuantType};
+use rayon::prelude::*;
 
-use crate::Platform;
 use crate::arithmetic::Abilities;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
-use crate::graph::Source;
+use crate::graph::{Recorder, Source};
 use crate::product::{Activations, Matrix, Target, product};
 use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
 
@@ -37,62 +37,88 @@ fn no_device() -> DeviceProperties {
     DeviceProperties::new(Default::default(), memory, hardware, TimingMethod::System)
 }
 
-/// Every kernel in the forms that models use.
-fn launch_all<R: Platform>(client: &ComputeClient<R>) {
-    let able = Abilities { fused: true, halves: true, matrices: true };
-    let handle = || Handle::new(StreamId::current(), 1 << 30);
-    let activations = |cols| Activations { floats: handle(), codes: handle(), scales: handle(), cols };
+/// Kernels of a test with what they are for, as launches.
+type Launches = (String, Box<dyn FnOnce(&ComputeClient<Recorder>)>);
+
+const ABLE: Abilities = Abilities { fused: true, halves: true, matrices: true };
+
+fn handle() -> Handle {
+    Handle::new(StreamId::current(), 1 << 30)
+}
+
+fn activations(cols: usize) -> Activations {
+    Activations { floats: handle(), codes: handle(), scales: handle(), cols }
+}
+
+/// Products and embeddings of a format.
+fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
     let (y, vector) = (handle(), handle());
+    for cols in [3584usize, 18_944] {
+        let cols = cols.next_multiple_of(kind.block_len());
+        for (count, add, rows) in
+            [(1, false, 32_768), (1, true, 4096), (8, false, 32_768), (8, true, 4096), (64, true, 4096)]
+        {
+            let matrix = Matrix { kind, rows, cols, tiles: handle() };
+            let target = Target { rows: &y, stride: rows, offset: 0, width: rows, bias: None, add };
+            product(client, ABLE, &matrix, &activations(cols), true, count, &target);
+        }
+    }
+    let table = Matrix { kind, rows: 4096, cols: 4096, tiles: handle() };
+    embed(client, ABLE, &table, 0, &vector, 1, None, &y);
+}
+
+/// Norms and gates.
+fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
+    let (y, vector, x) = (handle(), handle(), activations(3584));
+    norm(client, ABLE, &y, &vector, 1e-6, None, 1, wanted, &x);
+    norm(client, ABLE, &y, &vector, 1e-6, Some(&vector), 1, wanted, &x);
+    for activation in [Activation::Silu, Activation::Gelu] {
+        gated(client, ABLE, &y, activation, 1, wanted, &x);
+    }
+    norm_add(client, ABLE, &y, &vector, 1e-6, 1, 3584, &vector);
+    cap(client, ABLE, &y, 4096, 30.0);
+}
+
+/// Attention of layers that have everything, and of plain ones.
+fn attention(client: &ComputeClient<Recorder>, (heads, kv_heads, head_dim): (usize, usize, usize), wanted: Wanted) {
+    let heads = Heads { heads, kv_heads, head_dim, pairs: head_dim / 2, halves: true, half_cells: wanted.integers };
+    let (y, vector, rotary) = (handle(), handle(), handle());
+    let full = LayerHeads {
+        biases: Some(&vector),
+        norms: Some(&vector),
+        rotary: &rotary,
+        positions: 4096,
+        scale: 0.1,
+        window: Some(512),
+        cap: Some(50.0),
+        eps: 1e-6,
+    };
+    let plain = LayerHeads { biases: None, norms: None, window: None, cap: None, ..full.clone() };
+    let places = Places { count: 1, rows: handle(), tables: handle(), tables_len: 32, blocks: 8 };
+    let pages = Pages { pages: handle(), count: 32 };
+    let partials = Partials { values: handle(), sums: handle(), room: 64 };
+    let x = activations(heads.queries());
+    for layer in [full, plain] {
+        place(client, ABLE, heads, &layer, &places, &y, &vector, &pages);
+        attend(client, ABLE, heads, &layer, &places, &vector, &pages, &partials, wanted, &x);
+    }
+}
+
+/// Every kernel in the forms that models use.
+fn all_launches() -> Vec<Launches> {
+    let mut all: Vec<Launches> = Vec::new();
     for kind in QUANT_TYPES {
-        for cols in [3584usize, 18_944] {
-            let cols = cols.next_multiple_of(kind.block_len());
-            let forms = [(1, false, 32_768), (1, true, 4096), (8, false, 32_768), (8, true, 4096), (64, true, 4096)];
-            for (count, add, rows) in forms {
-                let matrix = Matrix { kind, rows, cols, tiles: handle() };
-                let target = Target { rows: &y, stride: rows, offset: 0, width: rows, bias: None, add };
-                product(client, able, &matrix, &activations(cols), true, count, &target);
-            }
-        }
-        let table = Matrix { kind, rows: 4096, cols: 4096, tiles: handle() };
-        embed(client, able, &table, 0, &vector, 1, None, &y);
+        all.push((format!("{kind:?}"), Box::new(move |client| products(client, kind))));
     }
-    for (floats, integers) in [(false, true), (true, false)] {
-        let wanted = Wanted { floats, integers };
-        let x = activations(3584);
-        norm(client, able, &y, &vector, 1e-6, None, 1, wanted, &x);
-        norm(client, able, &y, &vector, 1e-6, Some(&vector), 1, wanted, &x);
-        for activation in [Activation::Silu, Activation::Gelu] {
-            gated(client, able, &y, activation, 1, wanted, &x);
-        }
-        for (heads, kv_heads, head_dim) in [(28, 4, 128), (9, 3, 64), (8, 1, 256), (16, 16, 96)] {
-            {
-                let (pairs, half_cells) = (head_dim / 2, integers);
-                let heads = Heads { heads, kv_heads, head_dim, pairs, halves: true, half_cells };
-                let rotary = handle();
-                let layer = LayerHeads {
-                    biases: Some(&vector),
-                    norms: Some(&vector),
-                    rotary: &rotary,
-                    positions: 4096,
-                    scale: 0.1,
-                    window: Some(512),
-                    cap: Some(50.0),
-                    eps: 1e-6,
-                };
-                let places = Places { count: 1, rows: handle(), tables: handle(), tables_len: 32, blocks: 8 };
-                let pages = Pages { pages: handle(), count: 32 };
-                let partials = Partials { values: handle(), sums: handle(), room: 64 };
-                place(client, able, heads, &layer, &places, &y, &vector, &pages);
-                let x = activations(heads.queries());
-                attend(client, able, heads, &layer, &places, &vector, &pages, &partials, wanted, &x);
-                let plain = LayerHeads { biases: None, norms: None, window: None, cap: None, ..layer };
-                place(client, able, heads, &plain, &places, &y, &vector, &pages);
-                attend(client, able, heads, &plain, &places, &vector, &pages, &partials, wanted, &x);
-            }
+    for (name, floats) in [("int8", false), ("f32", true)] {
+        let wanted = Wanted { floats, integers: !floats };
+        all.push((format!("rows of {name}"), Box::new(move |client| rows(client, wanted))));
+        for shape in [(28, 4, 128), (9, 3, 64), (8, 1, 256), (16, 16, 96)] {
+            let label = format!("{name}, {} heads on {} of {}", shape.0, shape.1, shape.2);
+            all.push((label, Box::new(move |client| attention(client, shape, wanted))));
         }
     }
-    norm_add(client, able, &y, &vector, 1e-6, 1, 3584, &vector);
-    cap(client, able, &y, 4096, 30.0);
+    all
 }
 
 /// What people have: Ampere (A100, RTX 30), Ada (RTX 40), Hopper, Blackwell (RTX 50).
@@ -108,64 +134,69 @@ fn toolkit() -> Option<(PathBuf, Vec<PathBuf>)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), parts.into_iter().filter(|path| path.exists()).collect()))
 }
 
+/// Compiles a kernel for one architecture to machine code; gives what is wrong with it, if anything.
+fn assembled(
+    label: &str,
+    source: &Source,
+    architecture: u32,
+    (ptxas, headers): &(PathBuf, Vec<PathBuf>),
+    folder: &Path,
+) -> Result<(), String> {
+    let suffix = if architecture >= 90 { "a" } else { "" };
+    let card = format!("sm_{architecture}{suffix}");
+    let name = format!("{}, {label}, {card}", source.name);
+    let ptx = crate::graph::compile(&source.text, &format!("--gpu-architecture={card}"), headers);
+    let ptx = ptx.map_err(|error| format!("{name}: {error}"))?;
+    let ptx: Vec<u8> = ptx.into_iter().map(|byte| byte as u8).take_while(|byte| *byte != 0).collect();
+    let stem = name.replace([' ', ','], "_");
+    let path = |ending: &str| folder.join(format!("{stem}.{ending}"));
+    std::fs::write(path("ptx"), ptx).expect("a file");
+    std::fs::write(path("cu"), &source.text).expect("a file");
+    let run = Command::new(ptxas).args(["-v", "-arch", &card]).arg(path("ptx")).arg("-o").arg(path("cubin")).output();
+    let run = run.expect("ptxas runs");
+    let said = String::from_utf8_lossy(&run.stderr);
+    let wrong = |line: &&str| {
+        let spills = line.contains("spill") && !line.contains("0 bytes spill stores, 0 bytes spill loads");
+        spills || line.contains("error")
+    };
+    let wrong: String = said.lines().filter(wrong).collect();
+    if run.status.success() && wrong.is_empty() { Ok(()) } else { Err(format!("{name}: {wrong}")) }
+}
+
+/// `MESHNODE_ONLY=few` looks at the kernels whose name holds that, for sm_90; `MESHNODE_KEEP=folder` keeps text and machine code.
 #[test]
 fn kernels_compile_for_every_card() {
-    let sources = Source::all(no_device(), launch_all).expect("text of every kernel");
-    assert!(sources.len() > 100, "{} kernels", sources.len());
-    for source in &sources {
-        assert!(source.shared_bytes <= SHARED_BYTES, "{}: {} bytes of shared memory", source.name, source.shared_bytes);
-        assert!(
-            !source.text.contains("(inf)") && !source.text.contains("(-inf)"),
-            "{} has no literal for infinity",
-            source.name
-        );
+    let only = std::env::var("MESHNODE_ONLY").unwrap_or_default();
+    let mut sources = Vec::new();
+    for (label, launches) in all_launches() {
+        let found = Source::all(no_device(), launches).expect("text of every kernel");
+        sources.extend(found.into_iter().enumerate().map(|(i, source)| (format!("{label} {i}"), source)));
     }
-    let Some((ptxas, headers)) = toolkit() else {
+    assert!(sources.len() > 100, "{} kernels", sources.len());
+    for (label, source) in &sources {
+        let bytes = source.shared_bytes;
+        assert!(bytes <= SHARED_BYTES, "{}, {label}: {bytes} bytes of shared memory", source.name);
+        let infinite = source.text.contains("(inf)") || source.text.contains("(-inf)");
+        assert!(!infinite, "{}, {label}: CUDA has no such literal for infinity", source.name);
+    }
+    let Some(toolkit) = toolkit() else {
         let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "nvrtc"));
         assert!(!required, "MESHNODE_REQUIRE names nvrtc, but MESHNODE_CUDA names no folder that holds it");
         eprintln!("SKIPPED: MESHNODE_CUDA names no folder with NVRTC, its headers and ptxas");
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
+    let temporary = tempfile::tempdir().expect("a folder");
     let keep = std::env::var_os("MESHNODE_KEEP").map(PathBuf::from);
-    let mut wrong = Vec::new();
-    let only = std::env::var("MESHNODE_ONLY").unwrap_or_default();
-    for (number, source) in sources.iter().enumerate().filter(|(_, source)| source.name.contains(&only)) {
-        for architecture in ARCHITECTURES {
-            if !only.is_empty() && architecture != 90 {
-                continue;
-            }
-            let suffix = if architecture >= 90 { "a" } else { "" };
-            let name = format!("sm_{architecture}{suffix}");
-            let ptx = crate::graph::compile(&source.text, &format!("--gpu-architecture={name}"), &headers);
-            let ptx = ptx.unwrap_or_else(|error| panic!("{} for {name}: {error}", source.name));
-            let ptx: Vec<u8> = ptx.into_iter().map(|byte| byte as u8).take_while(|byte| *byte != 0).collect();
-            let stem = format!("{number:03}-{}-{name}", source.name);
-            let folder = keep.as_deref().unwrap_or(folder.path());
-            let (text, image) = (folder.join(format!("{stem}.ptx")), folder.join(format!("{stem}.cubin")));
-            std::fs::write(&text, ptx).unwrap();
-            if keep.is_some() {
-                std::fs::write(folder.join(format!("{stem}.cu")), &source.text).unwrap();
-            }
-            let run = Command::new(&ptxas)
-                .arg("-v")
-                .arg(format!("-arch={name}"))
-                .args([&text])
-                .arg("-o")
-                .arg(&image)
-                .output();
-            let run = run.expect("ptxas runs");
-            let said = String::from_utf8_lossy(&run.stderr).into_owned();
-            let spills = said
-                .lines()
-                .any(|line| line.contains("spill") && !line.contains("0 bytes spill stores, 0 bytes spill loads"));
-            if !run.status.success() || spills {
-                wrong.push(format!(
-                    "{stem}: {}",
-                    said.lines().filter(|l| l.contains("spill") || l.contains("error")).collect::<String>()
-                ));
-            }
-        }
-    }
-    assert!(wrong.is_empty(), "{} of {} kernels: {wrong:#?}", wrong.len(), sources.len());
+    let folder = keep.as_deref().unwrap_or(temporary.path());
+    let work: Vec<(&str, &Source, u32)> = sources
+        .iter()
+        .filter(|(_, source)| source.name.contains(&only))
+        .flat_map(|(label, source)| ARCHITECTURES.map(|architecture| (label.as_str(), source, architecture)))
+        .filter(|(_, _, architecture)| only.is_empty() || *architecture == 90)
+        .collect();
+    let wrong: Vec<String> = work
+        .par_iter()
+        .filter_map(|(label, source, architecture)| assembled(label, source, *architecture, &toolkit, folder).err())
+        .collect();
+    assert!(wrong.is_empty(), "{} of {}: {wrong:#?}", wrong.len(), work.len());
 }

@@ -179,6 +179,7 @@ fn scaling_is_read_from_the_header() {
     let mut w = TinyModel::default().writer();
     let factors: Vec<u8> = (0..32).flat_map(|i| (1.0 + i as f32).to_le_bytes()).collect();
     w.tensor("rope_freqs.weight", QuantType::F32, [1, 32], factors);
-    let found = open(&w).expect("opens").rotary_frequencies().expect("factors");
+    let file = open(&w).expect("opens");
+    let found = file.rotary_frequencies(&file.config().rope).expect("factors");
     close(&found.inverse, |i| 10_000f64.powf(-(i as f64) / 32.0) / (1.0 + i as f64));
 }

@@ -207,7 +207,7 @@ fn llama_3_scaling() {
     });
     let file = folder.open().expect("opens");
     assert!(matches!(file.config().rope.scaling, RopeScaling::Llama3 { .. }));
-    for (i, found) in file.rotary_frequencies().expect("valid").inverse.iter().enumerate() {
+    for (i, found) in file.rotary_frequencies(&file.config().rope).expect("valid").inverse.iter().enumerate() {
         let plain = 10_000f64.powf(-(i as f64) / 32.0);
         let wavelength = std::f64::consts::TAU / plain;
         let wanted = if wavelength < 8192.0 / 4.0 {
