@@ -3,7 +3,7 @@
 //! A layer is a pre-normed attention and a pre-normed gated feed-forward, each added to the residual stream; what differs between
 //! families of models is said here and nowhere else. Next: `model.rs` for the processor's engine.
 use crate::order::Activation;
-use crate::weights::{ModelConfig, Rope};
+use crate::weights::{Architecture, ModelConfig, Rope};
 
 /// A whole model.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,17 +44,25 @@ impl Recipe {
     /// The recipe of a model.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
-        let layer = LayerRecipe {
-            head_norms: config.qk_norm,
-            biases: config.attention_bias,
-            output_bias: config.attention_output_bias,
-            norms_after: false,
-            window: None,
-            rope: config.rope.clone(),
-            scale: 1.0 / (config.head_dim as f32).sqrt(),
-            score_cap: None,
-            activation: Activation::Silu,
+        let gemma = config.architecture == Architecture::Gemma3;
+        let layer = |index: usize| {
+            let local = config.local.as_ref().filter(|local| !(index + 1).is_multiple_of(local.period));
+            LayerRecipe {
+                head_norms: config.qk_norm,
+                biases: config.attention_bias,
+                output_bias: config.attention_output_bias,
+                norms_after: config.norms_after,
+                window: local.map(|local| local.window),
+                rope: local.map_or(&config.rope, |local| &local.rope).clone(),
+                scale: config.attention_scale,
+                score_cap: None,
+                activation: if gemma { Activation::Gelu } else { Activation::Silu },
+            }
         };
-        Self { embed_scale: None, layers: vec![layer; config.layers], logit_cap: None }
+        Self {
+            embed_scale: gemma.then(|| (config.width as f32).sqrt()),
+            layers: (0..config.layers).map(layer).collect(),
+            logit_cap: config.logit_cap,
+        }
     }
 }

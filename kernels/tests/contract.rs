@@ -8,7 +8,7 @@ use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, Stag
 use kernels::weights::testing::{TinyModel, real_model_path};
 use kernels::weights::{Architecture, ModelFile};
 
-const ARCHITECTURES: [Architecture; 3] = [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3];
+const ARCHITECTURES: [Architecture; 4] = Architecture::ALL;
 const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
 
 fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Box<dyn Stage> {

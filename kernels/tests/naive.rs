@@ -1,6 +1,7 @@
 //! Whole small models of every architecture and format against a forward pass written as plainly as possible in f64.
 #![expect(clippy::needless_range_loop, reason = "loops over indices, as the formulas are written")]
 #![expect(clippy::print_stdout, reason = "figures for people")]
+use std::f64::consts::PI;
 use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
@@ -11,9 +12,15 @@ use kernels::weights::{Architecture, ModelFile, RopeKind};
 /// Logits of the last token, everything in f64, no cache, no cleverness.
 fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
     let c = file.config();
+    let gemma = c.architecture == Architecture::Gemma3;
     let mut hidden: Vec<Vec<f64>> =
         tokens.iter().map(|t| rows(file, "token_embd.weight")[*t as usize].clone()).collect();
+    if gemma {
+        hidden.iter_mut().flatten().for_each(|x| *x *= (c.width as f64).sqrt());
+    }
     for layer in 0..c.layers {
+        // The small Gemma 3: every third layer sees everything and turns by 1e6, the others see 9 positions and turn by 1e4.
+        let local = gemma && layer % 3 != 2;
         let name = |part: &str| format!("blk.{layer}.{part}");
         let normed: Vec<_> =
             hidden.iter().map(|h| norm(h, &rows(file, &name("attn_norm.weight"))[0], c.norm_eps)).collect();
@@ -28,7 +35,7 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                     if file.tensor(&name(&format!("{part}_norm.weight"))).is_some() {
                         head = norm(&head, &rows(file, &name(&format!("{part}_norm.weight")))[0], c.norm_eps);
                     }
-                    if turn { rotate(file, &head, position) } else { head }
+                    if turn { rotate(file, &head, position, local) } else { head }
                 });
                 heads.collect()
             });
@@ -40,16 +47,20 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             for head in 0..c.heads {
                 let kv = head / (c.heads / c.kv_heads);
                 let score = |p: usize| dot(&q[position][head], &k[p][kv]) / (c.head_dim as f64).sqrt();
-                let scores: Vec<f64> = (0..=position).map(score).collect();
+                let first = if local { (position + 1).saturating_sub(9) } else { 0 };
+                let scores: Vec<f64> = (first..=position).map(score).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 attended.extend(
                     (0..c.head_dim)
-                        .map(|d| weights.iter().enumerate().map(|(p, w)| w * v[p][kv][d]).sum::<f64>() / sum),
+                        .map(|d| weights.iter().zip(&v[first..]).map(|(w, v)| w * v[kv][d]).sum::<f64>() / sum),
                 );
             }
-            let out = product(&rows(file, &name("attn_output.weight")), &attended);
+            let mut out = product(&rows(file, &name("attn_output.weight")), &attended);
+            if gemma {
+                out = norm(&out, &rows(file, &name("post_attention_norm.weight"))[0], c.norm_eps);
+            }
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
             if file.tensor(&name("attn_output.bias")).is_some() {
                 hidden[position].iter_mut().zip(&rows(file, &name("attn_output.bias"))[0]).for_each(|(h, b)| *h += b);
@@ -57,13 +68,23 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
             let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
             let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
             let up = product(&rows(file, &name("ffn_up.weight")), &x);
-            let gated: Vec<f64> = gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-            let out = product(&rows(file, &name("ffn_down.weight")), &gated);
+            let gelu = |g: f64| 0.5 * g * (1.0 + ((2.0 / PI).sqrt() * (g + 0.044_715 * g.powi(3))).tanh());
+            let silu = |g: f64| g / (1.0 + (-g).exp());
+            let gated: Vec<f64> =
+                gate.iter().zip(up).map(|(g, u)| if gemma { gelu(*g) } else { silu(*g) } * u).collect();
+            let mut out = product(&rows(file, &name("ffn_down.weight")), &gated);
+            if gemma {
+                out = norm(&out, &rows(file, &name("post_ffw_norm.weight"))[0], c.norm_eps);
+            }
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
         }
     }
     let last = norm(hidden.last().unwrap(), &rows(file, "output_norm.weight")[0], c.norm_eps);
-    product(&rows(file, c.head_tensor()), &last)
+    let mut logits = product(&rows(file, c.head_tensor()), &last);
+    if gemma {
+        logits.iter_mut().for_each(|logit| *logit = 30.0 * (*logit / 30.0).tanh());
+    }
+    logits
 }
 
 fn rows(file: &ModelFile, name: &str) -> Vec<Vec<f64>> {
@@ -86,11 +107,12 @@ fn norm(x: &[f64], weight: &[f64], eps: f32) -> Vec<f64> {
     x.iter().zip(weight).map(|(x, w)| x / rms * w).collect()
 }
 
-fn rotate(file: &ModelFile, head: &[f64], position: usize) -> Vec<f64> {
+fn rotate(file: &ModelFile, head: &[f64], position: usize, local: bool) -> Vec<f64> {
     let rope = &file.config().rope;
     let mut out = head.to_vec();
     for i in 0..rope.dims / 2 {
-        let angle = position as f64 * f64::from(rope.base).powf(-2.0 * i as f64 / rope.dims as f64);
+        let base = if local { 1e4 } else { f64::from(rope.base) };
+        let angle = position as f64 * base.powf(-2.0 * i as f64 / rope.dims as f64);
         let (a, b) = match rope.kind {
             RopeKind::Interleaved => (2 * i, 2 * i + 1),
             RopeKind::Halves => (i, i + rope.dims / 2),
@@ -136,7 +158,7 @@ fn error(found: &[f64], exact: &[f64]) -> f64 {
 #[test]
 fn every_architecture_and_format_agrees_with_f64() {
     let tokens: Vec<u32> = (0..37).map(|i| (i * 29 + 7) % 250).collect();
-    for architecture in [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3] {
+    for architecture in Architecture::ALL {
         for quant in QUANT_TYPES {
             // Query heads wider than the model, and widths that are no whole groups where the format's blocks allow.
             let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
@@ -150,7 +172,7 @@ fn every_architecture_and_format_agrees_with_f64() {
 #[test]
 fn biases_in_attention_are_applied() {
     let tokens: Vec<u32> = (0..19).map(|i| (i * 31 + 3) % 250).collect();
-    for architecture in [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3] {
+    for architecture in Architecture::ALL {
         for quant in [QuantType::Q4_1, QuantType::Q8_0, QuantType::F32] {
             let tiny = TinyModel { architecture, quant, biases: true, layers: 2, ..TinyModel::default() };
             agrees(tiny, &tokens);

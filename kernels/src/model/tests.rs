@@ -7,7 +7,7 @@ use crate::weights::testing::TinyModel;
 
 #[test]
 fn instruction_sets_agree_bit_for_bit() {
-    for architecture in [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3] {
+    for architecture in Architecture::ALL {
         let file = TinyModel { architecture, quant: QuantType::Q4_1, ..TinyModel::default() }.open();
         for activations in [Activations::Int8, Activations::F32] {
             let run = |isa| {

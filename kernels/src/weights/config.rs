@@ -17,11 +17,13 @@ const LAYERS_MAX: usize = 4096;
 const WIDTH_MAX: usize = 1 << 20;
 /// Largest context: above it positions are no longer exact in f32.
 const CONTEXT_MAX: usize = 1 << 24;
+/// Bases of the rotary embedding that make sense: wavelengths grow.
+const ROPE_BASES: Range<f64> = 1.000_001..1e12;
 /// Bytes of one element of a hidden row at a boundary.
 const ACTIVATION_ELEMENT_BYTES: u64 = 4;
 
 /// Families of models that are computed here. All are pre-norm decoders with RMSNorm, grouped-query attention, rotary
-/// embedding and SwiGLU; they differ in what [`ModelConfig`]'s options say.
+/// embedding and a gated feed-forward; what differs is in [`ModelConfig`] and in [`crate::recipe::Recipe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
     /// SmolLM2, Llama 1 to 3, Mistral: rotary embedding on neighbouring pairs; few have biases in attention.
@@ -30,11 +32,14 @@ pub enum Architecture {
     Qwen2,
     /// RMSNorm on each head of query and key; rotary embedding on halves.
     Qwen3,
+    /// RMSNorm on each head and behind each block, GeGLU, a scaled embedding; five of six layers see a window and turn by a base
+    /// of their own.
+    Gemma3,
 }
 
 impl Architecture {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Llama, Self::Qwen2, Self::Qwen3];
+    pub const ALL: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
 
     /// As `general.architecture` spells it.
     #[must_use]
@@ -43,6 +48,7 @@ impl Architecture {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Gemma3 => "gemma3",
         }
     }
 
@@ -90,8 +96,27 @@ pub struct ModelConfig {
     pub attention_output_bias: bool,
     /// RMSNorm on each head of query and key (`blk.N.attn_{q,k}_norm.weight`, `head_dim` weights).
     pub qk_norm: bool,
+    /// RMSNorm on what attention and feed-forward give (`blk.N.post_{attention,ffw}_norm.weight`, `width` weights).
+    pub norms_after: bool,
+    /// Layers that see a window, where the family has such layers.
+    pub local: Option<LocalLayers>,
+    /// What queries are multiplied by.
+    pub attention_scale: f32,
+    /// Soft cap of the logits.
+    pub logit_cap: Option<f32>,
     /// The output head is the embedding (`token_embd.weight`); else `output.weight`.
     pub tied: bool,
+}
+
+/// Layers that see a window of positions: all but each `period`-th.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LocalLayers {
+    /// Positions that a row sees, its own included.
+    pub window: usize,
+    /// The layers `period - 1`, `2 · period - 1` and so on see everything.
+    pub period: usize,
+    /// How these layers turn queries and keys.
+    pub rope: Rope,
 }
 
 /// Rotary position embedding.
@@ -224,13 +249,17 @@ impl ModelConfig {
             head_dim,
             ffn: keys.size("feed_forward_length", None, WIDTH_MAX)?,
             vocab: embedding.rows,
-            context: keys.context()?,
+            context: keys.context(architecture)?,
             norm_eps: keys.norm_eps()?,
             rope: keys.rope(architecture, layout, head_dim)?,
             attention_bias: tensor("blk.0.attn_q.bias").is_some(),
             // Qwen2's reference has none; the others' have one if `attention_bias` is set.
             attention_output_bias: architecture != Architecture::Qwen2 && tensor("blk.0.attn_output.bias").is_some(),
-            qk_norm: architecture == Architecture::Qwen3,
+            qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Gemma3),
+            norms_after: architecture == Architecture::Gemma3,
+            local: keys.local(architecture, layout, head_dim)?,
+            attention_scale: keys.attention_scale(architecture, width / heads, head_dim)?,
+            logit_cap: keys.logit_cap(architecture)?,
             tied: tensor("output.weight").is_none(),
         };
         if !heads.is_multiple_of(kv_heads) {
@@ -295,6 +324,9 @@ impl ModelConfig {
         }
         if self.qk_norm {
             tensors.extend([("attn_q_norm.weight", [1, head_dim]), ("attn_k_norm.weight", [1, head_dim])]);
+        }
+        if self.norms_after {
+            tensors.extend([("post_attention_norm.weight", [1, width]), ("post_ffw_norm.weight", [1, width])]);
         }
         tensors
     }
@@ -458,11 +490,54 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// A sliding window bounds the context: within one window it is the same as full attention.
-    fn context(&self) -> Result<usize, WeightsError> {
+    /// A window of all layers bounds the context: within one window it is the same as full attention.
+    fn context(&self, architecture: Architecture) -> Result<usize, WeightsError> {
         let context = self.size("context_length", None, CONTEXT_MAX)?;
         let window = self.metadata.unsigned(&self.key("attention.sliding_window"))?.unwrap_or(0);
-        Ok(if window == 0 { context } else { context.min(usize::try_from(window).unwrap_or(context)) })
+        let all_layers = window > 0 && architecture != Architecture::Gemma3;
+        Ok(if all_layers { context.min(usize::try_from(window).unwrap_or(context)) } else { context })
+    }
+
+    /// Gemma 3 (technical report, section 2.1): five local layers to a global one, each local layer with the rotary base of the
+    /// family's earlier models. Files name the window only.
+    fn local(
+        &self,
+        architecture: Architecture,
+        layout: Layout,
+        head_dim: usize,
+    ) -> Result<Option<LocalLayers>, WeightsError> {
+        if architecture != Architecture::Gemma3 {
+            return Ok(None);
+        }
+        let window = self.size("attention.sliding_window", None, CONTEXT_MAX)?;
+        let period = self.size("attention.sliding_window_pattern", Some(6), LAYERS_MAX)?;
+        let base = self.float("rope.freq_base_swa", Some(10_000.0), ROPE_BASES)? as f32;
+        let rope = Rope { base, scaling: RopeScaling::None, ..self.rope(architecture, layout, head_dim)? };
+        Ok(Some(LocalLayers { window, period, rope }))
+    }
+
+    /// One over the root of a head's elements. Gemma 3's largest model takes width over heads in their place, and its file
+    /// does not say so: it is the one with 62 layers.
+    fn attention_scale(
+        &self,
+        architecture: Architecture,
+        width_per_head: usize,
+        head_dim: usize,
+    ) -> Result<f32, WeightsError> {
+        const LARGEST: usize = 62;
+        let largest = architecture == Architecture::Gemma3 && self.size("block_count", None, LAYERS_MAX)? == LARGEST;
+        let usual = 1.0 / (if largest { width_per_head } else { head_dim } as f32).sqrt();
+        // Files that name no scale may say zero.
+        let given = self.float("attention.scale", Some(0.0), 0.0..1e3)? as f32;
+        Ok(if given == 0.0 { usual } else { given })
+    }
+
+    fn logit_cap(&self, architecture: Architecture) -> Result<Option<f32>, WeightsError> {
+        let key = "final_logit_softcapping";
+        if architecture != Architecture::Gemma3 || self.metadata.float(&self.key(key))?.unwrap_or(0.0) == 0.0 {
+            return Ok(None);
+        }
+        Ok(Some(self.float(key, None, 1e-3..1e6)? as f32))
     }
 
     fn norm_eps(&self) -> Result<f32, WeightsError> {
@@ -470,14 +545,17 @@ impl Keys<'_> {
     }
 
     fn rope(&self, architecture: Architecture, layout: Layout, head_dim: usize) -> Result<Rope, WeightsError> {
-        let base = self.float("rope.freq_base", Some(10_000.0), 1.000_001..1e12)? as f32;
+        let usual = if architecture == Architecture::Gemma3 { 1e6 } else { 10_000.0 };
+        let base = self.float("rope.freq_base", Some(usual), ROPE_BASES)? as f32;
         let dims = self.size("rope.dimension_count", Some(head_dim), head_dim)?;
         if dims % 2 == 1 {
             return Err(inconsistent("an even number of rotary dimensions", &[dims]));
         }
         let kind = match (architecture, layout) {
             (Architecture::Llama, Layout::Gguf) => RopeKind::Interleaved,
-            (Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3, _) => RopeKind::Halves,
+            (Architecture::Llama | Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Gemma3, _) => {
+                RopeKind::Halves
+            }
         };
         Ok(Rope { kind, base, dims, scaling: self.rope_scaling()? })
     }

@@ -248,6 +248,11 @@ impl Builder {
     /// `config.json`.
     fn model(&mut self, config: &Json) -> Result<(), WeightsError> {
         let kind = config["model_type"].as_str().unwrap_or_default();
+        if kind.starts_with("gemma") {
+            return Err(WeightsError::Unsupported(format!(
+                "config.json: a {kind:?} model is read from GGUF files only (its folder stores norms less one); take the .gguf file"
+            )));
+        }
         // Mistral is Llama with a window.
         let arch = if kind == "mistral" { "llama" } else { kind };
         self.set("general.architecture", Value::Text(arch.to_owned()));

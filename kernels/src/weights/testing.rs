@@ -226,6 +226,11 @@ impl TinyModel {
         }
         w.f32(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
         w.f32(&format!("{arch}.rope.freq_base"), 10_000.0);
+        if self.architecture == Architecture::Gemma3 {
+            // Windows end within the tests' prompts, and two of three layers have them.
+            w.f32("gemma3.rope.freq_base", 1e6).f32("gemma3.final_logit_softcapping", 30.0);
+            w.u32("gemma3.attention.sliding_window", 9).u32("gemma3.attention.sliding_window_pattern", 3);
+        }
         let vocab = tiny_vocabulary(&mut w);
         let (q, kv) = (self.heads * HEAD, self.kv_heads * HEAD);
         let mut seed = self.seed;
@@ -255,9 +260,13 @@ impl TinyModel {
             if self.biases && self.architecture != Architecture::Qwen2 {
                 add(&block("attn_output.bias"), [1, self.width]);
             }
-            if self.architecture == Architecture::Qwen3 {
+            if matches!(self.architecture, Architecture::Qwen3 | Architecture::Gemma3) {
                 add(&block("attn_q_norm.weight"), [1, HEAD]);
                 add(&block("attn_k_norm.weight"), [1, HEAD]);
+            }
+            if self.architecture == Architecture::Gemma3 {
+                add(&block("post_attention_norm.weight"), [1, self.width]);
+                add(&block("post_ffw_norm.weight"), [1, self.width]);
             }
         }
         add("output_norm.weight", [1, self.width]);

@@ -1,5 +1,6 @@
 //! Sizes and settings of a model from its metadata, and metadata that cannot be a model.
 use crate::quant::QuantType;
+use crate::recipe::Recipe;
 use crate::weights::testing::{GgufWriter, TinyModel};
 use crate::weights::{Architecture, ModelFile, Rope, RopeKind, RopeScaling, WeightsError};
 
@@ -21,9 +22,19 @@ fn each_architecture_says_what_it_is() {
     assert_eq!((qwen2.attention_bias, qwen2.qk_norm, qwen2.rope.kind), (true, false, RopeKind::Halves));
     let qwen3 = config(Architecture::Qwen3);
     assert_eq!((qwen3.attention_bias, qwen3.qk_norm, qwen3.rope.kind), (false, true, RopeKind::Halves));
-    for (architecture, output) in
-        [(Architecture::Llama, true), (Architecture::Qwen2, false), (Architecture::Qwen3, true)]
-    {
+    let gemma3 = config(Architecture::Gemma3);
+    assert_eq!((gemma3.attention_bias, gemma3.qk_norm, gemma3.norms_after), (false, true, true));
+    assert_eq!((gemma3.rope.base, gemma3.logit_cap, gemma3.context), (1e6, Some(30.0), 512));
+    let recipe = Recipe::of(&gemma3);
+    let seen: Vec<_> = recipe.layers.iter().map(|layer| (layer.window, layer.rope.base)).collect();
+    assert_eq!(seen, [(Some(9), 10_000.0), (Some(9), 10_000.0), (None, 1e6)]);
+    assert_eq!((recipe.embed_scale, recipe.layers[0].scale), (Some(16.0), 0.125));
+    for (architecture, output) in [
+        (Architecture::Llama, true),
+        (Architecture::Qwen2, false),
+        (Architecture::Qwen3, true),
+        (Architecture::Gemma3, true),
+    ] {
         let biased = TinyModel { architecture, biases: true, ..TinyModel::default() }.open();
         assert_eq!((biased.config().attention_bias, biased.config().attention_output_bias), (true, output));
     }
@@ -37,7 +48,7 @@ fn each_architecture_says_what_it_is() {
 #[test]
 fn what_is_not_computed_is_refused_by_name() {
     let tiny = || TinyModel::default().writer();
-    refused(tiny().text("general.architecture", "mamba"), "\"mamba\"; supported: llama, qwen2, qwen3");
+    refused(tiny().text("general.architecture", "mamba"), "\"mamba\"; supported: llama, qwen2, qwen3, gemma3");
     refused(tiny().without("general.architecture"), "general.architecture");
     refused(tiny().u32("llama.expert_count", 8), "mixture of experts");
     refused(tiny().f32("llama.attn_logit_softcapping", 30.0), "attn_logit_softcapping");
@@ -62,6 +73,31 @@ fn what_is_not_computed_is_refused_by_name() {
     refused(tiny().tensor("blk.0.ffn_up.bias", QuantType::F32, [1, 512], vec![0; 2048]), "not part of a llama");
     let mut qwen2 = TinyModel { architecture: Architecture::Qwen2, ..TinyModel::default() }.writer();
     refused(qwen2.tensor("blk.0.attn_output.bias", QuantType::F32, [1, 256], bytes), "not part of a qwen2");
+}
+
+/// What the files of Gemma 3 say, and what they leave to be known.
+#[test]
+fn gemma_3_files_leave_pattern_bases_and_scale_to_be_known() {
+    let gemma = |layers| {
+        let tiny = TinyModel { architecture: Architecture::Gemma3, layers, ffn: 256, heads: 8, ..TinyModel::default() };
+        let mut w = tiny.writer();
+        for key in ["attention.sliding_window_pattern", "rope.freq_base", "final_logit_softcapping"] {
+            w.without(&format!("gemma3.{key}"));
+        }
+        w
+    };
+    let file = open(gemma(7).u32("gemma3.attention.sliding_window", 512)).expect("opens");
+    let recipe = Recipe::of(file.config());
+    let global: Vec<usize> = (0..7).filter(|layer| recipe.layers[*layer].window.is_none()).collect();
+    assert_eq!((global, recipe.layers[5].rope.base, recipe.layers[6].rope.base), (vec![5], 1e6, 1e4));
+    assert_eq!((recipe.layers[0].window, recipe.logit_cap), (Some(512), None));
+    // The largest size divides by width over heads: 256 over 8, where a head has 64.
+    let mut largest = gemma(62);
+    largest.f32("gemma3.attention.scale", 0.0);
+    assert_eq!(open(&largest).expect("opens").config().attention_scale, 1.0 / 32f32.sqrt());
+    assert_eq!(open(gemma(1).f32("gemma3.attention.scale", 0.5)).expect("opens").config().attention_scale, 0.5);
+    refused(gemma(1).without("gemma3.attention.sliding_window"), "gemma3.attention.sliding_window");
+    refused(gemma(1).u32("gemma3.attention.sliding_window_pattern", 0), "sliding_window_pattern: expected 1 to");
 }
 
 #[test]
