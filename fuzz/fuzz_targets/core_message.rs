@@ -69,6 +69,8 @@ fn config() -> Config {
             flops_per_second: 1 << 30,
             copy_bytes_per_second: 1 << 30,
             step_ns: 1000,
+            layer_ns: 100,
+            cache_bytes_per_second: 1 << 30,
             numerics: 1,
             pass_steps: 1,
         },

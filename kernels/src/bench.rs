@@ -13,12 +13,14 @@ use crate::cpu::engine::products;
 use crate::cpu::simd::{Kernel, Simd};
 use crate::model::load::Matrix;
 use crate::model::{CpuEngine, CpuStage};
+use crate::order::GROUP;
 use crate::pool::Pool;
 use crate::quant::{QuantType, random_blocks};
-use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
-use crate::tile::Layout;
+use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use crate::tile::{Layout, ROWS};
 use crate::weights::ModelFile;
 
+mod attention;
 mod sampler;
 
 pub use sampler::{SamplerFigures, sampler};
@@ -116,7 +118,7 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     })
 }
 
-/// What a plan needs to know of a device: how fast the engine's own products are on it.
+/// What a plan needs to know of a device: how fast the engine's own kernels are on it, attention aside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Speed {
     /// Bytes of quantised weights per second when each serves one row: decode.
@@ -125,6 +127,8 @@ pub struct Speed {
     pub flops_s: u64,
     /// Nanoseconds of a step that computes nothing: hand-overs, launch, round trip to the device.
     pub step_ns: u64,
+    /// Nanoseconds that a layer takes beside reading its weights: hand-overs between compute threads, launches.
+    pub layer_ns: u64,
 }
 
 /// Measures the processor's [`Speed`] with this many threads, in about a third of a second. It reads at most `memory` bytes
@@ -133,7 +137,7 @@ pub struct Speed {
 /// # Errors
 /// No threads to be had.
 pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
-    /// Rows and columns of the matrices: a small model's, so that the hand-over between threads counts as it does there.
+    /// Rows and columns of the matrices: a small model's.
     const SIDE: usize = 1024;
     const KIND: QuantType = QuantType::Q4_1;
     const PROMPT: usize = 64;
@@ -143,33 +147,67 @@ pub fn speed(threads: usize, memory: u64) -> Result<Speed, StageError> {
     let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
     let stored = random_blocks(KIND, SIDE * SIDE / KIND.block_len(), 1);
     let one = Layout::of(KIND).matrix_bytes(SIDE, SIDE);
-    let most = usize::try_from(memory).unwrap_or(usize::MAX);
-    let count = (beyond_caches().min(most) / one).max(PREFILLED);
+    let count = (beyond_caches().min(bytes_of(memory)) / one).max(PREFILLED);
     let matrices = (0..count).map(|_| Matrix::convert(&mut pool, KIND, [SIDE; 2], &stored));
     let matrices = matrices.collect::<Result<Vec<Matrix>, _>>()?;
+    // As little as can be shared among all threads.
+    let (tiny_rows, tiny_cols) = (4 * ROWS * threads, GROUP);
+    let tiny = random_blocks(KIND, tiny_rows * tiny_cols / KIND.block_len(), 1);
+    let tiny = Matrix::convert(&mut pool, KIND, [tiny_rows, tiny_cols], &tiny)?;
     let (row, prompt) = (some_rows(isa, 1, SIDE), some_rows(isa, PROMPT, SIDE));
     let mut out = Vec::new();
-    let mut seconds = |x: &activations::Rows, matrices: &[Matrix]| {
-        let began = Instant::now();
-        let mut passes = Vec::new();
-        // The first pass finds scratch memory and sleeping threads, and does not count.
-        while passes.len() < 2 || (passes.len() < 7 && began.elapsed() < MEASURE) {
-            let start = Instant::now();
+    let mut seconds = |x: &activations::Rows, matrices: &[&Matrix]| {
+        fastest(MEASURE, || {
             matrices.iter().for_each(|matrix| products(isa, &mut pool, x, true, &[matrix.tiles()], [&mut out]));
-            passes.push(start.elapsed().as_secs_f64());
-        }
-        // The fastest: whoever else uses the machine now makes it slower, and may be gone in a minute.
-        passes.split_off(1).into_iter().fold(f64::INFINITY, f64::min)
+        })
     };
-    let decode = seconds(&row, &matrices);
-    let few = &matrices[..PREFILLED];
+    let all: Vec<&Matrix> = matrices.iter().collect();
+    let decode = seconds(&row, &all);
+    let few = &all[..PREFILLED];
     let prefill = seconds(&prompt, few);
+    let hand_over = seconds(&some_rows(isa, 1, tiny_cols), &[&tiny; HAND_OVERS_TIMED]) / HAND_OVERS_TIMED as f64;
+    // Noise must not make a machine infinitely fast.
+    let reading = (decode - count as f64 * hand_over).max(decode / 2.0);
     Ok(Speed {
-        weight_bytes_s: ((matrices.len() * one) as f64 / decode) as u64,
+        weight_bytes_s: ((count * one) as f64 / reading) as u64,
         flops_s: ((few.len() * SIDE * SIDE * 2 * PROMPT) as f64 / prefill) as u64,
         step_ns: hand_over_ns(),
+        layer_ns: (LAYER_HAND_OVERS * hand_over * 1e9) as u64,
     })
 }
+
+/// Bytes of keys and values per second that attention of one row reads with this many threads, in 8-bit arithmetic: in about a
+/// tenth of a second. The cache takes at most `memory` bytes, but at least 8 MiB.
+///
+/// # Errors
+/// No threads to be had.
+pub fn cache_speed(threads: usize, memory: u64) -> Result<u64, StageError> {
+    let mut pool = Pool::new(threads).map_err(|e| no_threads(threads, &e))?;
+    Ok(attention::cache_bytes_s(Isa::detect(), &mut pool, beyond_caches().min(bytes_of(memory))))
+}
+
+fn bytes_of(memory: u64) -> usize {
+    usize::try_from(memory).unwrap_or(usize::MAX)
+}
+
+/// Seconds of the fastest of several passes: whoever else uses the machine now makes it slower, and may be gone in a minute. No
+/// pass begins after `limit`.
+fn fastest(limit: Duration, mut pass: impl FnMut()) -> f64 {
+    let began = Instant::now();
+    let mut passes = Vec::new();
+    // The first pass finds scratch memory and sleeping threads, and does not count.
+    while passes.len() < 2 || (passes.len() < 7 && began.elapsed() < limit) {
+        let start = Instant::now();
+        pass();
+        passes.push(start.elapsed().as_secs_f64());
+    }
+    passes.split_off(1).into_iter().fold(f64::INFINITY, f64::min)
+}
+
+/// Hand-overs between compute threads in a layer of one row: queries, keys and values; attention; output; gate and up; down.
+const LAYER_HAND_OVERS: f64 = 5.0;
+/// Hand-overs between two looks at the clock.
+const HAND_OVERS_TIMED: usize = 64;
 
 /// Nanoseconds until work has got to a sleeping thread and its answer back, as each step of a stage does.
 fn hand_over_ns() -> u64 {
@@ -237,7 +275,7 @@ fn run(stage: &mut CpuStage, bench: &DecodeBench, tokens: usize) -> Result<(f64,
     let vocab = stage.vocab() as u32;
     let prompt: Vec<u32> = (0..bench.prompt as u32).map(|i| (i * 37 + 11) % vocab).collect();
     let mut forward = |position: usize, tokens: &[u32]| -> Result<u32, StageError> {
-        let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), logits: true };
+        let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
         let Some(RowsOut::Logits(logits)) = stage.forward(&[rows])?.pop() else { return Ok(0) };
         let best = logits
             .iter()
@@ -305,6 +343,10 @@ mod tests {
             let speed = speed(2, memory).unwrap();
             assert!(speed.weight_bytes_s > 1 << 20 && speed.flops_s > 1 << 20, "{memory}: {speed:?}");
             assert!((1_000..1_000_000_000).contains(&speed.step_ns), "{memory}: {speed:?}");
+            assert!((1..1_000_000_000).contains(&speed.layer_ns), "{memory}: {speed:?}");
+            let cache_bytes_s = cache_speed(2, memory).unwrap();
+            assert!(cache_bytes_s > 1 << 20, "{memory}: {cache_bytes_s}");
+            eprintln!("{speed:?}, {:.1} GB/s of cache", cache_bytes_s as f64 / 1e9);
         }
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed()); // far less without other load
     }

@@ -26,7 +26,10 @@ impl Compute {
     /// # Errors
     /// No such device here; the text names those there are.
     pub fn open(options: &UpOptions) -> Result<Self, String> {
-        let devices = kernels_gpu::probe();
+        let kernels_gpu::Probe { devices, faults, .. } = kernels_gpu::probe_report();
+        for fault in &faults {
+            tracing::warn!("{fault}");
+        }
         let choice: DeviceChoice = options.device.parse().map_err(|e: kernels::device::DeviceError| e.to_string())?;
         let device = choice.pick(&devices).map_err(|e| e.to_string())?.clone();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -94,34 +97,56 @@ fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
     })
 }
 
-/// The products of the processor's own kernels, measured within the `memory` that the user asked for. Steps of its grids read and
-/// write about as fast.
+/// The processor's own kernels, measured within the `memory` that the user asked for. Steps of its grids read and write about as
+/// fast as products.
 ///
 /// Measured until two measurements agree: other programs, or a hypervisor that runs other machines, can make one many times
 /// too slow, and a node that understates itself is planned as too slow for as long as it runs.
 fn processor_speed(threads: usize, memory: u64) -> Result<Speed, String> {
-    let measure = || kernels::bench::speed(threads, memory).map_err(|e| e.to_string());
+    let measure = || -> Result<Speed, String> {
+        let shown = kernels::bench::speed(threads, memory).map_err(|e| e.to_string())?;
+        Ok(Speed {
+            bytes_per_second: shown.weight_bytes_s,
+            flops_per_second: shown.flops_s,
+            copy_bytes_per_second: shown.weight_bytes_s,
+            step_ns: shown.step_ns,
+            layer_ns: shown.layer_ns,
+            cache_bytes_per_second: kernels::bench::cache_speed(threads, memory).map_err(|e| e.to_string())?,
+        })
+    };
     let mut best = measure()?;
     for _ in 1..MEASUREMENTS_MAX {
         let next = measure()?;
-        let agree = alike(best.weight_bytes_s, next.weight_bytes_s) && alike(best.flops_s, next.flops_s);
-        best.weight_bytes_s = best.weight_bytes_s.max(next.weight_bytes_s);
-        best.flops_s = best.flops_s.max(next.flops_s);
-        best.step_ns = best.step_ns.min(next.step_ns);
+        let agree = agree(best, next);
+        best = better(best, next);
         if agree {
             break;
         }
     }
-    Ok(Speed {
-        bytes_per_second: best.weight_bytes_s,
-        flops_per_second: best.flops_s,
-        copy_bytes_per_second: best.weight_bytes_s,
-        step_ns: best.step_ns,
-    })
+    Ok(best)
 }
 
-/// About two seconds, on a machine where no two agree.
+/// About two and a half seconds, on a machine where no two agree.
 const MEASUREMENTS_MAX: usize = 5;
+
+/// Whether two measurements show about the same speeds.
+fn agree(one: Speed, other: Speed) -> bool {
+    alike(one.bytes_per_second, other.bytes_per_second)
+        && alike(one.flops_per_second, other.flops_per_second)
+        && alike(one.cache_bytes_per_second, other.cache_bytes_per_second)
+}
+
+/// The better of both in each figure: what disturbs a measurement makes it slower.
+fn better(one: Speed, other: Speed) -> Speed {
+    Speed {
+        bytes_per_second: one.bytes_per_second.max(other.bytes_per_second),
+        flops_per_second: one.flops_per_second.max(other.flops_per_second),
+        copy_bytes_per_second: one.copy_bytes_per_second.max(other.copy_bytes_per_second),
+        step_ns: one.step_ns.min(other.step_ns),
+        layer_ns: one.layer_ns.min(other.layer_ns),
+        cache_bytes_per_second: one.cache_bytes_per_second.max(other.cache_bytes_per_second),
+    }
+}
 
 /// Whether two measurements of a speed differ by a third at most.
 fn alike(one: u64, other: u64) -> bool {
@@ -131,16 +156,20 @@ fn alike(one: u64, other: u64) -> bool {
 /// What a GPU's own kernels showed. What it could not show is 0, "not measured": the processor's figures say nothing about it.
 fn gpu_speed(id: DeviceId) -> Speed {
     let mut speed = Speed::default();
-    let (products, copied) = match kernels_gpu::gpu_speed(id) {
-        Ok(measured) => (measured.products, measured.copy_bytes_s),
-        Err(why) => (Err(why.clone()), Err(why)),
+    let (products, cache, copied) = match kernels_gpu::gpu_speed(id) {
+        Ok(measured) => (measured.products, measured.cache_bytes_s, measured.copy_bytes_s),
+        Err(why) => (Err(why.clone()), Err(why.clone()), Err(why)),
     };
     match products {
         Ok(shown) => {
             (speed.bytes_per_second, speed.flops_per_second) = (shown.weight_bytes_s, shown.flops_s);
-            speed.step_ns = shown.step_ns;
+            (speed.step_ns, speed.layer_ns) = (shown.step_ns, shown.layer_ns);
         }
         Err(why) => tracing::warn!(%why, %id, "products could not be measured: no layers are planned for this device"),
+    }
+    match cache {
+        Ok(bytes_s) => speed.cache_bytes_per_second = bytes_s,
+        Err(why) => tracing::warn!(%why, %id, "its attention could not be measured: plans take it for free"),
     }
     match copied {
         Ok(bytes_s) => speed.copy_bytes_per_second = bytes_s,

@@ -180,6 +180,8 @@ pub struct PeerView {
     pub bytes_per_second: u64,
     /// Flops per second that it showed in prefill; 0: not measured.
     pub flops_per_second: u64,
+    /// Bytes of keys and values per second that it showed in attention; 0: not measured.
+    pub cache_bytes_per_second: u64,
     /// Round trip in milliseconds, if measured.
     pub rtt_ms: Option<f64>,
     /// Bytes a second that the link to it carries, if measured.
@@ -373,6 +375,7 @@ fn peer_view(advert: &Advert, state: &str) -> PeerView {
         memory_free: advert.capacity.memory_free,
         bytes_per_second: advert.capacity.bytes_per_second,
         flops_per_second: advert.capacity.flops_per_second,
+        cache_bytes_per_second: advert.capacity.cache_bytes_per_second,
         draining: advert.draining,
         addrs: advert.data_addrs.iter().map(ToString::to_string).collect(),
         ..PeerView::default()

@@ -1,7 +1,7 @@
 //! The only place that predicts time and memory: everybody who needs a figure about the future asks here.
 //!
-//! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged over
-//! an empty cache at batch 1; memory is charged for the full context of all sequences.
+//! Integer nanoseconds and bytes, so that every node and the simulator compute the same figure. Decode is charged at batch 1
+//! over half of the context ([`Work::planned_positions`]); memory is charged for the full context of all sequences.
 //! Next: `layers.rs`.
 use crate::fleet::{Device, DeviceId, Fleet, Link};
 use crate::work::{Layer, Work};
@@ -73,14 +73,21 @@ impl<'a> StageBytes<'a> {
     }
 }
 
-/// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched):
-/// each block reads its weights once and computes every row; the slower of the two counts.
+/// Nanoseconds of one step of a stage over `tokens` rows (1 in decode, the chunk in prefill, the batch when batched), each of
+/// which attends to the positions that are planned for.
 ///
 /// `None`: the device has no measured speed.
 pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) -> Option<u64> {
+    stage_ns_at(work, device, layers, tokens, work.planned_positions())
+}
+
+/// As [`stage_ns`], for rows that attend to `positions` each; 0: over an empty cache.
+///
+/// `None` as there.
+pub fn stage_ns_at(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32, positions: u32) -> Option<u64> {
     let mut sum = device.step_ns.min(NS_MAX);
     for layer in blocks(work, layers) {
-        sum = sum.saturating_add(layer_ns(device, layer, tokens)?);
+        sum = sum.saturating_add(layer_ns(device, layer, tokens, positions)?);
     }
     if layers.end as usize == work.layers.len() {
         sum = sum.saturating_add(head_ns(work, device, tokens)?);
@@ -88,9 +95,19 @@ pub fn stage_ns(work: &Work, device: &Device, layers: &Range<u32>, tokens: u32) 
     Some(sum)
 }
 
-/// Nanoseconds for one block over `tokens` rows.
-pub fn layer_ns(device: &Device, layer: &Layer, tokens: u32) -> Option<u64> {
-    matrix_ns(device, layer.weight_bytes, layer.flops_per_token, tokens)
+/// Nanoseconds for one block over `tokens` rows that attend to `positions` each: what is fixed, products (weights are read once
+/// and every row is computed; the slower of the two counts), attention.
+pub fn layer_ns(device: &Device, layer: &Layer, tokens: u32, positions: u32) -> Option<u64> {
+    let fixed_ns = device.layer_ns.min(NS_MAX);
+    let products_ns = matrix_ns(device, layer.weight_bytes, layer.flops_per_token, tokens)?;
+    Some((fixed_ns + products_ns + attention_ns(device, layer, tokens, positions)).min(NS_MAX))
+}
+
+/// Nanoseconds in which `tokens` rows attend to `positions` each: every row reads the keys and values that it sees.
+fn attention_ns(device: &Device, layer: &Layer, tokens: u32, positions: u32) -> u64 {
+    let seen = layer.window.map_or(positions, |window| positions.min(window));
+    let bytes = layer.kv_bytes_per_token.saturating_mul(seen.into()).saturating_mul(tokens.into());
+    ratio_ns(bytes, device.cache_bytes_per_second).unwrap_or(0) // not measured
 }
 
 /// Nanoseconds for final norm and output head over `tokens` rows. (The embedding is one row looked up: free.)
@@ -184,7 +201,7 @@ mod tests {
     use alloc::{collections::BTreeMap, string::String, vec};
 
     fn work(tied: bool) -> Work {
-        let layer = Layer { flops_per_token: 200, weight_bytes: 100, kv_bytes_per_token: 3 };
+        let layer = Layer { flops_per_token: 200, weight_bytes: 100, kv_bytes_per_token: 3, window: None };
         Work {
             layers: vec![layer; 4],
             embed_bytes: 1_000,
@@ -208,6 +225,8 @@ mod tests {
             flops_per_second,
             copy_bytes_per_second: bytes_per_second,
             step_ns: 5,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
             numerics: 0,
             pass_steps: 1,
             excluded: false,
@@ -243,6 +262,28 @@ mod tests {
     }
 
     #[test]
+    fn attention_and_what_is_fixed_are_charged_for_each_layer() {
+        let second = 1_000_000_000;
+        let bare = device(1, 1_000, 0);
+        let measured = Device { layer_ns: 7, cache_bytes_per_second: 30, ..bare.clone() };
+        let decode = |work: &Work, device: &Device| stage_ns(work, device, &(1..3), 1);
+        // A context of 10: 5 positions of 3 bytes each, at 30 bytes a second.
+        assert_eq!(decode(&work(true), &measured), decode(&work(true), &bare).map(|ns| ns + 2 * (7 + second / 2)));
+        let longer = Work { context: 20, ..work(true) };
+        assert_eq!(decode(&longer, &measured), decode(&longer, &bare).map(|ns| ns + 2 * (7 + second)));
+        // Whatever the context, an unmeasured cache charges nothing.
+        assert_eq!(decode(&longer, &bare), decode(&work(true), &bare));
+        assert_eq!(stage_ns_at(&longer, &measured, &(1..3), 1, 0), decode(&longer, &bare).map(|ns| ns + 2 * 7));
+        // Each row of a chunk reads what it sees; what is fixed is paid once.
+        let chunk = stage_ns(&longer, &measured, &(1..3), 8);
+        assert_eq!(chunk, decode(&longer, &bare).map(|ns| ns + 2 * (7 + 8 * second)));
+        // One of the two layers sees 2 positions.
+        let mut windowed = longer.clone();
+        windowed.layers[2].window = Some(2);
+        assert_eq!(decode(&windowed, &measured), decode(&longer, &bare).map(|ns| ns + 2 * 7 + second + second / 5));
+    }
+
+    #[test]
     fn a_token_pays_each_hop_one_way_and_none_within_a_device() {
         let link = Link { rtt_ns: 1_000, bytes_per_second: 1_000_000_000 };
         let devices: Vec<Device> = (1..=2).map(|id| device(id, u64::MAX, 0)).collect();
@@ -260,10 +301,13 @@ mod tests {
 
     #[test]
     fn absurd_figures_saturate() {
-        let huge = Layer { flops_per_token: u64::MAX, weight_bytes: u64::MAX, kv_bytes_per_token: u64::MAX };
+        let most = u64::MAX;
+        let huge = Layer { flops_per_token: most, weight_bytes: most, kv_bytes_per_token: most, window: None };
         let work = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work(false) };
         assert_eq!(stage_bytes(&work, &(0..4)), u64::MAX);
-        assert_eq!(layer_ns(&device(1, 1, 1), &huge, u32::MAX), Some(NS_MAX));
+        let slow = Device { layer_ns: u64::MAX, cache_bytes_per_second: 1, ..device(1, 1, 1) };
+        assert_eq!(layer_ns(&slow, &huge, u32::MAX, u32::MAX), Some(NS_MAX));
+        assert_eq!(layer_ns(&device(1, u64::MAX, 0), &huge, u32::MAX, u32::MAX), Some(1_000_000_000), "no attention");
         assert_eq!(stage_bytes(&work, &(9..12)), work.scratch_bytes, "layers that do not exist weigh nothing");
     }
 }

@@ -118,15 +118,15 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
         out.push('\n');
     };
     line(format_args!(
-        "{:>5}  {:<width$}  {:>11}  {:>10}  {:>10}  {:>10}  {:>12}",
-        "stage", "node", "layers", "memory", "per token", "decode", "prefill"
+        "{:>5}  {:<width$}  {:>11}  {:>10}  {:>10}  {:>10}  {:>10}  {:>12}",
+        "stage", "node", "layers", "memory", "per token", "decode", "attention", "prefill"
     ));
     for (index, stage) in plan.stages().iter().enumerate() {
         let layers = layers(&stage.layers);
         let (memory, step) = (bytes(stage.bytes), time(stage.step_ns));
-        let (decode, prefill) = fleet.device(stage.device).map(speeds).unwrap_or_default();
+        let [decode, attention, prefill] = fleet.device(stage.device).map(speeds).unwrap_or_default();
         line(format_args!(
-            "{index:>5}  {:<width$}  {layers:>11}  {memory:>10}  {step:>10}  {decode:>10}  {prefill:>12}",
+            "{index:>5}  {:<width$}  {layers:>11}  {memory:>10}  {step:>10}  {decode:>10}  {attention:>10}  {prefill:>12}",
             name(stage.device)
         ));
     }
@@ -155,13 +155,20 @@ pub fn table(plan: &Plan, fleet: &Fleet) -> String {
     out
 }
 
-/// What a device was measured at: weight bytes per second in decode, flops per second in prefill.
-fn speeds(device: &Device) -> (String, String) {
-    let prefill = match device.flops_per_second {
+/// What a device was measured at: weight bytes per second in decode, cache bytes per second in attention, flops per second in
+/// prefill.
+fn speeds(device: &Device) -> [String; 3] {
+    let shown = |speed: u64, units: &[&str]| match speed {
         0 => String::from("unmeasured"),
-        flops => scaled(flops, &["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"]),
+        speed => scaled(speed, units),
     };
-    (scaled(device.bytes_per_second, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s", "EB/s"]), prefill)
+    let bytes = ["B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s", "EB/s"];
+    let flops = ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"];
+    [
+        shown(device.bytes_per_second, &bytes),
+        shown(device.cache_bytes_per_second, &bytes),
+        shown(device.flops_per_second, &flops),
+    ]
 }
 
 /// Whether all devices used compute the same bits.

@@ -52,7 +52,7 @@ mod tests {
 
     fn work(fit: Fit) -> Work {
         Work {
-            layers: vec![Layer { flops_per_token: 200, weight_bytes: 1000, kv_bytes_per_token: 1 }; 4],
+            layers: vec![Layer { flops_per_token: 200, weight_bytes: 1000, kv_bytes_per_token: 1, window: None }; 4],
             embed_bytes: 0,
             head_bytes: 0,
             tied: false,
@@ -74,6 +74,8 @@ mod tests {
             flops_per_second: 0,
             copy_bytes_per_second: 1_000_000,
             step_ns: 10,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
             numerics: 1,
             pass_steps: 1,
             excluded: false,

@@ -26,6 +26,12 @@ pub struct Device {
     pub copy_bytes_per_second: u64,
     /// Fixed cost of one stage step in nanoseconds (queueing, launch, wake-up).
     pub step_ns: u64,
+    /// Fixed cost of each layer of a step in nanoseconds: launches, and hand-overs between threads. 0 also where it was not
+    /// measured.
+    pub layer_ns: u64,
+    /// Bytes of keys and values per second that attention of one row reads from the cache. 0: not measured, attention is not
+    /// charged.
+    pub cache_bytes_per_second: u64,
     /// Kernel set whose results agree bit for bit; a standby of the same id comes first.
     pub numerics: u64,
     /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.

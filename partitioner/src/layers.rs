@@ -310,7 +310,7 @@ impl<'a> Pool<'a> {
         let mut before_ns = Vec::with_capacity(layers + 1);
         before_ns.push(0u64);
         for (index, layer) in work.layers.iter().enumerate() {
-            before_ns.push(before_ns[index] + ns(cost::layer_ns(device, layer, 1)));
+            before_ns.push(before_ns[index] + ns(cost::layer_ns(device, layer, 1, work.planned_positions())));
         }
         let step_ns = device.step_ns.min(cost::NS_MAX);
         let head_ns = ns(cost::head_ns(work, device, 1));

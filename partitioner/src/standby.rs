@@ -179,7 +179,15 @@ mod tests {
 
     fn work() -> Work {
         Work {
-            layers: vec![Layer { flops_per_token: 200, weight_bytes: 1 << 20, kv_bytes_per_token: 1 << 10 }; 8],
+            layers: vec![
+                Layer {
+                    flops_per_token: 200,
+                    weight_bytes: 1 << 20,
+                    kv_bytes_per_token: 1 << 10,
+                    window: None
+                };
+                8
+            ],
             embed_bytes: 1 << 20,
             head_bytes: 1 << 20,
             tied: false,
@@ -201,6 +209,8 @@ mod tests {
             flops_per_second: 0,
             copy_bytes_per_second: 10_000_000_000,
             step_ns: 10_000,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
             numerics: 1,
             pass_steps: 1,
             excluded: false,

@@ -11,6 +11,8 @@ pub struct Layer {
     pub weight_bytes: u64,
     /// Bytes of key and value cache per token of one sequence.
     pub kv_bytes_per_token: u64,
+    /// Most positions that a row attends to, its own included; `None`: all up to its own. The cache holds all of them anyway.
+    pub window: Option<u32>,
 }
 
 /// A language model to be cut by layers.
@@ -35,4 +37,17 @@ pub struct Work {
     pub sequences: u32,
     /// Scratch bytes every stage needs for itself.
     pub scratch_bytes: u64,
+}
+
+impl Work {
+    /// Positions that a row is planned to attend to: half of the context.
+    ///
+    /// A request that fills its context attends to 1, 2, … `context` positions, one row after the other, and the time of
+    /// attention is linear in them. So half of the context is the mean over its rows, in decode as in prefill, and the plan with
+    /// the least time at this position has the least time for the whole request. Charging the whole context would be exact for
+    /// the last token only, and few requests reach it.
+    #[must_use]
+    pub fn planned_positions(&self) -> u32 {
+        self.context / 2
+    }
 }

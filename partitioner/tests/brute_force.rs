@@ -71,6 +71,7 @@ fn plans_equal_the_best_of_all_placements() {
             // Equal devices, so that many cuts take as long as each other.
             for device in &mut fleet.devices {
                 (device.bytes_per_second, device.flops_per_second, device.step_ns) = (1_000, 0, 1_000_000);
+                (device.layer_ns, device.cache_bytes_per_second) = (100_000, 100);
             }
         }
         for goal in [Goal::Latency, Goal::Throughput] {
@@ -131,11 +132,14 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
         flops_per_second: 50_000_000_000_000,
         copy_bytes_per_second: 700_000_000_000,
         step_ns: 400_000,
+        layer_ns: 0,
+        cache_bytes_per_second: 0,
         numerics: 1,
         pass_steps: 1,
         excluded: false,
     };
-    let layer = Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192 };
+    let layer =
+        Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192, window: None };
     let work = Work {
         layers: vec![layer; 80],
         embed_bytes: 600_000_000,
@@ -155,6 +159,57 @@ fn among_equal_token_times_the_least_bottleneck_is_planned() {
     let even = [(id(0), 0..27), (id(1), 27..54), (id(2), 54..80)];
     let even = Plan::new(&even, &work, &fleet, &options(Goal::Latency)).expect("it is a plan");
     assert_eq!((plan.token_ns(), plan.slowest_step_ns()), (even.token_ns(), even.slowest_step_ns()));
+}
+
+/// Two devices of which neither has room for all: one reads weights faster, the other keys and values.
+#[test]
+fn a_long_context_moves_layers_to_the_device_with_the_faster_cache() {
+    let layer = Layer { flops_per_token: 0, weight_bytes: 500_000_000, kv_bytes_per_token: 4096, window: None };
+    let work = |context: u32, window: Option<u32>| Work {
+        layers: vec![Layer { window, ..layer }; 80],
+        embed_bytes: 0,
+        head_bytes: 0,
+        tied: false,
+        head_flops: 0,
+        activation_bytes: 32_768,
+        context,
+        sequences: 1,
+        scratch_bytes: 0,
+    };
+    let device = |n: usize, memory: u64, weights: u64, cache: u64| Device {
+        id: id(n),
+        name: format!("node-{n}"),
+        machine: n as u64,
+        memory,
+        bytes_per_second: weights * 1_000_000_000,
+        flops_per_second: 0,
+        copy_bytes_per_second: 0,
+        step_ns: 100_000,
+        layer_ns: 10_000,
+        cache_bytes_per_second: cache * 1_000_000_000,
+        numerics: 1,
+        pass_steps: 1,
+        excluded: false,
+    };
+    // Layers on the first, where each has the memory for 60 of the 80; the cuts are balanced to a hundredth of the time.
+    let share = |context: u32, window: Option<u32>, caches: [u64; 2]| {
+        let work = work(context, window);
+        let memory = cost::stage_bytes(&work, &(0..60));
+        let devices = vec![device(0, memory, 800, caches[0]), device(1, memory, 600, caches[1])];
+        let default_link = Link { rtt_ns: 100_000, bytes_per_second: 1_000_000_000 };
+        let fleet = Fleet { devices, links: BTreeMap::new(), default_link };
+        let plan = plan(&work, &fleet, &options(Goal::Latency)).expect("it fits");
+        plan.stage_of(id(0)).map_or(0, |stage| stage.layers.end - stage.layers.start)
+    };
+    let (short, long) = (2048, 131_072);
+    let (most, few) = (55..=60, 20..=25);
+    assert!(most.contains(&share(short, None, [100, 500])), "weights count for more");
+    assert!(few.contains(&share(long, None, [100, 500])), "the cache does");
+    assert!(
+        most.contains(&share(long, Some(1024), [100, 500])),
+        "a row sees 1024 positions, however long the context is"
+    );
+    assert!(most.contains(&share(long, None, [0, 0])), "a cache that was not measured moves nothing");
 }
 
 #[test]

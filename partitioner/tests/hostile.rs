@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// Three equal devices that each hold two of four layers, all linked.
 fn even() -> (Work, Fleet, Options) {
     let mut random = Random::new(1);
-    let layer = Layer { flops_per_token: 0, weight_bytes: 100, kv_bytes_per_token: 0 };
+    let layer = Layer { flops_per_token: 0, weight_bytes: 100, kv_bytes_per_token: 0, window: None };
     let work = Work {
         layers: vec![layer; 4],
         embed_bytes: 0,
@@ -27,7 +27,8 @@ fn even() -> (Work, Fleet, Options) {
     fleet.links = BTreeMap::new();
     fleet.default_link = Link { rtt_ns: 1_000, bytes_per_second: 1_000_000 };
     for device in &mut fleet.devices {
-        (device.memory, device.bytes_per_second, device.step_ns, device.excluded) = (225, 1_000, 0, false);
+        (device.memory, device.bytes_per_second, device.excluded) = (225, 1_000, false);
+        (device.step_ns, device.layer_ns, device.cache_bytes_per_second) = (0, 0, 0);
     }
     (work, fleet, options(Goal::Latency))
 }
@@ -87,7 +88,7 @@ fn questions_without_meaning_are_refused() {
     assert!(refused(&none, &fleet, &options).contains("no layers"));
     let many = Work { layers: vec![work.layers[0]; 1_025], ..work.clone() };
     assert!(refused(&many, &fleet, &options).contains("1025 layers"));
-    let huge = Layer { weight_bytes: u64::MAX, flops_per_token: u64::MAX, kv_bytes_per_token: u64::MAX };
+    let huge = Layer { weight_bytes: u64::MAX, flops_per_token: u64::MAX, kv_bytes_per_token: u64::MAX, window: None };
     let heavy = Work { layers: vec![huge; 4], context: u32::MAX, sequences: u32::MAX, ..work.clone() };
     assert!(refused(&heavy, &fleet, &options).contains("1 EiB"));
     let scratch = Work { scratch_bytes: u64::MAX, ..work.clone() };
@@ -103,6 +104,8 @@ fn extreme_devices_and_links_do_not_break_the_sums() {
     fleet.devices[0].memory = u64::MAX;
     fleet.devices[0].bytes_per_second = u64::MAX;
     fleet.devices[0].step_ns = u64::MAX;
+    fleet.devices[0].layer_ns = u64::MAX;
+    fleet.devices[2].cache_bytes_per_second = 1;
     fleet.devices[1].flops_per_second = u64::MAX;
     fleet.devices[2].bytes_per_second = 1;
     fleet.default_link = Link { rtt_ns: u64::MAX, bytes_per_second: 1 };
@@ -154,7 +157,8 @@ fn the_shortlist_keeps_what_is_near() {
     let near = Link { rtt_ns: 300_000, bytes_per_second: 112_000_000 };
     let far = Link { rtt_ns: 150_000_000, bytes_per_second: 12_000_000 };
     let (mut work, mut fleet, options) = even();
-    let layer = Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192 };
+    let layer =
+        Layer { flops_per_token: 1_711_000_000, weight_bytes: 513_500_000, kv_bytes_per_token: 8192, window: None };
     (work.layers, work.activation_bytes, work.context) = (vec![layer; 80], 32_768, 2048);
     let node = |n: usize| Device {
         id: id(n),

@@ -46,6 +46,8 @@ pub struct Executor {
     skew_percent: u32,
     bytes_per_second: u64,
     step_ns: u64,
+    layer_ns: u64,
+    cache_bytes_per_second: u64,
     /// Bytes that stages may take, whatever the node's advert says.
     pub memory: u64,
     stages: BTreeMap<JobId, Stage>,
@@ -82,6 +84,8 @@ impl Executor {
             skew_percent: spec.skew_percent,
             bytes_per_second: spec.capacity.bytes_per_second,
             step_ns: spec.capacity.step_ns,
+            layer_ns: spec.capacity.layer_ns,
+            cache_bytes_per_second: spec.capacity.cache_bytes_per_second,
             memory: spec.capacity.memory_free,
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
@@ -174,10 +178,11 @@ impl Executor {
         epoch: Epoch,
         items: Vec<Item>,
     ) -> Option<(Instant, Input)> {
-        let positions: u64 = items.iter().map(|item| u64::from(item.count)).sum();
+        let rows: u64 = items.iter().map(|item| u64::from(item.count)).sum();
+        let seen: u64 = items.iter().map(positions_seen).sum();
         let layers = self.stages.get(&job).map_or(0, |stage| stage.spec.layers.len() as u64);
         let results = self.run_batch(job, epoch, items);
-        let took = Duration::from_nanos(self.batch_ns(layers, positions));
+        let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
         self.busy_until = self.busy_until.max(now) + took;
         (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
     }
@@ -187,16 +192,20 @@ impl Executor {
         let stage = self.stages.get(&job).filter(|stage| stage.epoch == epoch);
         let digest = stage.map(|stage| stage.spec.layers.clone().fold(nonce, |row, layer| mix(u64::from(layer), row)));
         let layers = stage.map_or(0, |stage| stage.spec.layers.len() as u64);
-        let step = Duration::from_nanos(self.batch_ns(layers, 1));
+        let step = Duration::from_nanos(self.batch_ns(layers, 1, 0));
         self.busy_until = self.busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
         let result = digest.ok_or_else(|| format!("no stage of {epoch:?} here"));
         (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, nonce, result }))
     }
 
-    /// One pass over the weights, and a tenth of it more for each position: what a batch costs a real device.
-    fn batch_ns(&self, layers: u64, positions: u64) -> u64 {
+    /// One pass over the weights, a tenth of it more for each further row, and the cache of all positions that rows see: what a
+    /// batch costs a real device.
+    fn batch_ns(&self, layers: u64, rows: u64, seen: u64) -> u64 {
         let pass = layers * LAYER_BYTES.saturating_mul(1_000_000_000) / self.bytes_per_second.max(1);
-        let predicted = self.step_ns + pass + pass * positions.saturating_sub(1) / 10;
+        let fixed = self.step_ns + layers * self.layer_ns;
+        let cache_bytes = layers * POSITION_BYTES * seen;
+        let attention = cache_bytes.saturating_mul(1_000_000_000) / self.cache_bytes_per_second.max(1);
+        let predicted = fixed + pass + pass * rows.saturating_sub(1) / 10 + attention;
         predicted * u64::from(self.skew_percent) / 100 * u64::from(self.slow_percent) / 100
     }
 
@@ -358,6 +367,12 @@ impl Executor {
     }
 }
 
+/// Positions that the rows of an item attend to, in all.
+fn positions_seen(item: &Item) -> u64 {
+    let (rows, first) = (u64::from(item.count), u64::from(item.position));
+    rows * first + rows * (rows + 1) / 2
+}
+
 /// One layer over consecutive positions; its chain is cut back to `position` first.
 fn run_layer(chain: &mut Vec<u64>, layer: u32, position: u32, rows: &mut [u64]) -> Result<(), String> {
     let position = position as usize;
@@ -418,6 +433,8 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
 pub const VOCABULARY: u32 = 50_000;
 /// Nanoseconds of a pretended cell: a tile of a few hundred takes as long a step as a real one of a million.
 const CELL_NS: u64 = 10_000;
+/// Keys and values of one position in one symbolic layer.
+pub(crate) const POSITION_BYTES: u64 = 1 << 10;
 /// Weights of one symbolic layer.
 pub(crate) const LAYER_BYTES: u64 = 20 << 20;
 /// How fast weights come from disk.

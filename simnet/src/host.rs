@@ -46,6 +46,8 @@ impl Default for HostSpec {
                 flops_per_second: 1_000_000_000_000,
                 copy_bytes_per_second: 20_000_000_000,
                 step_ns: 50_000,
+                layer_ns: 10_000,
+                cache_bytes_per_second: 200_000_000_000,
                 numerics: 1,
                 pass_steps: 1,
             },

@@ -13,7 +13,12 @@ use std::collections::BTreeMap;
 
 /// A model whose stages compute with hashes: `layers` blocks of `layer_bytes` each.
 pub fn symbolic_model(layers: u32, layer_bytes: u64) -> ModelSpec {
-    let layer = Layer { flops_per_token: 2 * layer_bytes, weight_bytes: layer_bytes, kv_bytes_per_token: 1 << 10 };
+    let layer = Layer {
+        flops_per_token: 2 * layer_bytes,
+        weight_bytes: layer_bytes,
+        kv_bytes_per_token: crate::compute::POSITION_BYTES,
+        window: None,
+    };
     ModelSpec {
         content: ContentId([0x5A; 32]),
         name: "symbolic".into(),

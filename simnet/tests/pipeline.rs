@@ -681,5 +681,5 @@ fn a_long_prompt_fills_a_deep_pipeline() {
     println!("4000 tokens of prompt, stages and time to the first token: {took:?}");
     let [(_, two), (_, four), (_, twelve), (_, twenty_four)] = took;
     assert!(two <= ms(600) && four <= ms(700), "{two:?} {four:?}");
-    assert!(twelve <= ms(720) && twenty_four <= ms(950), "{twelve:?} {twenty_four:?}");
+    assert!(twelve <= ms(800) && twenty_four <= ms(950), "{twelve:?} {twenty_four:?}");
 }

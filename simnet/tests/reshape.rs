@@ -211,6 +211,19 @@ fn work_follows_what_stages_really_take_both_ways() {
     room.check();
 }
 
+/// Plans count with attention over half of a context, which takes twice as long here as the weights do. The rows of a challenge
+/// attend to a few positions: a node that answers in the time of those is as fast as it says.
+#[test]
+fn a_challenge_is_compared_with_what_its_few_positions_take() {
+    let mut host = spec(20, 297);
+    host.capacity.cache_bytes_per_second = 1_000_000_000;
+    let mut room = Room::serving(&vec![host; 4]);
+    room.work.run(&mut room.world, ms(40_000), |_, _| false);
+    let measured = |told: &&simnet::Told| matches!(told.event, Event::Measured { .. });
+    assert_eq!(room.work.notes.iter().find(measured).map(|told| &told.event), None);
+    room.check();
+}
+
 /// Nobody stands by for it, but two others have room for half of its layers each.
 #[test]
 fn a_stage_without_a_standby_is_moved_before_its_node_leaves() {

@@ -1,4 +1,8 @@
 //! How fast a device is with the kernels that stages run: what a node says of itself to the mesh.
+//!
+//! Decode is measured as stages do it: the launches are recorded and replayed where the runtime replays, else made one by one.
+//! One by one the host is ahead of the device, and what a launch costs it is hidden behind matrices; replayed, each launch adds its
+//! part. So the time of small launches is taken out of what reads memory only where they are replayed.
 use std::time::{Duration, Instant};
 
 use cubecl::bytes::Bytes;
@@ -6,22 +10,37 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::bench::{ASLEEP, Speed, usual_ns};
 use kernels::gpu::copy;
+use kernels::order::POSITIONS;
 use kernels::quant::{QuantType, random_blocks};
 use kernels::tile::{Layout, ROWS, convert};
 
 use crate::Platform;
 use crate::arithmetic::Abilities;
+use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend};
+use crate::graph::Graphs;
+use crate::load::fill;
 use crate::product::{Activations, Matrix, Target, product};
+use crate::rows::Wanted;
 
-/// Rows and columns of a layer's matrices: query, keys, values, output, gate, up, down of an 8B model.
-const LAYER: [(usize, usize); 7] =
-    [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)];
+/// Rows and columns of a layer's matrices: query with keys and values, output, gate with up, down of an 8B model.
+const LAYER: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
+/// Launches of a layer beside its matrices: two norms, placing, two of attention, the gate where no product includes it.
+const SMALL: usize = 6;
 /// Layers measured: 240 MiB, so that nothing is still in a cache when it is read again.
 const LAYERS: usize = 2;
 /// The format that most models are stored in.
 const KIND: QuantType = QuantType::Q4K;
+/// Heads of models of 14 and 32 billion weights. In others four to eight query heads share a key head, and the more do, the more is
+/// computed for each byte of the cache: five are in the middle.
+const HEADS: Heads = Heads { heads: 40, kv_heads: 8, head_dim: 128, pairs: 64, halves: true, half_cells: true };
+/// Pages of the sequence whose cache is read.
+const BLOCKS: usize = 64;
+/// Layers of its cache: 224 MiB, beyond any cache of the device.
+const CACHED: usize = 7;
 /// Bytes copied: far beyond any cache, and what tiles of grids take.
 const COPY_BYTES: usize = 100 << 20;
+/// Copies between two looks at the clock.
+const COPIES: usize = 12;
 /// Passes over the layers between two looks at the clock, so that waiting for the device hardly counts.
 const PASSES: usize = 4;
 /// Rows of a product in prefill: more and more while it is quick.
@@ -29,7 +48,7 @@ const PREFILL_ROWS: [usize; 3] = [4, 32, 256];
 /// A product of more rows, eight times as many, is not tried after one that took this long.
 const PREFILL_SLOW: Duration = Duration::from_millis(5);
 /// No further measurement of a kind begins after this, if there are [`REPEATS_MIN`].
-const MEASURE: Duration = Duration::from_millis(100);
+const MEASURE: Duration = Duration::from_millis(60);
 /// Measurements of a kind at least.
 const REPEATS_MIN: usize = 3;
 /// Measurements of a kind at most, of which the median counts.
@@ -39,59 +58,228 @@ const WARM_UP: Duration = Duration::from_millis(25);
 /// Steps without work.
 const STEPS: usize = 12;
 
-/// How fast the products of a layer's matrices are on this device: in well under half a second once kernels are compiled, with
-/// 250 MiB of its memory. `small` devices (drivers that compute on the processor) get matrices of a sixteenth.
+/// How fast layers are on device `number` of this runtime without their attention: in well under half a second once kernels are
+/// compiled, with 280 MiB of its memory. `small` devices (drivers that compute on the processor) get matrices of a sixteenth.
 ///
 /// # Errors
 /// The device's.
-pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, small: bool) -> Result<Speed, String> {
+pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<Speed, String> {
     let able = Abilities::of(client).map_err(|error| error.to_string())?;
     let (divisor, passes) = if small { (4, 1) } else { (1, PASSES) };
     let shapes = LAYER.map(|(rows, cols)| (rows / divisor, cols / divisor));
     let matrices: Vec<Matrix> =
         (0..LAYERS).flat_map(|_| shapes.iter().map(|&(rows, cols)| repeated(client, rows, cols))).collect();
-    let most = |of: fn(&(usize, usize)) -> usize| shapes.iter().map(of).max().unwrap_or(0);
-    let y = client.empty(PREFILL_ROWS[2] * most(|shape| shape.0) * 4);
-    let times = |matrix: &Matrix, x: &Activations, rows: usize| {
-        let target = Target { rows: &y, stride: matrix.rows, offset: 0, width: matrix.rows, bias: None, add: false };
-        product(client, able, matrix, x, true, rows, &target);
-    };
-
+    let tiny = repeated(client, 2 * ROWS, shapes[0].1);
+    let gate = &matrices[2];
+    let y = client.empty(PREFILL_ROWS[2] * gate.rows * 4);
     let inputs: Vec<Activations> = matrices.iter().map(|matrix| Activations::new(client, 1, matrix.cols)).collect();
-    let decode = timed(client, || {
-        for _ in 0..passes {
-            matrices.iter().zip(&inputs).for_each(|(matrix, x)| times(matrix, x, 1));
-        }
-    })?;
-    let bytes: usize = matrices.iter().map(|m| Layout::of(m.kind).matrix_bytes(m.rows, m.cols)).sum();
+    let mut runner = Runner::new(client, able, number)?;
 
-    let gate = &matrices[4];
+    let layers =
+        |small| Layers { able, matrices: &matrices, inputs: &inputs, tiny: (&tiny, &inputs[0]), y: &y, passes, small };
+    let products = runner.time(&layers(0))?.as_secs_f64();
+    let whole = runner.time(&layers(SMALL))?.as_secs_f64();
+    let count = (passes * LAYERS) as f64;
+    let launch = (whole - products).max(0.0) / (count * SMALL as f64);
+    let (replayed, launches) = if runner.replays() { (LAYER.len() as f64, LAYER.len() + SMALL) } else { (0.0, SMALL) };
+    let bytes: usize = matrices.iter().map(|m| Layout::of(m.kind).matrix_bytes(m.rows, m.cols)).sum();
+    // Noise must not make a device infinitely fast.
+    let reading = (products - count * replayed * launch).max(products / 4.0);
+
     let mut flops_s = 0.0;
     for rows in PREFILL_ROWS {
         let x = Activations::new(client, rows, gate.cols);
-        let took = timed(client, || times(gate, &x, rows))?;
+        let took = timed(client, || multiply(client, able, gate, &x, rows, &y))?;
         flops_s = (2 * gate.rows * gate.cols * rows) as f64 / took.as_secs_f64();
         if took > PREFILL_SLOW {
             break;
         }
     }
 
-    let tiny = repeated(client, 2 * ROWS, shapes[0].1);
-    let mut steps = Vec::with_capacity(STEPS);
-    for _ in 0..STEPS {
-        std::thread::sleep(ASLEEP);
-        let start = Instant::now();
-        let x = Activations::new(client, 1, tiny.cols);
-        times(&tiny, &x, 1);
-        let rest = y.size() - 4 * tiny.rows as u64;
-        client.read_one(y.clone().offset_end(rest)).map_err(|error| format!("{error:?}"))?;
-        steps.push(start.elapsed());
-    }
     Ok(Speed {
-        weight_bytes_s: ((bytes * passes) as f64 / decode.as_secs_f64()) as u64,
+        weight_bytes_s: ((bytes * passes) as f64 / reading) as u64,
         flops_s: flops_s as u64,
-        step_ns: usual_ns(steps),
+        step_ns: runner.step_ns(&tiny, &y)?,
+        layer_ns: (launches as f64 * launch * 1e9) as u64,
     })
+}
+
+/// Bytes of keys and values per second that attention of one row reads, in 8-bit arithmetic: in a tenth of a second once kernels
+/// are compiled, with 230 MiB of memory. `small`: as in [`speed`].
+///
+/// # Errors
+/// The device's.
+pub(crate) fn cache_speed<R: Platform>(client: &ComputeClient<R>, number: usize, small: bool) -> Result<u64, String> {
+    let able = Abilities::of(client).map_err(|error| error.to_string())?;
+    let (blocks, layers) = if small { (BLOCKS / 8, 2) } else { (BLOCKS, CACHED) };
+    let bytes = blocks * HEADS.page_bytes();
+    let pages: Vec<Pages> = (0..layers).map(|_| Pages { pages: client.empty(bytes), count: blocks }).collect();
+    for pages in &pages {
+        fill(client, &pages.pages, bytes / 4).map_err(|error| error.to_string())?;
+    }
+    let words = |words: Vec<u32>| client.create_from_slice(bytemuck::cast_slice(&words));
+    let tables = words((0..blocks as u32).collect());
+    let row_at = |position: usize| Places {
+        count: 1,
+        rows: words(vec![position as u32, 0]),
+        tables: tables.clone(),
+        tables_len: blocks,
+        blocks: position / POSITIONS + 1,
+    };
+    let queries = client.create_from_slice(bytemuck::cast_slice(&[0.01f32; HEADS.queries()]));
+    let floats = |numbers: usize| client.empty(numbers * 4);
+    let partials =
+        Partials { values: floats(blocks * HEADS.queries()), sums: floats(blocks * HEADS.heads * 2), room: blocks };
+    let x = Activations::new(client, 1, HEADS.queries());
+    let attends = |position: usize| Attends {
+        able,
+        pages: &pages,
+        places: row_at(position),
+        queries: &queries,
+        partials: &partials,
+        x: &x,
+    };
+    let mut runner = Runner::new(client, able, number)?;
+    let all = runner.time(&attends(blocks * POSITIONS - 1))?.as_secs_f64();
+    // What attention takes over an empty cache is part of what a layer takes.
+    let empty = if runner.replays() { runner.time(&attends(0))?.as_secs_f64() } else { 0.0 };
+    Ok(((layers * bytes) as f64 / (all - empty).max(all / 4.0)) as u64)
+}
+
+/// Launches of a step.
+trait Recorded {
+    fn launch<R: Platform>(&self, client: &ComputeClient<R>);
+}
+
+/// Layers of one row without their attention.
+struct Layers<'a> {
+    able: Abilities,
+    /// [`LAYER`] for each layer.
+    matrices: &'a [Matrix],
+    inputs: &'a [Activations],
+    /// What takes a launch and hardly more.
+    tiny: (&'a Matrix, &'a Activations),
+    y: &'a Handle,
+    passes: usize,
+    /// Launches of `tiny` for each layer.
+    small: usize,
+}
+
+impl Recorded for Layers<'_> {
+    fn launch<R: Platform>(&self, client: &ComputeClient<R>) {
+        for _ in 0..self.passes {
+            for (matrices, inputs) in self.matrices.chunks(LAYER.len()).zip(self.inputs.chunks(LAYER.len())) {
+                matrices.iter().zip(inputs).for_each(|(matrix, x)| multiply(client, self.able, matrix, x, 1, self.y));
+                (0..self.small).for_each(|_| multiply(client, self.able, self.tiny.0, self.tiny.1, 1, self.y));
+            }
+        }
+    }
+}
+
+/// Attention of one row in each layer.
+struct Attends<'a> {
+    able: Abilities,
+    pages: &'a [Pages],
+    places: Places,
+    queries: &'a Handle,
+    partials: &'a Partials,
+    x: &'a Activations,
+}
+
+impl Recorded for Attends<'_> {
+    fn launch<R: Platform>(&self, client: &ComputeClient<R>) {
+        let layer = LayerHeads {
+            biases: None,
+            norms: None,
+            rotary: self.queries, // is not read: queries are turned already
+            positions: 1,
+            scale: 1.0,
+            window: None,
+            cap: None,
+            eps: 1e-5,
+        };
+        let wanted = Wanted { floats: false, integers: true };
+        for pages in self.pages {
+            let (places, queries, partials) = (&self.places, self.queries, self.partials);
+            attend(client, self.able, HEADS, &layer, places, queries, pages, partials, wanted, self.x);
+        }
+    }
+}
+
+/// `rows` rows times a matrix, to the beginning of `y`.
+fn multiply<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    matrix: &Matrix,
+    x: &Activations,
+    rows: usize,
+    y: &Handle,
+) {
+    let target = Target { rows: y, stride: matrix.rows, offset: 0, width: matrix.rows, bias: None, add: false };
+    product(client, able, matrix, x, true, rows, &target);
+}
+
+/// Runs launches as stages do.
+struct Runner<'a, R: Platform> {
+    client: &'a ComputeClient<R>,
+    able: Abilities,
+    /// Where the runtime replays steps.
+    graphs: Option<Graphs>,
+}
+
+impl<'a, R: Platform> Runner<'a, R> {
+    fn new(client: &'a ComputeClient<R>, able: Abilities, number: usize) -> Result<Self, String> {
+        let graphs = if able.matrices { R::graphs(client, number) } else { Ok(None) };
+        Ok(Self { client, able, graphs: graphs.map_err(|error| error.to_string())? })
+    }
+
+    fn replays(&self) -> bool {
+        self.graphs.is_some()
+    }
+
+    /// The median time of all launches together.
+    fn time(&mut self, launches: &impl Recorded) -> Result<Duration, String> {
+        let Some(graphs) = &mut self.graphs else {
+            return timed(self.client, || launches.launch(self.client));
+        };
+        let text = |error: kernels::stage::StageError| error.to_string();
+        graphs.join().map_err(text)?; // buffers are filled on another stream
+        let graph = graphs.record(|recorder| launches.launch(recorder)).map_err(text)?;
+        median(|| graphs.replay(&graph).map_err(text))
+    }
+
+    /// Nanoseconds of a step that computes next to nothing, on a device that was idle: words to it, a launch, words back.
+    fn step_ns(&mut self, tiny: &Matrix, y: &Handle) -> Result<u64, String> {
+        let text = |error: kernels::stage::StageError| error.to_string();
+        let mut steps = Vec::with_capacity(STEPS);
+        let (client, able) = (self.client, self.able);
+        let Some(graphs) = &mut self.graphs else {
+            let read = y.clone().offset_end(y.size() - 4 * tiny.rows as u64);
+            for _ in 0..STEPS {
+                std::thread::sleep(ASLEEP);
+                let start = Instant::now();
+                let x = Activations::new(client, 1, tiny.cols);
+                multiply(client, able, tiny, &x, 1, y);
+                client.read_one(read.clone()).map_err(|error| format!("{error:?}"))?;
+                steps.push(start.elapsed());
+            }
+            return Ok(usual_ns(steps));
+        };
+        let x = Activations::new(client, 1, tiny.cols);
+        graphs.join().map_err(text)?;
+        let graph = graphs.record(|recorder| multiply(recorder, able, tiny, &x, 1, y)).map_err(text)?;
+        let (words, out) = (graphs.buffer(x.floats.clone()).map_err(text)?, graphs.buffer(y.clone()).map_err(text)?);
+        let (mut sent, mut got) = (graphs.pinned(tiny.cols).map_err(text)?, graphs.pinned(tiny.rows).map_err(text)?);
+        let mark = graphs.mark().map_err(text)?;
+        for _ in 0..STEPS {
+            std::thread::sleep(ASLEEP);
+            let start = Instant::now();
+            graphs.queue((sent.words(), &words, 0), &graph, (got.words(), &out), &mark).map_err(text)?;
+            graphs.wait(&mark).map_err(text)?;
+            steps.push(start.elapsed());
+        }
+        Ok(usual_ns(steps))
+    }
 }
 
 /// A matrix whose rows are 16 random ones over and over: values do not matter to the time.
@@ -110,17 +298,24 @@ fn repeated<R: Platform>(client: &ComputeClient<R>, rows: usize, cols: usize) ->
 pub(crate) fn copy_speed<R: Platform>(client: &ComputeClient<R>, small: bool) -> Result<u64, String> {
     let len = COPY_BYTES / if small { 8 } else { 1 } / 4 / 512 * 512;
     let (from, to): (Handle, Handle) = (client.empty(len * 4), client.empty(len * 4));
-    let took = timed(client, || (0..PASSES).for_each(|_| copy(client, &from, &to, len)))?;
-    Ok(((PASSES * 8 * len) as f64 / took.as_secs_f64()) as u64)
+    let took = timed(client, || (0..COPIES).for_each(|_| copy(client, &from, &to, len)))?;
+    Ok(((COPIES * 8 * len) as f64 / took.as_secs_f64()) as u64)
 }
 
 /// The median time of `launch` with all it launches, after those that compile it and wake the device.
 fn timed<R: Platform>(client: &ComputeClient<R>, mut launch: impl FnMut()) -> Result<Duration, String> {
-    let mut once = || -> Result<Duration, String> {
-        let start = Instant::now();
+    median(|| {
         launch();
         client.flush().map_err(|error| format!("{error:?}"))?;
-        cubecl::future::block_on(client.sync()).map_err(|error| format!("{error:?}"))?;
+        cubecl::future::block_on(client.sync()).map_err(|error| format!("{error:?}"))
+    })
+}
+
+/// The median time of several runs, after those that compile it and wake the device.
+fn median(mut run: impl FnMut() -> Result<(), String>) -> Result<Duration, String> {
+    let mut once = || -> Result<Duration, String> {
+        let start = Instant::now();
+        run()?;
         Ok(start.elapsed())
     };
     once()?;

@@ -42,6 +42,10 @@ pub struct Capacity {
     pub copy_bytes_per_second: u64,
     /// Fixed cost of one stage step, nanoseconds.
     pub step_ns: u64,
+    /// Fixed cost of each layer of a step, nanoseconds: launches, and hand-overs between threads.
+    pub layer_ns: u64,
+    /// Bytes of keys and values per second that attention of one row reads from the cache, as it showed. 0: not measured.
+    pub cache_bytes_per_second: u64,
     /// Kernel set whose results agree bit for bit.
     pub numerics: u64,
     /// Most steps of a grid that it makes in one pass over its memory; 1: each step is a pass.
@@ -78,6 +82,10 @@ pub struct Speed {
     pub copy_bytes_per_second: u64,
     /// See [`Capacity::step_ns`].
     pub step_ns: u64,
+    /// See [`Capacity::layer_ns`].
+    pub layer_ns: u64,
+    /// See [`Capacity::cache_bytes_per_second`].
+    pub cache_bytes_per_second: u64,
 }
 
 impl Capacity {
@@ -94,7 +102,14 @@ impl Capacity {
             (false, Some(wish)) => wish,
             (false, None) => free / 100 * (100 - SHARED_MEMORY_KEPT_PERCENT),
         };
-        let Speed { bytes_per_second, flops_per_second, copy_bytes_per_second, step_ns } = device.speed;
+        let Speed {
+            bytes_per_second,
+            flops_per_second,
+            copy_bytes_per_second,
+            step_ns,
+            layer_ns,
+            cache_bytes_per_second,
+        } = device.speed;
         Self {
             machine: device.machine,
             device: device.device,
@@ -104,6 +119,8 @@ impl Capacity {
             flops_per_second,
             copy_bytes_per_second,
             step_ns,
+            layer_ns,
+            cache_bytes_per_second,
             numerics: device.numerics,
             pass_steps: device.pass_steps,
         }

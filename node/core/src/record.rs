@@ -196,6 +196,8 @@ mod tests {
             flops_per_second: 4,
             copy_bytes_per_second: 8,
             step_ns: 5,
+            layer_ns: 9,
+            cache_bytes_per_second: 10,
             numerics: 6,
             pass_steps: 1,
         };

@@ -134,7 +134,9 @@ impl Speeds {
         };
         device.bytes_per_second = scaled(device.bytes_per_second);
         device.flops_per_second = scaled(device.flops_per_second);
+        device.cache_bytes_per_second = scaled(device.cache_bytes_per_second);
         device.step_ns = device.step_ns.saturating_mul(percent) / 100;
+        device.layer_ns = device.layer_ns.saturating_mul(percent) / 100;
         if percent >= SLOWER_TIMES * 100 {
             // So much is the machine, not the model: its grids are as slow.
             device.copy_bytes_per_second = scaled(device.copy_bytes_per_second);
@@ -161,6 +163,8 @@ mod tests {
             flops_per_second: 0,
             copy_bytes_per_second: 500,
             step_ns: 10,
+            layer_ns: 20,
+            cache_bytes_per_second: 2_000,
             numerics: 1,
             pass_steps: 1,
             excluded: false,
@@ -195,6 +199,26 @@ mod tests {
         assert_eq!(speeds.handle_measured(B, 1, quiet(0)), Some(25), "but not without bound");
         speeds.forget(B);
         assert_eq!(bytes_per_second(&speeds, B), 1_000, "another life is another machine");
+    }
+
+    #[test]
+    fn all_figures_of_a_stage_are_scaled_alike() {
+        let figures = |took_ms: u64| {
+            let mut speeds = Speeds::default();
+            speeds.handle_measured(A, 1, quiet(took_ms));
+            let mut corrected = device(A);
+            speeds.correct(&mut corrected);
+            let Device { bytes_per_second, cache_bytes_per_second, step_ns, layer_ns, .. } = corrected;
+            (bytes_per_second, cache_bytes_per_second, step_ns, layer_ns)
+        };
+        assert_eq!(figures(10), (1_000, 2_000, 10, 20), "as it says");
+        assert_eq!(figures(20), (500, 1_000, 20, 40), "half as fast");
+        assert_eq!(figures(5), (2_000, 4_000, 5, 10), "twice as fast");
+        let mut unmeasured = Device { cache_bytes_per_second: 0, ..device(A) };
+        let mut speeds = Speeds::default();
+        speeds.handle_measured(A, 1, quiet(20));
+        speeds.correct(&mut unmeasured);
+        assert_eq!(unmeasured.cache_bytes_per_second, 0, "what was not measured stays so");
     }
 
     #[test]

@@ -239,7 +239,8 @@ fn status_text(state: &Value, all: bool) -> String {
 
 /// Members that left are shown only with `all`: nothing is to be done about them.
 fn peers_text(peers: &Value, all: bool) -> String {
-    let mut rows = vec![row(["NAME", "STATE", "DEVICE", "DECODE", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
+    let mut rows =
+        vec![row(["NAME", "STATE", "DEVICE", "DECODE", "ATTENTION", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
     for peer in list(peers).filter(|peer| all || peer["state"] != "left") {
         let mut state = string(&peer["state"]).to_owned();
         if peer["draining"] == true {
@@ -259,6 +260,7 @@ fn peers_text(peers: &Value, all: bool) -> String {
             state,
             string(&peer["device"]).to_owned(),
             crate::measure::per_second(peer["bytes_per_second"].as_u64(), "B"),
+            crate::measure::per_second(peer["cache_bytes_per_second"].as_u64(), "B"),
             crate::measure::per_second(peer["flops_per_second"].as_u64(), "FLOP"),
             memory("memory_free"),
             memory("memory_total"),

@@ -152,6 +152,8 @@ mod tests {
             flops_per_second: 1,
             copy_bytes_per_second: 1,
             step_ns: 1,
+            layer_ns: 1,
+            cache_bytes_per_second: 1,
             numerics: 1,
             pass_steps: 1,
             excluded: false,

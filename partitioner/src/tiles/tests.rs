@@ -32,6 +32,8 @@ fn device(id: u8, gigabytes: u64, memory: u64) -> Device {
         flops_per_second: 0,
         copy_bytes_per_second: gigabytes * 1_000_000_000,
         step_ns: 0,
+        layer_ns: 0,
+        cache_bytes_per_second: 0,
         numerics: 0,
         pass_steps: 1,
         excluded: false,

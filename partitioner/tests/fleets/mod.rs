@@ -11,6 +11,11 @@ impl Random {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
+    /// A stream beside this one, which stays as it is.
+    fn aside(&self) -> Self {
+        Self::new(self.0)
+    }
+
     /// A number below `limit`.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 ^= self.0 << 13;
@@ -29,10 +34,12 @@ pub(crate) fn id(n: usize) -> DeviceId {
 
 /// A job with uneven layers.
 pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
-    let layer = |random: &mut Random| Layer {
+    let mut windows = random.aside();
+    let mut layer = |random: &mut Random| Layer {
         flops_per_token: 50 + random.below(200),
         weight_bytes: 60 + random.below(80),
         kv_bytes_per_token: 1 + random.below(3),
+        window: (windows.below(3) == 0).then(|| 1 + windows.below(3) as u32),
     };
     let embed_bytes = random.below(150);
     Work {
@@ -50,7 +57,8 @@ pub(crate) fn work(random: &mut Random, layers: usize) -> Work {
 
 /// Devices of very different sizes and speeds; some excluded, some unmeasured, some links dead.
 pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
-    let device = |random: &mut Random, n: usize| Device {
+    let mut layers = random.aside();
+    let mut device = |random: &mut Random, n: usize| Device {
         id: id(n),
         name: format!("node-{n}"),
         machine: n as u64,
@@ -59,6 +67,8 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
         flops_per_second: random.below(3) * (100 + random.below(5_000)),
         copy_bytes_per_second: 0,
         step_ns: random.below(50_000_000),
+        layer_ns: layers.below(3) * layers.below(30_000_000),
+        cache_bytes_per_second: layers.below(3) * (5 + layers.below(100)),
         numerics: random.below(2),
         pass_steps: 1,
         excluded: random.below(12) == 0,

@@ -161,6 +161,8 @@ fn advert() -> Advert {
             flops_per_second: 500_000_000_000,
             copy_bytes_per_second: 20_000_000_000,
             step_ns: 30_000,
+            layer_ns: 6_000,
+            cache_bytes_per_second: 15_000_000_000,
             numerics: 42,
             pass_steps: 1,
         },
@@ -197,7 +199,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_7() {
+fn golden_bytes_of_protocol_8() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -210,12 +212,12 @@ fn golden_bytes_of_protocol_7() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "070afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0710",
-            "0703fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "070105fb2c01",
-            "071001010101010101010101010101010101fc00d2496b032608080808080808",
-            "ed38f4bd81a19a13",
+            "080afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
+            "0810",
+            "0803fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "080105fb2c01",
+            "081001010101010101010101010101010101fc00d2496b032608080808080808",
+            "224f6882f5305fbc",
         ]
     );
 }

@@ -117,6 +117,7 @@ impl Adverts {
             || moved(old.bytes_per_second, new.bytes_per_second)
             || moved(old.flops_per_second, new.flops_per_second)
             || moved(old.copy_bytes_per_second, new.copy_bytes_per_second)
+            || moved(old.cache_bytes_per_second, new.cache_bytes_per_second)
             || (old.machine, &old.device, old.memory_total, old.numerics)
                 != (new.machine, &new.device, new.memory_total, new.numerics);
         self.touch(if worth_telling { now } else { now + SMALL_CHANGES });

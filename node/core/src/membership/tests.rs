@@ -39,6 +39,8 @@ fn config(n: usize) -> Config {
             flops_per_second: 1 << 30,
             copy_bytes_per_second: 1 << 30,
             step_ns: 1000,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
             numerics: 1,
             pass_steps: 1,
         },

@@ -160,6 +160,8 @@ impl Membership {
             flops_per_second: capacity.flops_per_second,
             copy_bytes_per_second: capacity.copy_bytes_per_second,
             step_ns: capacity.step_ns,
+            layer_ns: capacity.layer_ns,
+            cache_bytes_per_second: capacity.cache_bytes_per_second,
             numerics: capacity.numerics,
             pass_steps: capacity.pass_steps,
             excluded: advert.draining || (advert.node == self.node && self.left),

@@ -34,8 +34,9 @@ impl Node {
         digest: (u64, u64),
     ) {
         let fleet = self.membership.fleet();
-        let expected =
-            fleet.device(node.into()).and_then(|device| partitioner::cost::stage_ns(work, device, layers, 1));
+        // Challenges begin at position 0: their rows attend to next to nothing.
+        let step_ns = |device| partitioner::cost::stage_ns_at(work, device, layers, 1, 0);
+        let expected = fleet.device(node.into()).and_then(step_ns);
         let (Some(step_ns), Some(numerics)) = (expected, self.membership.capacity(node).map(|says| says.numerics))
         else {
             return;

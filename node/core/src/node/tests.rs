@@ -140,6 +140,8 @@ impl Mesh {
             flops_per_second: 1_000_000,
             copy_bytes_per_second: 1_000_000,
             step_ns: 1000,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
             numerics: 1,
             pass_steps: 1,
         };
@@ -398,7 +400,7 @@ fn compute(host: &mut Host, job: JobId, items: Vec<Item>) -> Vec<ItemResult> {
 }
 
 fn model() -> ModelSpec {
-    let layer = Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0 };
+    let layer = Layer { flops_per_token: 1, weight_bytes: LAYER_BYTES, kv_bytes_per_token: 0, window: None };
     ModelSpec {
         content: ContentId([7; 32]),
         name: "symbolic".into(),
