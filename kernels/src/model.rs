@@ -10,16 +10,19 @@ use crate::pool::Pool;
 use crate::recipe::Recipe;
 use crate::rotary::RotaryTables;
 use crate::stage::{ResidentBytes, SequenceId, Stage, StageError, StageOptions};
+use crate::tile::Tiles;
 use crate::weights::{ModelFile, RopeKind};
 
 pub(crate) mod load;
 
-use load::{Head, LayerWeights, Loader};
+use load::{Head, LayerWeights, Loader, Matrix};
 
-/// Loads layers of a model for this machine's CPU. Matrices become tiles in memory; embedding rows stay in the file's mapping.
+/// Loads layers of a model for this machine's CPU. All that they need becomes tiles and vectors in memory: nothing is read from
+/// the file afterwards.
 ///
 /// # Errors
-/// Options that make no sense, a tensor that is not there or holds numbers that are not finite, no threads or no memory.
+/// Options that make no sense, a tensor that is not there or holds numbers that are not finite, a file that was written or cut
+/// since it was opened, no threads or no memory.
 pub fn load_cpu_stage(file: Arc<ModelFile>, options: StageOptions) -> Result<Box<dyn Stage>, StageError> {
     Ok(Box::new(CpuEngine::load(file, options, Isa::detect())?))
 }
@@ -40,34 +43,40 @@ pub(crate) struct CpuEngine {
     options: StageOptions,
     width: usize,
     recipe: Recipe,
+    /// The embedding, where layer 0 is here and the output matrix is not the same one.
+    embedding: Option<Matrix>,
     layers: Vec<LayerWeights>,
     head: Option<Head>,
     engine: Engine,
     weight_bytes: u64,
-    /// Embedding rows are read from it.
-    file: Arc<ModelFile>,
+    /// A model that is computed with stays open: its lock is held, and the cache of a node keeps it.
+    _file: Arc<ModelFile>,
 }
 
 impl CpuEngine {
     pub(crate) fn load(file: Arc<ModelFile>, options: StageOptions, isa: Isa) -> Result<CpuStage, StageError> {
         let config = file.config();
         decoder::check_options(config, &options)?;
+        file.check_unchanged()?;
         let recipe = Recipe::of(config);
         let no_threads = |e| StageError::Device(format!("{} compute threads: {e}", options.threads));
         let mut engine = engine(&file, &recipe, &options, isa, Pool::new(options.threads).map_err(no_threads)?)?;
         let mut loader = Loader { file: &file, pool: &mut engine.pool, bytes: 0 };
         let range = options.layers.clone();
+        let (first, last) = (range.start == 0, range.end == config.layers);
+        let embedding = (first && !(last && config.tied)).then(|| loader.matrix(EMBEDDING)).transpose()?;
         let layers = range.clone().map(|layer| loader.layer(&recipe.layers[layer], layer)).collect::<Result<_, _>>()?;
-        let head = (range.end == config.layers).then(|| loader.head(config)).transpose()?;
+        let head = last.then(|| loader.head(config)).transpose()?;
+        file.check_unchanged()?; // so it was what the header said while it was read
         let (weight_bytes, width) = (loader.bytes, config.width);
-        let stage_options = options.clone();
-        let engine = Self { options, width, recipe, layers, head, engine, weight_bytes, file: Arc::clone(&file) };
+        let (stage_options, _file) = (options.clone(), Arc::clone(&file));
+        let engine = Self { options, width, recipe, embedding, layers, head, engine, weight_bytes, _file };
         Ok(Decoder::new(config, &stage_options, engine))
     }
 
     /// Weights that decoding one token reads, beside a row of the embedding.
     pub(crate) fn bytes_per_token(&self) -> u64 {
-        self.weight_bytes
+        self.weight_bytes - self.embedding.as_ref().map_or(0, |matrix| matrix.tiles().bytes().len() as u64)
     }
 }
 
@@ -84,12 +93,14 @@ impl decoder::Engine for CpuEngine {
     }
 
     fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
-        let Self { options, recipe, layers, head, engine, width, file, .. } = self;
+        let Self { options, recipe, embedding, layers, head, engine, width, .. } = self;
         engine.begin(rows);
         match input {
             PassInput::Tokens(tokens) => {
+                let table = embedding.as_ref().or(head.as_ref().map(|head| &head.matrix));
+                let table = table.expect("a stage that takes tokens has the embedding").tiles();
                 let rows = engine.hidden.chunks_exact_mut(*width);
-                rows.zip(tokens).for_each(|(hidden, token)| embed(file, recipe, *token, hidden));
+                rows.zip(tokens).for_each(|(hidden, token)| embed(table, recipe, *token, hidden));
             }
             PassInput::Hidden(hidden) => engine.hidden.copy_from_slice(hidden),
         }
@@ -114,10 +125,8 @@ impl decoder::Engine for CpuEngine {
 }
 
 /// The embedding of a token, which is one of the vocabulary.
-fn embed(file: &ModelFile, recipe: &Recipe, token: u32, row: &mut [f32]) {
-    let table = file.tensor(EMBEDDING).expect("checked when the file was opened");
-    let row_bytes = table.bytes.len() / table.rows;
-    table.quant.dequantize(&table.bytes[token as usize * row_bytes..][..row_bytes], row);
+fn embed(table: Tiles<'_>, recipe: &Recipe, token: u32, row: &mut [f32]) {
+    table.write_row(token as usize, row);
     if let Some(scale) = recipe.embed_scale {
         row.iter_mut().for_each(|x| *x *= scale);
     }

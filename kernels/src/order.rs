@@ -10,6 +10,9 @@
 //! - Sums of squares run over [`LANES`] partial sums per chunk, which a butterfly adds up ([`tree`]).
 //! - Attention runs over blocks of [`POSITIONS`] positions, counted from position 0; the blocks are combined in order.
 //!
+//! A number that is not finite makes whatever is computed from it not finite, through integers and exponentials too: it reaches
+//! the logits, and the sampler refuses them. How it spreads need not be the same everywhere.
+//!
 //! Nothing is asked of a device but IEEE addition, multiplication and fused multiply-add in f32, rounded to nearest even:
 //! division, roots and exponentials are built of these here. No expression has the form `a * b + c`, which some compilers fuse.
 //! Next: `tile.rs`.
@@ -39,7 +42,7 @@ pub fn chunk(cols: usize, index: usize) -> Range<usize> {
 pub struct Quantised {
     /// One per column, within ±127. Columns are padded with zeros to whole groups.
     pub codes: Vec<i8>,
-    /// One per block.
+    /// One per block; NaN if a number of the block is not finite.
     pub scales: Vec<f32>,
 }
 
@@ -53,7 +56,9 @@ pub fn quantise(row: &[f32]) -> Quantised {
     let mut quantised = Quantised { codes: vec![0; padded], scales: vec![0.0; padded / BLOCK] };
     for (b, block) in row.chunks(BLOCK).enumerate() {
         let largest = block.iter().fold(0.0f32, |largest, x| if x.abs() > largest { x.abs() } else { largest });
-        if largest > SMALLEST {
+        if !block.iter().all(|x| x.is_finite()) {
+            quantised.scales[b] = f32::NAN;
+        } else if largest > SMALLEST {
             let inverse = 127.0 * reciprocal(largest);
             quantised.scales[b] = largest * (1.0 / 127.0);
             for (code, x) in quantised.codes[b * BLOCK..].iter_mut().zip(block) {
@@ -271,7 +276,7 @@ pub const RECIPROCAL_GUESS: u32 = 0x7ef3_11c7;
 #[must_use]
 pub fn inverse_sqrt(x: f32) -> f32 {
     let half = 0.5 * x;
-    let mut y = f32::from_bits(INVERSE_SQRT_GUESS - (x.to_bits() >> 1));
+    let mut y = f32::from_bits(INVERSE_SQRT_GUESS.wrapping_sub(x.to_bits() >> 1));
     for _ in 0..4 {
         y *= (-(half * y)).mul_add(y, 1.5);
     }
@@ -281,12 +286,12 @@ pub fn inverse_sqrt(x: f32) -> f32 {
 /// The pattern of 1 / √x is about this minus half the pattern of x (Lomont, "Fast Inverse Square Root", 2003).
 pub const INVERSE_SQRT_GUESS: u32 = 0x5f37_5a86;
 
-/// e^x, relative error below 2e-7 for x in ±[`EXP_MAX`], clamped beyond: x = n ln 2 + r, and a polynomial of r
+/// e^x, relative error below 2e-7 for x in ±[`EXP_MAX`], clamped beyond, NaN of NaN: x = n ln 2 + r, and a polynomial of r
 /// (coefficients of Cephes `expf`).
 #[must_use]
 pub fn exp(x: f32) -> f32 {
-    let x = if x > -EXP_MAX { x } else { -EXP_MAX };
-    let x = if x < EXP_MAX { x } else { EXP_MAX };
+    let x = if x < -EXP_MAX { -EXP_MAX } else { x };
+    let x = if x > EXP_MAX { EXP_MAX } else { x };
     let t = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = t - ROUND;
     let r = n.mul_add(LN_2[1], n.mul_add(LN_2[0], x));

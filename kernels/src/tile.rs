@@ -411,21 +411,27 @@ impl<'a> Tiles<'a> {
     /// The weights of a row as f32.
     #[must_use]
     pub fn row(&self, row: usize) -> Vec<f32> {
+        let mut out = vec![0.0; self.cols];
+        self.write_row(row, &mut out);
+        out
+    }
+
+    /// As [`Self::row`], to `out`, which is as long as the matrix has columns.
+    pub fn write_row(&self, row: usize, out: &mut [f32]) {
         let layout = Layout::of(self.kind);
         if layout.bits > 0 {
-            let blocks = (0..self.cols.div_ceil(BLOCK)).filter_map(|b| self.block(row, b));
-            let weights = blocks.flat_map(|block| (0..BLOCK).map(move |i| block.weight(i)).collect::<Vec<_>>());
-            return weights.take(self.cols).collect();
+            let blocks = (0..out.len().div_ceil(BLOCK)).filter_map(|b| self.block(row, b));
+            for (out, block) in out.chunks_mut(BLOCK).zip(blocks) {
+                out.iter_mut().enumerate().for_each(|(i, weight)| *weight = block.weight(i));
+            }
+            return;
         }
         let bytes = layout.block_bytes / ROWS / BLOCK;
-        let number = |column: usize| {
+        for (column, number) in out.iter_mut().enumerate() {
             let tile = layout.matrix_bytes(ROWS * (row / ROWS), self.cols) + column / GROUP * layout.tile_bytes;
             let at = tile + (column % GROUP * ROWS + row % ROWS) * bytes;
-            let mut number = [0.0];
-            self.kind.dequantize(&self.bytes[at..at + bytes], &mut number);
-            number[0]
-        };
-        (0..self.cols).map(number).collect()
+            self.kind.dequantize(&self.bytes[at..at + bytes], std::slice::from_mut(number));
+        }
     }
 }
 

@@ -1,9 +1,9 @@
-//! A model's weights as they lie in a file: opened by mmap, every count and offset checked once, never copied.
+//! A model's weights as they lie in a file: every count and offset checked once, tensors read when they are wanted.
 //!
 //! [`ModelFile`] is what loaders see: configuration, tensors by name, tokenizer, and which byte ranges a stage needs.
-//! Next: `weights/gguf.rs` (the file format), `weights/config.rs` (what the numbers in it mean).
+//! Next: `weights/source.rs` (how bytes are read), `weights/gguf.rs` (the file format), `weights/config.rs` (what the numbers in
+//! it mean).
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use bytes::Bytes;
 
 use crate::chat_template::{ChatTemplate, ChatTemplateError};
 use crate::quant::QuantType;
-use crate::stage::Activations;
+use crate::stage::{Activations, StageError};
+use crate::tile::{self, Layout};
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 pub mod config;
@@ -20,6 +21,7 @@ mod gguf;
 pub mod index;
 pub mod metadata;
 mod safetensors;
+mod source;
 #[doc(hidden)]
 pub mod testing;
 
@@ -27,15 +29,15 @@ pub use config::{Architecture, LayerCosts, ModelConfig, ModelCosts, Rope, RopeKi
 pub use index::{Chunk, Content, IndexError, ShardIndex};
 pub use metadata::Metadata;
 
-/// An opened weights file. Cheap to share, `Sync`: tensors are views into the mapping.
+use source::Source;
+
+/// An opened weights file; `Sync`. Its header is in memory, tensors are read when they are asked for.
 ///
-/// The mapping stays valid as long as nobody truncates the file beneath it; a store must replace files by rename.
+/// Whoever replaces a model file does so by a rename: then this one stays what it is. One that is written or cut in place is
+/// noticed ([`Self::check_unchanged`]), and reads behind its end are errors.
 #[derive(Debug)]
 pub struct ModelFile {
-    /// The whole file.
-    bytes: Bytes,
-    path: Option<PathBuf>,
-    partial: bool,
+    source: Source,
     /// Bytes before the first tensor's data.
     header_len: u64,
     /// What peers get in their place.
@@ -79,7 +81,7 @@ impl TensorInfo {
     }
 }
 
-/// A tensor's bytes with what they mean; shape `[rows, cols]`, row-major.
+/// A tensor of an opened file; shape `[rows, cols]`, row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     /// Name as in the file.
@@ -90,44 +92,99 @@ pub struct TensorView<'a> {
     pub rows: usize,
     /// Weights in a row.
     pub cols: usize,
-    /// `rows × quant.row_bytes(cols)` bytes; aligned only as the file is.
-    pub bytes: &'a [u8],
+    source: &'a Source,
+    range: &'a Range<u64>,
 }
 
-impl<'a> TensorView<'a> {
+/// Bytes that are converted at once: few reads, and little beside what they become. A row of tiles may be larger.
+const PIECE_BYTES: usize = 1 << 20;
+
+impl TensorView<'_> {
     /// Bytes of one row.
     #[must_use]
     pub fn row_bytes(&self) -> usize {
-        self.bytes.len() / self.rows
+        (self.range.end - self.range.start) as usize / self.rows
     }
 
-    /// The bytes of one row.
+    /// Some rows as stored, `rows.len() × quant.row_bytes(cols)` bytes.
+    ///
+    /// # Errors
+    /// There are no such rows, or the file was cut or cannot be read.
+    pub fn read(&self, rows: Range<usize>) -> Result<Bytes, WeightsError> {
+        let place = |row: usize| (row as u64).checked_mul(self.row_bytes() as u64)?.checked_add(self.range.start);
+        let range = Some(&rows).filter(|rows| rows.end <= self.rows).and_then(|r| Some(place(r.start)?..place(r.end)?));
+        let range = range.ok_or_else(|| {
+            WeightsError::Malformed(format!(
+                "tensor {:?}: expected rows of 0..{}, found {rows:?}",
+                self.name, self.rows
+            ))
+        })?;
+        self.source.read(&range)
+    }
+
+    /// Reads rows, of which the first begins a tile, and converts them: `out` takes whole rows of tiles.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; or a scale, a minimum or a number is not finite.
     ///
     /// # Panics
-    /// If `row` is not below `rows`.
-    #[must_use]
-    pub fn row(&self, row: usize) -> &'a [u8] {
-        let len = self.row_bytes();
-        &self.bytes[row * len..(row + 1) * len]
+    /// If `out` is not as long as the tiles of `rows`, or the first does not begin a tile.
+    pub fn tiles(&self, rows: Range<usize>, out: &mut [u8]) -> Result<(), WeightsError> {
+        let layout = Layout::of(self.quant);
+        assert_eq!(out.len(), layout.matrix_bytes(rows.len(), self.cols), "room for the tiles of {rows:?}");
+        let strips = (PIECE_BYTES / (tile::ROWS * self.row_bytes())).max(1);
+        let pieces = out.chunks_mut(strips * layout.matrix_bytes(1, self.cols));
+        for (out, first) in pieces.zip(rows.clone().step_by(strips * tile::ROWS)) {
+            let piece = first..rows.end.min(first + strips * tile::ROWS);
+            let stored = self.read(piece.clone())?;
+            let damaged = |what: tile::NotFinite| WeightsError::NotFinite {
+                tensor: self.name.to_owned(),
+                what: what.to_string(),
+            };
+            tile::convert(self.quant, self.cols, piece, &stored, out).map_err(damaged)?;
+        }
+        Ok(())
     }
 
-    /// All weights as f32, by the scalar reference: for norms, biases and tests.
-    #[must_use]
-    pub fn to_f32(&self) -> Vec<f32> {
+    /// All weights as f32, by the scalar reference.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn to_f32(&self) -> Result<Vec<f32>, WeightsError> {
         let mut out = vec![0.0; self.rows * self.cols];
-        self.quant.dequantize(self.bytes, &mut out);
-        out
+        self.quant.dequantize(&self.read(0..self.rows)?, &mut out);
+        Ok(out)
+    }
+
+    /// As [`Self::to_f32`] for weights that must be finite: norms and biases.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; or one is not finite.
+    pub fn to_finite_f32(&self) -> Result<Vec<f32>, WeightsError> {
+        let numbers = self.to_f32()?;
+        match numbers.iter().position(|number| !number.is_finite()) {
+            None => Ok(numbers),
+            Some(at) => {
+                let what = format!("element {at} is {}; the file is damaged", numbers[at]);
+                Err(WeightsError::NotFinite { tensor: self.name.to_owned(), what })
+            }
+        }
     }
 }
 
+/// Bytes of a file that are looked at first for its header: those of most models are within.
+const HEADER_BYTES_FIRST: u64 = 4 << 20;
+/// Bytes of a header at most: the largest vocabularies with scores and merges take some 30 MiB.
+const HEADER_BYTES_MAX: u64 = 256 << 20;
+
 impl ModelFile {
-    /// Maps a complete file (GGUF, or safetensors in a model's folder) and checks every count, offset, string and shape in it, and that the architecture's tensors
-    /// are all there with the right shapes.
+    /// Opens a complete file (GGUF, or safetensors in a model's folder) and checks every count, offset, string and shape in
+    /// its header, and that the architecture's tensors are all there with the right shapes.
     ///
     /// # Errors
-    /// [`WeightsError`]: unreadable, truncated, malformed, or a model that is not computed here.
+    /// [`WeightsError`]: unreadable, locked, truncated, malformed, or a model that is not computed here.
     pub fn open(path: &Path) -> Result<Arc<Self>, WeightsError> {
-        Self::map(path, false)
+        Self::open_file(path, false)
     }
 
     /// As [`Self::open`] for a sparse file of full length: the header is there, some tensors' ranges are holes.
@@ -135,7 +192,7 @@ impl ModelFile {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_partial(path: &Path) -> Result<Arc<Self>, WeightsError> {
-        Self::map(path, true)
+        Self::open_file(path, true)
     }
 
     /// As [`Self::open`] for bytes in memory.
@@ -143,40 +200,41 @@ impl ModelFile {
     /// # Errors
     /// As [`Self::open`], without those of the file system.
     pub fn from_bytes(bytes: Bytes) -> Result<Arc<Self>, WeightsError> {
-        Self::parse(bytes, None, false)
+        Self::parse(Source::Memory(bytes))
     }
 
-    fn map(path: &Path, partial: bool) -> Result<Arc<Self>, WeightsError> {
-        let io = |source| WeightsError::Io { path: path.to_owned(), source };
-        let file = File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.is_dir() {
+    fn open_file(path: &Path, partial: bool) -> Result<Arc<Self>, WeightsError> {
+        let metadata = std::fs::metadata(path);
+        if metadata.map_err(|source| WeightsError::Io { path: path.to_owned(), source })?.is_dir() {
             let inner = path.join("model.safetensors");
             if inner.is_file() {
-                return Self::map(&inner, partial);
+                return Self::open_file(&inner, partial);
             }
             let what = "is a folder without model.safetensors: expected that file, in one part, beside config.json and \
                         tokenizer.json, or the path of a .gguf file";
             return Err(WeightsError::Unsupported(format!("{} {what}", path.display())));
         }
-        // SAFETY: the mapping is read-only and private to this process's view; the documented condition on `ModelFile`
-        // (files are replaced, never truncated in place) keeps its pages backed.
-        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
-        Self::parse(Bytes::from_owner(map), Some(path.to_owned()), partial)
+        Self::parse(Source::open(path, partial)?)
     }
 
-    fn parse(bytes: Bytes, path: Option<PathBuf>, partial: bool) -> Result<Arc<Self>, WeightsError> {
-        let header = if safetensors::recognise(&bytes) {
-            safetensors::parse(&bytes, path.as_deref())?
-        } else {
-            gguf::parse(&bytes)?
-        };
+    fn parse(source: Source) -> Result<Arc<Self>, WeightsError> {
+        let header = header(&source)?;
         let by_name: BTreeMap<String, usize> =
             header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
         let config =
             ModelConfig::read(&header.metadata, header.layout, |name| by_name.get(name).map(|&i| &header.tensors[i]))?;
         config.check_tensors(&header.tensors, &by_name)?;
         let gguf::Header { header_len, metadata, tensors, layout: _, served: served_header } = header;
-        Ok(Arc::new(Self { bytes, path, partial, header_len, served_header, metadata, tensors, by_name, config }))
+        Ok(Arc::new(Self { source, header_len, served_header, metadata, tensors, by_name, config }))
+    }
+
+    /// Whether the file is still the one that was opened: its length, and unless chunks from peers are written into it the time
+    /// of the last write. Whoever has read from it and then finds it unchanged has read what the header promised.
+    ///
+    /// # Errors
+    /// [`WeightsError::Changed`] with what was expected and found, or the file cannot be asked.
+    pub fn check_unchanged(&self) -> Result<(), WeightsError> {
+        self.source.check_unchanged()
     }
 
     /// What the model is: sizes, rotary embedding, options of its architecture.
@@ -189,23 +247,6 @@ impl ModelFile {
     #[must_use]
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
-    }
-
-    /// Gives the pages of a tensor back to the system: it was copied, and is read again from the disk if it is wanted.
-    pub fn release(&self, name: &str) {
-        #[cfg(target_os = "linux")]
-        if let (Some(_), Some(tensor)) = (&self.path, self.tensor(name)) {
-            const PAGE: usize = 4096;
-            let start = (tensor.bytes.as_ptr() as usize).next_multiple_of(PAGE);
-            let end = (tensor.bytes.as_ptr_range().end as usize) / PAGE * PAGE;
-            if start < end {
-                // SAFETY: whole pages of a shared read-only mapping of a file, which stay what they are.
-                let given =
-                    unsafe { rustix::mm::madvise(start as *mut _, end - start, rustix::mm::Advice::LinuxDontNeed) };
-                // Pages may be larger than assumed: then they stay.
-                let _ = given;
-            }
-        }
     }
 
     /// A tensor by its name in the file.
@@ -221,33 +262,34 @@ impl ModelFile {
     }
 
     fn view<'a>(&'a self, info: &'a TensorInfo) -> TensorView<'a> {
-        // The range was checked against the file's length when it was opened.
-        let bytes = &self.bytes[info.range.start as usize..info.range.end as usize];
-        TensorView { name: &info.name, quant: info.quant, rows: info.rows, cols: info.cols, bytes }
+        let TensorInfo { name, quant, rows, cols, range } = info;
+        TensorView { name, quant: *quant, rows: *rows, cols: *cols, source: &self.source, range }
     }
 
-    /// The file's bytes; holes of a partial file read as zeros.
-    #[must_use]
-    pub fn bytes(&self) -> &Bytes {
-        &self.bytes
+    /// Some of the file's bytes, copied: callers ask for pieces. Holes of a partial file read as zeros.
+    ///
+    /// # Errors
+    /// The file has no such range, was cut, or cannot be read.
+    pub fn read(&self, range: &Range<u64>) -> Result<Bytes, WeightsError> {
+        self.source.read(range)
     }
 
     /// Where it was opened from.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
-        self.path.as_deref()
+        self.source.path()
     }
 
-    /// Length of the file.
+    /// Length of the file when it was opened.
     #[must_use]
     pub fn file_len(&self) -> u64 {
-        self.bytes.len() as u64
+        self.source.len()
     }
 
     /// Opened with holes.
     #[must_use]
     pub fn is_partial(&self) -> bool {
-        self.partial
+        self.source.is_filling()
     }
 
     /// Bytes before the first tensor's data: what every holder of a shard needs.
@@ -303,9 +345,9 @@ impl ModelFile {
     /// Inverse frequencies of a rotary embedding, with the file's own factors where it carries them.
     ///
     /// # Errors
-    /// Factors of another length than half the rotary dimensions, or not positive.
+    /// Factors of another length than half the rotary dimensions, or not positive, or that cannot be read.
     pub fn rotary_frequencies(&self, rope: &Rope) -> Result<RotaryFrequencies, WeightsError> {
-        let factors = self.tensor(config::ROPE_FACTORS).map(|t| t.to_f32());
+        let factors = self.tensor(config::ROPE_FACTORS).map(|t| t.to_f32()).transpose()?;
         rope.frequencies(factors.as_deref())
     }
 
@@ -315,7 +357,7 @@ impl ModelFile {
     /// [`TokenizerError`]: no vocabulary, an inconsistent one, or a kind that is not supported.
     pub fn tokenizer(&self) -> Result<Tokenizer, TokenizerError> {
         // Only a folder on this disk has a header of its own for peers.
-        let folder = self.path.as_deref().filter(|_| self.served_header.is_some()).and_then(Path::parent);
+        let folder = self.path().filter(|_| self.served_header.is_some()).and_then(Path::parent);
         if let Some(folder) = folder
             && self.metadata.text("tokenizer.ggml.model")?.is_none()
         {
@@ -333,6 +375,37 @@ impl ModelFile {
     }
 }
 
+/// Reads and checks the header, which says itself where it ends: more of the file is read as long as it does not.
+fn header(source: &Source) -> Result<gguf::Header, WeightsError> {
+    let (len, first) = match source {
+        Source::Memory(bytes) => (source.len(), bytes.len() as u64),
+        Source::File(_) => (source.len(), HEADER_BYTES_FIRST),
+    };
+    let mut part = source.read(&(0..len.min(first)))?;
+    loop {
+        let parsed = if safetensors::recognise(&part) {
+            safetensors::parse(&part, len, source.path())
+        } else {
+            gguf::parse(&part, len)
+        };
+        let here = part.len() as u64;
+        match parsed {
+            Err(WeightsError::Truncated { what, need, .. }) if here < len => {
+                if need > len {
+                    return Err(WeightsError::Truncated { what, need, have: len });
+                }
+                if need > HEADER_BYTES_MAX {
+                    return Err(WeightsError::Malformed(format!(
+                        "expected a header of at most {HEADER_BYTES_MAX} bytes, found that {what} reaches byte {need}"
+                    )));
+                }
+                part = source.read(&(0..need.max(2 * here).min(HEADER_BYTES_MAX).min(len)))?;
+            }
+            other => return other,
+        }
+    }
+}
+
 /// Why a weights file was refused. Nothing of it is used then.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
@@ -343,6 +416,33 @@ pub enum WeightsError {
         path: PathBuf,
         /// Why.
         source: std::io::Error,
+    },
+    /// Another program has an exclusive lock on the file.
+    #[error("{path} is locked by a program that writes it, expected a file at rest; try again when that is done")]
+    Locked {
+        /// Which.
+        path: PathBuf,
+    },
+    /// The file was written after it was opened.
+    #[error(
+        "{path} changed after it was opened: expected {expected}; found {found}. Nothing more is loaded from it; stages that are \
+         loaded go on. Put a sound file in its place by a rename, as `meshnode pull` does, and serve it again"
+    )]
+    Changed {
+        /// Which.
+        path: PathBuf,
+        /// Length and time when it was opened.
+        expected: String,
+        /// Length and time now.
+        found: String,
+    },
+    /// A weight is infinite or no number.
+    #[error("tensor {tensor:?}, {what}")]
+    NotFinite {
+        /// Which tensor.
+        tensor: String,
+        /// Where in it.
+        what: String,
     },
     /// The file ends before what its header promises.
     #[error(
@@ -362,6 +462,12 @@ pub enum WeightsError {
     /// A sound file of something that is not computed here.
     #[error("{0}")]
     Unsupported(String),
+}
+
+impl From<WeightsError> for StageError {
+    fn from(error: WeightsError) -> Self {
+        Self::Input(error.to_string())
+    }
 }
 
 #[cfg(test)]

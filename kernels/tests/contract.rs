@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
 use kernels::weights::testing::{TinyModel, real_model_path};
 use kernels::weights::{Architecture, ModelFile};
 
@@ -30,7 +30,7 @@ fn tokens(file: &ModelFile, sequence: u64, count: usize) -> Vec<u32> {
 fn through(stages: &mut [Box<dyn Stage>], sequence: u64, position: usize, tokens: &[u32]) -> Vec<u32> {
     let (first, rest) = stages.split_first_mut().unwrap();
     let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
-        stage.forward(&[Rows { sequence, position, input, logits: true }]).unwrap().remove(0)
+        stage.forward(&[Rows { sequence, position, input, want: Want::Logits }]).unwrap().remove(0)
     };
     let mut out = step(first, RowsIn::Tokens(tokens));
     for stage in rest {
@@ -106,7 +106,7 @@ fn any_batch_gives_the_same_bits() {
                 let batch: Vec<_> = (0..8)
                     .map(|s| {
                         let input = RowsIn::Tokens(&all[s][range(s)]);
-                        Rows { sequence: s as u64, position: range(s).start, input, logits: true }
+                        Rows { sequence: s as u64, position: range(s).start, input, want: Want::Logits }
                     })
                     .collect();
                 for (s, out) in stage.forward(&batch).unwrap().iter().enumerate() {
@@ -168,7 +168,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let mut head = load(&file, 0..2, Activations::Int8, 1);
     let mut tail = load(&file, 2..3, Activations::Int8, 1);
     let width = file.config().width;
-    let rows = |sequence, position, input| Rows { sequence, position, input, logits: true };
+    let rows = |sequence, position, input| Rows { sequence, position, input, want: Want::Logits };
     head.forward(&[rows(1, 0, RowsIn::Tokens(&[5, 6, 7]))]).unwrap();
 
     let hidden = vec![0.5; width];
@@ -203,8 +203,8 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 fn rows_that_want_no_logits_get_none() {
     let file = TinyModel::default().open();
     let mut stage = whole(&file, Activations::Int8, 1);
-    let rows = |sequence, logits| Rows { sequence, position: 0, input: RowsIn::Tokens(&[3, 4]), logits };
-    let out = stage.forward(&[rows(1, false), rows(2, true)]).unwrap();
+    let rows = |sequence, want| Rows { sequence, position: 0, input: RowsIn::Tokens(&[3, 4]), want };
+    let out = stage.forward(&[rows(1, Want::Nothing), rows(2, Want::Logits)]).unwrap();
     assert_eq!(out[0], RowsOut::Nothing);
     let vocab = file.config().vocab;
     assert!(matches!(&out[1], RowsOut::Logits(l) if l.len() == vocab));

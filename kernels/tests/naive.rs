@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions, Want};
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile, RopeKind};
 
@@ -58,13 +58,13 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
                 );
             }
             let mut out = product(&rows(file, &name("attn_output.weight")), &attended);
+            if file.tensor(&name("attn_output.bias")).is_some() {
+                out.iter_mut().zip(&rows(file, &name("attn_output.bias"))[0]).for_each(|(o, b)| *o += b);
+            }
             if gemma {
                 out = norm(&out, &rows(file, &name("post_attention_norm.weight"))[0], c.norm_eps);
             }
             hidden[position].iter_mut().zip(out).for_each(|(h, o)| *h += o);
-            if file.tensor(&name("attn_output.bias")).is_some() {
-                hidden[position].iter_mut().zip(&rows(file, &name("attn_output.bias"))[0]).for_each(|(h, b)| *h += b);
-            }
             let x = norm(&hidden[position], &rows(file, &name("ffn_norm.weight"))[0], c.norm_eps);
             let gate = product(&rows(file, &name("ffn_gate.weight")), &x);
             let up = product(&rows(file, &name("ffn_up.weight")), &x);
@@ -90,7 +90,7 @@ fn naive(file: &ModelFile, tokens: &[u32]) -> Vec<f64> {
 fn rows(file: &ModelFile, name: &str) -> Vec<Vec<f64>> {
     let tensor = file.tensor(name).unwrap();
     let mut all = vec![0.0; tensor.rows * tensor.cols];
-    tensor.quant.dequantize_f64(tensor.bytes, &mut all);
+    tensor.quant.dequantize_f64(&tensor.read(0..tensor.rows).unwrap(), &mut all);
     all.chunks_exact(tensor.cols).map(<[f64]>::to_vec).collect()
 }
 
@@ -143,7 +143,9 @@ fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Ve
     let mut stage = kernels::load_cpu_stage(Arc::clone(file), options).unwrap();
     let mut out = Vec::new();
     for (position, tokens) in [(0, &tokens[..tokens.len() - 2]), (tokens.len() - 2, &tokens[tokens.len() - 2..])] {
-        out = stage.forward(&[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), logits: true }]).unwrap();
+        out = stage
+            .forward(&[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits }])
+            .unwrap();
     }
     let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
     logits.into_iter().map(f64::from).collect()
@@ -164,6 +166,20 @@ fn every_architecture_and_format_agrees_with_f64() {
             let (ffn, heads) = if quant.block_len() == 256 { (512, 8) } else { (480, 6) };
             let tied = quant == QuantType::Q8_0;
             let tiny = TinyModel { architecture, quant, ffn, tied, layers: 2, heads, ..TinyModel::default() };
+            agrees(tiny, &tokens);
+        }
+    }
+}
+
+/// Widths that are no whole groups of 64 columns nor, for numbers, whole blocks of 32.
+#[test]
+fn any_width_agrees_with_f64() {
+    let tokens: Vec<u32> = (0..21).map(|i| (i * 23 + 5) % 250).collect();
+    for architecture in Architecture::ALL {
+        for quant in QUANT_TYPES.into_iter().filter(|quant| quant.block_len() < 256) {
+            let (width, ffn) = if quant.block_len() == 1 { (250, 333) } else { (288, 352) };
+            let tiny =
+                TinyModel { architecture, quant, width, ffn, layers: 2, heads: 3, kv_heads: 1, ..TinyModel::default() };
             agrees(tiny, &tokens);
         }
     }

@@ -2,7 +2,7 @@
 #![expect(clippy::print_stdout, reason = "figures for people")]
 use std::sync::Arc;
 
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageOptions, Want};
 use kernels::weights::ModelFile;
 use kernels::weights::testing::real_model_path;
 use serde_json::Value;
@@ -49,10 +49,12 @@ fn stage(file: &Arc<ModelFile>, activations: Activations) -> Box<dyn Stage> {
 /// Logits after the prompt and after each token of the oracle's answer but the last.
 fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
     let mut next = |position: usize, tokens: &[u32]| {
-        let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), logits: true };
+        let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
         match stage.forward(&[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            other @ (RowsOut::Hidden(_) | RowsOut::Nothing) => panic!("expected logits, found {other:?}"),
+            other @ (RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing) => {
+                panic!("expected logits, found {other:?}")
+            }
         }
     };
     let mut all = vec![next(0, &prompt.ids)];

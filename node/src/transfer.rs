@@ -54,7 +54,7 @@ pub trait Ask: Send + Sync + 'static {
 pub struct Held {
     /// Hash of its shard index.
     pub content: ContentId,
-    /// The mapped file.
+    /// The open file.
     pub file: Arc<ModelFile>,
     /// Bytes of weights that came from peers when it was asked for; the header, which every share needs, is not counted.
     pub fetched_bytes: u64,
@@ -143,7 +143,9 @@ impl Library {
         let index = Arc::new(self.index_of(path, &file)?);
         let content = ContentId(index.content_id());
         let mut held = self.lock();
-        if let Some(file) = held.get(&content).and_then(|known| known.whole_file()) {
+        // One that was written meanwhile gives way to the one that was just read.
+        let sound = held.get(&content).filter(|known| known.is_there());
+        if let Some(file) = sound.and_then(|known| known.whole_file()) {
             return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
         }
         held.insert(content, Arc::new(Holding::whole(path, index, file.clone())));
@@ -170,7 +172,7 @@ impl Library {
         let held: Vec<Arc<Holding>> = self.lock().values().cloned().collect();
         let (whole, sparse): (Vec<_>, Vec<_>) = held.into_iter().partition(|h| h.whole_file().is_some());
         let some = sparse.into_iter().filter(|h| h.bitmap().contains(&true));
-        whole.into_iter().chain(some).map(|h| h.content).collect()
+        whole.into_iter().filter(|h| h.is_there()).chain(some).map(|h| h.content).collect()
     }
 
     /// The user's file of a content, if it is held whole.
@@ -199,10 +201,11 @@ impl Library {
     }
 
     /// This node's share of a model for the given layers, fetched where it is missing, from all sources that have some of
-    /// it.
+    /// it. A file of the user's that was written since it was opened is not used any more.
     ///
     /// # Errors
-    /// No source has it, the disk or the cache is full, or what came is not a model.
+    /// No source has it, the disk or the cache is full, or what came is not a model. Of a file that was written, what was
+    /// expected and found.
     pub async fn share(
         self: &Arc<Self>,
         content: ContentId,
@@ -211,9 +214,23 @@ impl Library {
         sources: &[NodeId],
         ask: &Arc<impl Ask>,
     ) -> Result<Held, TransferError> {
-        if let Some(file) = self.lock().get(&content).and_then(|known| known.whole_file()) {
-            return Ok(Held { content, file: file.clone(), fetched_bytes: 0 });
-        }
+        let whole = self.lock().get(&content).and_then(|known| known.whole_file().cloned());
+        let Some(file) = whole else { return self.fetched(content, name, layers, sources, ask).await };
+        let Err(changed) = file.check_unchanged() else { return Ok(Held { content, file, fetched_bytes: 0 }) };
+        tracing::warn!("{changed}");
+        let fetched = self.fetched(content, name, layers, sources, ask).await;
+        fetched.map_err(|e| TransferError::Model(format!("{changed}. Nor can it be fetched: {e}")))
+    }
+
+    /// As [`Self::share`] of a model that is not here as a whole.
+    async fn fetched(
+        self: &Arc<Self>,
+        content: ContentId,
+        name: &str,
+        layers: Range<usize>,
+        sources: &[NodeId],
+        ask: &Arc<impl Ask>,
+    ) -> Result<Held, TransferError> {
         // From here on it is not removed to make room.
         let ongoing = self.ledger.begin(content, name, layers.clone());
         let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());

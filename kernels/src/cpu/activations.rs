@@ -31,7 +31,7 @@ pub(crate) struct Block {
     pub(crate) sums: [i32; 2],
 }
 
-const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
+pub(crate) const ZERO: Block = Block { codes: [0; BLOCK], scale: 0.0, total: 0.0, sums: [0; 2] };
 
 impl Block {
     /// Codes of four columns, as one number.
@@ -128,7 +128,8 @@ impl RowsMut<'_> {
     }
 }
 
-/// Rounds one row to integers: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]).
+/// Rounds one row to integers: each block of 32 has scale = largest magnitude / 127 ([`crate::order::quantise`]); NaN if one of
+/// the numbers is not finite.
 pub(crate) struct Quantise<'a> {
     /// The row, without padding; behind it zeros up to a whole group.
     pub(crate) floats: &'a [f32],
@@ -154,9 +155,11 @@ impl Kernel for Quantise<'_> {
                 let low = S::load_first(x, here.min(16));
                 let high = S::load_first(x.wrapping_add(16), here.saturating_sub(16).min(16));
                 let largest = S::max_lane(S::max(S::abs(low), S::abs(high)));
+                // Zero of finite numbers, else NaN.
+                let zero = S::sum4([S::sub(low, low), S::sub(high, high), S::splat(0.0), S::splat(0.0)]);
                 let some = largest > SMALLEST;
                 let inverse = S::splat(if some { 127.0 * reciprocal(largest) } else { 0.0 });
-                block.scale = if some { largest * (1.0 / 127.0) } else { 0.0 };
+                block.scale = if some { largest * (1.0 / 127.0) } else { 0.0 } + zero[0] + zero[1];
                 S::store_i8(S::mul(low, inverse), block.codes.as_mut_ptr());
                 S::store_i8(S::mul(high, inverse), block.codes.as_mut_ptr().add(16));
             }

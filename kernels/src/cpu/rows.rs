@@ -10,7 +10,7 @@ use crate::order::{
 pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
     // SAFETY: the caller's contract: the machine has `S`.
     unsafe {
-        let x = S::min(S::max(x, S::splat(-EXP_MAX)), S::splat(EXP_MAX));
+        let x = S::min(S::splat(EXP_MAX), S::max(S::splat(-EXP_MAX), x)); // in this order what is no number stays
         let t = S::fma(x, S::splat(std::f32::consts::LOG2_E), S::splat(ROUND));
         let n = S::sub(t, S::splat(ROUND));
         let r = S::fma(n, S::splat(LN_2[1]), S::fma(n, S::splat(LN_2[0]), x));

@@ -70,9 +70,9 @@ pub(crate) trait Simd: Words {
     unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
     /// a · b + c, rounded once.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The larger of each lane; `b` where `a` is not a number.
+    /// The larger of each lane; `b` where one of them is not a number.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller of each lane; `b` where `a` is not a number.
+    /// The smaller of each lane; `b` where one of them is not a number.
     unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
     /// Magnitudes.
     unsafe fn abs(a: Self::F) -> Self::F;

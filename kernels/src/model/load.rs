@@ -1,4 +1,5 @@
 //! Weights of a range of layers on their way from the file into tiles.
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use memmap2::MmapMut;
@@ -8,7 +9,7 @@ use crate::pool::Pool;
 use crate::quant::QuantType;
 use crate::recipe::LayerRecipe;
 use crate::stage::StageError;
-use crate::tile::{Layout, NotFinite, ROWS, Tiles, convert};
+use crate::tile::{Layout, ROWS, Tiles, convert};
 use crate::weights::{ModelConfig, ModelFile};
 
 /// A matrix as tiles in memory of its own.
@@ -20,7 +21,40 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    /// Converts a matrix on all threads.
+    /// Makes a matrix on all threads: `fill` gives the tiles of some rows, of which the first begins a tile.
+    ///
+    /// # Errors
+    /// One of `fill`, or no memory.
+    pub(crate) fn filled(
+        pool: &mut Pool,
+        kind: QuantType,
+        [rows, cols]: [usize; 2],
+        fill: &(dyn Fn(Range<usize>, &mut [u8]) -> Result<(), StageError> + Sync),
+    ) -> Result<Self, StageError> {
+        let layout = Layout::of(kind);
+        let size = layout.matrix_bytes(rows, cols);
+        let no_memory = |e| StageError::Device(format!("no memory for {size} bytes of weights: {e}"));
+        // Pages come zeroed when they are first written, by the thread that writes them.
+        let mut bytes = MmapMut::map_anon(size.max(1)).map_err(no_memory)?;
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage); // a hint
+        let strip_bytes = layout.matrix_bytes(1, cols);
+        let (out, failed) = (Shared::of(&mut bytes[..size]), Mutex::new(None::<StageError>));
+        pool.run(rows.div_ceil(ROWS), 1, &|_, strips| {
+            let mine = strips.start * ROWS..(strips.end * ROWS).min(rows);
+            // SAFETY: strips do not overlap.
+            let tiles = unsafe { out.slice(strips.start * strip_bytes..strips.end * strip_bytes) };
+            if let Err(error) = fill(mine, tiles) {
+                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
+        });
+        match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(Self { kind, rows, cols, bytes }),
+        }
+    }
+
+    /// A matrix of rows in memory, as a file stores them.
     ///
     /// # Errors
     /// A number that is not finite, or no memory.
@@ -30,28 +64,11 @@ impl Matrix {
         [rows, cols]: [usize; 2],
         stored: &[u8],
     ) -> Result<Self, StageError> {
-        let layout = Layout::of(kind);
-        let size = layout.matrix_bytes(rows, cols);
-        let no_memory = |e| StageError::Device(format!("no memory for {size} bytes of weights: {e}"));
-        // Pages come zeroed when they are first written, by the thread that writes them.
-        let mut bytes = MmapMut::map_anon(size.max(1)).map_err(no_memory)?;
-        #[cfg(target_os = "linux")]
-        let _ = bytes.advise(memmap2::Advice::HugePage); // a hint
-        let (row_bytes, strip_bytes) = (stored.len() / rows.max(1), layout.matrix_bytes(1, cols));
-        let (out, found) = (Shared::of(&mut bytes[..size]), Mutex::new(None::<NotFinite>));
-        pool.run(rows.div_ceil(ROWS), 1, &|_, strips| {
-            let mine = strips.start * ROWS..(strips.end * ROWS).min(rows);
-            // SAFETY: strips do not overlap.
-            let tiles = unsafe { out.slice(strips.start * strip_bytes..strips.end * strip_bytes) };
-            let from = &stored[mine.start * row_bytes..mine.end * row_bytes];
-            if let Err(error) = convert(kind, cols, mine, from, tiles) {
-                *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            }
-        });
-        match found.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(StageError::Input(error.to_string())),
-            None => Ok(Self { kind, rows, cols, bytes }),
-        }
+        let row_bytes = stored.len() / rows.max(1);
+        Self::filled(pool, kind, [rows, cols], &|mine, out| {
+            let stored = &stored[mine.start * row_bytes..mine.end * row_bytes];
+            convert(kind, cols, mine, stored, out).map_err(|error| StageError::Input(error.to_string()))
+        })
     }
 
     /// Its tiles.
@@ -125,26 +142,16 @@ impl Loader<'_> {
         Ok(Head { norm: self.vector("output_norm.weight")?, matrix: self.matrix(config.head_tensor())? })
     }
 
-    fn matrix(&mut self, name: &str) -> Result<Matrix, StageError> {
+    pub(crate) fn matrix(&mut self, name: &str) -> Result<Matrix, StageError> {
         let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-        let matrix = Matrix::convert(self.pool, tensor.quant, [tensor.rows, tensor.cols], tensor.bytes);
-        let matrix = matrix.map_err(|error| match error {
-            StageError::Input(what) => StageError::Input(format!("tensor {name:?}, {what}")),
-            StageError::Device(_) => error,
-        })?;
+        let fill = |rows: Range<usize>, out: &mut [u8]| Ok(tensor.tiles(rows, out)?);
+        let matrix = Matrix::filled(self.pool, tensor.quant, [tensor.rows, tensor.cols], &fill)?;
         self.bytes += matrix.tiles().bytes().len() as u64;
-        self.file.release(name);
         Ok(matrix)
     }
 
     fn vector(&mut self, name: &str) -> Result<Vec<f32>, StageError> {
-        let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_f32();
-        if let Some(at) = vector.iter().position(|number| !number.is_finite()) {
-            return Err(StageError::Input(format!(
-                "tensor {name:?}: element {at} is {}; the file is damaged",
-                vector[at]
-            )));
-        }
+        let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?;
         self.bytes += size_of_val(&vector[..]) as u64;
         Ok(vector)
     }

@@ -1,7 +1,7 @@
 //! Equal bits for every instruction set through a whole model.
 use super::*;
 use crate::quant::QuantType;
-use crate::stage::{Activations, Rows, RowsIn, RowsOut};
+use crate::stage::{Activations, Rows, RowsIn, RowsOut, Want};
 use crate::weights::Architecture;
 use crate::weights::testing::TinyModel;
 
@@ -16,7 +16,7 @@ fn instruction_sets_agree_bit_for_bit() {
                 let tokens: Vec<u32> = (0..40).map(|i| i * 5 + 3).collect();
                 let mut logits = Vec::new();
                 for (position, tokens) in [(0, &tokens[..33]), (33, &tokens[33..34]), (34, &tokens[34..])] {
-                    let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), logits: true };
+                    let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
                     let Ok(Some(RowsOut::Logits(row))) = stage.forward(&[rows]).map(|mut out| out.pop()) else {
                         panic!("logits are wanted");
                     };

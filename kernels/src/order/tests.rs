@@ -145,3 +145,32 @@ fn attention_agrees_with_f64_and_sees_its_window_only() {
     other[129] = &nan;
     assert_eq!(attend(&query, &keys, &other, 130..300, None), attend(&query, &keys, &values, 130..300, None));
 }
+
+#[test]
+fn what_is_not_finite_stays_so() {
+    for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut row = random(96, 1);
+        row[40] = bad;
+        let quantised = quantise(&row);
+        assert!(quantised.scales[1].is_nan() && quantised.scales[0].is_finite() && quantised.scales[2].is_finite());
+        let block = WeightBlock { codes: [0; BLOCK], offset: 0, scales: [0.5; 2], split: false, minimum: None };
+        assert!(dot(&[block; 3], &quantised, 96).is_nan());
+        assert!(rms_norm(&row, &random(96, 2), 1e-5).iter().all(|x| !x.is_finite()), "{bad}");
+        let (keys, values) = (random(300 * 32, 3), random(300 * 32, 4));
+        let (keys, values): (Vec<&[f32]>, Vec<&[f32]>) = (keys.chunks(32).collect(), values.chunks(32).collect());
+        for at in [0, 130, 299] {
+            let mut other = keys.clone();
+            other[at] = &row[32..64];
+            let found = attend(&random(32, 5), &other, &values, 0..300, None);
+            // A score of minus infinity is a weight of zero; all others are not.
+            let score: f32 = random(32, 5).iter().zip(&row[32..64]).fold(0.0, |sum, (q, k)| q.mul_add(*k, sum));
+            assert!(score == f32::NEG_INFINITY || found.iter().all(|x| x.is_nan()), "{bad} at {at}");
+            let mut other = values.clone();
+            other[at] = &row[32..64];
+            assert!(!attend(&random(32, 5), &keys, &other, 0..300, None)[8].is_finite(), "{bad} at {at}");
+        }
+    }
+    assert!(exp(f32::NAN).is_nan() && sigmoid(f32::NAN).is_nan() && soft_cap(f32::NAN, 30.0).is_nan());
+    assert!(Activation::Silu.gate(f32::NAN, 1.0).is_nan() && Activation::Gelu.gate(1.0, f32::NAN).is_nan());
+    assert!(!rms_factor(f32::INFINITY, 8, 1e-5).is_finite() && rms_factor(-f32::NAN, 8, 1e-5).is_nan());
+}

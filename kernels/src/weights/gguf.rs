@@ -35,8 +35,9 @@ pub(super) struct Header {
     pub served: Option<Bytes>,
 }
 
-/// Reads and checks everything but the weights themselves.
-pub(super) fn parse(bytes: &Bytes) -> Result<Header, WeightsError> {
+/// Reads and checks everything but the weights themselves. `bytes`: the file of `file_len` bytes, or its beginning; if the header
+/// does not end within, the error says which byte it reaches at least.
+pub(super) fn parse(bytes: &Bytes, file_len: u64) -> Result<Header, WeightsError> {
     let mut reader = Reader { bytes, at: 0 };
     let version = read_magic(&mut reader)?;
     if !(2..=3).contains(&version) {
@@ -49,15 +50,16 @@ pub(super) fn parse(bytes: &Bytes) -> Result<Header, WeightsError> {
     let key_count = reader.u64("metadata count")?;
     // The smallest entry: an 8-byte length with one byte of key, a 4-byte type, one byte of value.
     let entries = read_entries(&mut reader, key_count)?;
-    let metadata = Metadata::new(bytes.clone(), entries);
+    // Only this part is kept: what was read may be far longer.
+    let metadata = Metadata::new(Bytes::copy_from_slice(&bytes[..reader.at]), entries);
     let alignment = read_alignment(&metadata)?;
     let table = read_table(&mut reader, tensor_count)?;
     let header_len = (reader.at as u64)
         .checked_next_multiple_of(alignment)
         .ok_or_else(|| malformed(reader.at, "an aligned start of data", "an overflow"))?;
-    let tensors = place(table, header_len, alignment, bytes.len() as u64)?;
+    let tensors = place(table, header_len, alignment, file_len)?;
     // A file whose data begins beyond its end has no data at all.
-    Ok(Header { header_len: header_len.min(bytes.len() as u64), metadata, tensors, layout: Layout::Gguf, served: None })
+    Ok(Header { header_len: header_len.min(file_len), metadata, tensors, layout: Layout::Gguf, served: None })
 }
 
 fn read_magic(reader: &mut Reader<'_>) -> Result<u32, WeightsError> {

@@ -4,10 +4,11 @@
 //! which tensor it holds.
 use std::ops::Range;
 
+use bytes::Bytes;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
-use super::{ModelFile, Served, TensorInfo};
+use super::{ModelFile, Served, TensorInfo, WeightsError};
 
 /// Bytes of a chunk at most: a fraction of a second on a slow link, and 40 thousand chunks for 40 GB.
 pub const CHUNK_BYTES_MAX: u64 = 1 << 20;
@@ -58,24 +59,24 @@ impl ShardIndex {
     /// Hashes a complete file on all cores. `progress` gets the bytes of each chunk done, from several threads.
     ///
     /// # Errors
-    /// [`IndexError::Partial`]: a file with holes has no content to name.
+    /// [`IndexError::Partial`]: a file with holes has no content to name. [`IndexError::Unreadable`]: it cannot be read, or was
+    /// written while it was hashed.
     pub fn build(file: &ModelFile, progress: impl Fn(u64) + Sync) -> Result<Self, IndexError> {
         if file.is_partial() {
             return Err(IndexError::Partial);
         }
-        let chunks = layout(file)
-            .into_par_iter()
-            .map(|(range, content)| {
-                let bytes = match file.served(&range) {
-                    Served::Header(bytes) => bytes,
-                    // The layout lies inside the file, which is mapped whole.
-                    Served::File(range) => &file.bytes()[range.start as usize..range.end as usize],
-                };
-                let hash = blake3::hash(bytes).into();
-                progress(bytes.len() as u64);
-                Chunk { range, content, hash }
-            })
-            .collect();
+        let hashed = |(range, content): (Range<u64>, Content)| {
+            let bytes = match file.served(&range) {
+                Served::Header(bytes) => Bytes::copy_from_slice(bytes),
+                Served::File(range) => file.read(&range)?,
+            };
+            let hash = blake3::hash(&bytes).into();
+            progress(bytes.len() as u64);
+            Ok(Chunk { range, content, hash })
+        };
+        let chunks = layout(file).into_par_iter().map(hashed).collect::<Result<Vec<Chunk>, WeightsError>>();
+        let unreadable = |e: WeightsError| IndexError::Unreadable(e.to_string());
+        let chunks = chunks.and_then(|chunks| file.check_unchanged().map(|()| chunks)).map_err(unreadable)?;
         Ok(Self { file_len: served_at(file, file.file_len()), header_len: served_header_len(file), chunks })
     }
 
@@ -277,6 +278,9 @@ pub enum IndexError {
     /// The file has holes.
     #[error("a file with holes cannot be indexed; expected the complete file")]
     Partial,
+    /// The file cannot be read.
+    #[error("{0}")]
+    Unreadable(String),
     /// The bytes are no index.
     #[error("malformed shard index: {0}")]
     Malformed(String),

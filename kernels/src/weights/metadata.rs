@@ -105,7 +105,7 @@ impl Metadata {
     /// # Errors
     /// As for opening a model, but for what only models have.
     pub fn from_gguf(bytes: &Bytes) -> Result<Self, WeightsError> {
-        Ok(super::gguf::parse(bytes)?.metadata)
+        Ok(super::gguf::parse(bytes, bytes.len() as u64)?.metadata)
     }
 
     /// Any value.
@@ -227,7 +227,7 @@ impl<'a> Iterator for Texts<'a> {
 
     fn next(&mut self) -> Option<&'a [u8]> {
         self.left = self.left.checked_sub(1)?;
-        // Lengths were walked when the file was opened; a file changed since then ends the iteration.
+        // Lengths were walked when the header was read.
         let (len, rest) = self.rest.split_first_chunk::<8>()?;
         let (text, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
         self.rest = rest;

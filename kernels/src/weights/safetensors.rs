@@ -37,8 +37,9 @@ pub(super) fn recognise(bytes: &[u8]) -> bool {
     bytes.first_chunk().is_some_and(|len| u64::from_le_bytes(*len) <= HEADER_BYTES_MAX) && bytes.get(8) == Some(&b'{')
 }
 
-/// Reads the header and what lies beside the file.
-pub(super) fn parse(bytes: &Bytes, path: Option<&Path>) -> Result<Header, WeightsError> {
+/// Reads the header and what lies beside the file. `bytes`: the file of `file_len` bytes, or its beginning; if the header does not
+/// end within, the error says where it ends.
+pub(super) fn parse(bytes: &[u8], file_len: u64, path: Option<&Path>) -> Result<Header, WeightsError> {
     let (listed, data) = read_listed(bytes)?;
     let mut builder = Builder::default();
     let (config, served) = match listed.get("__metadata__").and_then(|metadata| metadata[CONFIG_KEY].as_str()) {
@@ -47,7 +48,7 @@ pub(super) fn parse(bytes: &Bytes, path: Option<&Path>) -> Result<Header, Weight
     };
     builder.model(&config)?;
     let table = table(listed, config["tie_word_embeddings"].as_bool().unwrap_or(false))?;
-    let tensors = gguf::place(table, data, 1, bytes.len() as u64)?;
+    let tensors = gguf::place(table, data, 1, file_len)?;
     // Kernels read whole numbers at a time.
     if let Some(odd) = tensors.iter().find(|t| !t.range.start.is_multiple_of(t.quant.block_bytes() as u64)) {
         return Err(malformed(&format!(

@@ -27,8 +27,8 @@ fn every_architecture_in_every_format() {
             let file = TinyModel { architecture, quant, layers: 1, tied: false, ..TinyModel::default() }.open();
             let up = file.tensor("blk.0.ffn_up.weight").expect("there");
             assert_eq!((up.quant, up.rows, up.cols), (quant, 512, 256));
-            assert_eq!(up.row(3).len(), quant.row_bytes(256).expect("whole blocks"));
-            assert_eq!(up.to_f32().len(), 512 * 256);
+            assert_eq!(up.read(3..4).expect("in memory").len(), quant.row_bytes(256).expect("whole blocks"));
+            assert_eq!(up.to_f32().expect("in memory").len(), 512 * 256);
             assert!(file.tensor("blk.1.ffn_up.weight").is_none());
         }
     }
@@ -47,7 +47,7 @@ fn the_real_model_is_what_its_card_says() {
     let cache_bytes = |activations| file.costs(activations).layers[7].kv_bytes_per_token;
     assert_eq!((cache_bytes(Activations::Int8), cache_bytes(Activations::F32)), (2 * 192 * 2, 2 * 192 * 4));
     assert_eq!(costs.head_bytes, costs.embed_bytes + 576 * 4);
-    let norms = file.tensor("output_norm.weight").expect("there").to_f32();
+    let norms = file.tensor("output_norm.weight").expect("there").to_f32().expect("readable");
     assert!(norms.iter().all(|w| w.is_finite() && w.abs() < 1e3));
 }
 
@@ -219,7 +219,7 @@ fn alignment_is_a_power_of_two() {
 }
 
 #[test]
-fn files_that_cannot_be_mapped() {
+fn files_that_cannot_be_opened() {
     let dir = tempfile::tempdir().expect("a directory");
     let missing = dir.path().join("missing.gguf");
     assert!(ModelFile::open(&missing).expect_err("missing").to_string().contains("missing.gguf"));
@@ -240,13 +240,13 @@ fn a_sparse_file_holds_a_stage() {
     for range in source.stage_ranges(1..3).into_iter().chain([source.header_range()]) {
         use std::io::{Seek, SeekFrom};
         part.seek(SeekFrom::Start(range.start)).expect("seeks");
-        part.write_all(&source.bytes()[range.start as usize..range.end as usize]).expect("writes");
+        part.write_all(&source.read(&range).expect("in memory")).expect("writes");
     }
     let file = ModelFile::open_partial(&path).expect("opens");
     assert_eq!(file.config(), source.config());
     for tensor in source.tensors().iter().filter(|t| source.config().belongs_to(&t.name, &(1..3))) {
         let (a, b) = (file.tensor(&tensor.name).expect("there"), source.tensor(&tensor.name).expect("there"));
-        assert_eq!(a.bytes, b.bytes, "{}", tensor.name);
+        assert_eq!(a.read(0..a.rows).expect("readable"), b.read(0..b.rows).expect("readable"), "{}", tensor.name);
     }
     assert!(file.tokenizer().is_ok());
     assert!(ShardIndex::build(&file, |_| ()).is_err(), "a file with holes has no content id");

@@ -2,6 +2,7 @@
 use super::temporary::Uses;
 use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, unix_seconds};
 use crate::transfer::{Held, Library};
+use kernels::recipe::Recipe;
 use kernels::stage::Activations;
 use kernels::tokenizer::TokenizerError;
 use kernels::weights::ModelFile;
@@ -103,6 +104,7 @@ const SEQUENCES_DEFAULT: u32 = 4;
 pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Work {
     let activations = if options.is_int8() { Activations::Int8 } else { Activations::F32 };
     let costs = file.costs(activations);
+    let recipe = Recipe::of(file.config());
     let trained = u32::try_from(file.config().context).unwrap_or(u32::MAX);
     let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(trained).max(1);
     let sequences = options.sequences.unwrap_or(SEQUENCES_DEFAULT).clamp(1, SEQUENCES_MAX);
@@ -113,10 +115,12 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
         layers: costs
             .layers
             .iter()
-            .map(|l| partitioner::Layer {
+            .zip(&recipe.layers)
+            .map(|(l, recipe)| partitioner::Layer {
                 flops_per_token: l.flops_per_token,
                 weight_bytes: l.weight_bytes,
                 kv_bytes_per_token: l.kv_bytes_per_token,
+                window: recipe.window.map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
             })
             .collect(),
         embed_bytes: costs.embed_bytes,

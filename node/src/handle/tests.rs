@@ -2,7 +2,10 @@
 use super::*;
 use crate::config::UpOptions;
 use crate::node::Running;
+use kernels::weights::Architecture;
 use kernels::weights::testing::TinyModel;
+
+mod bad_files;
 
 struct Bench {
     node: NodeHandle,
@@ -182,6 +185,12 @@ fn a_plan_counts_what_a_stage_will_take() {
     // Rows that may be sent again: of all sequences, as far as they go, and not beyond the bound.
     let ring = |sequences| with(sequences, true).scratch_bytes - crate::executor::SCRATCH_BYTES;
     assert_eq!(ring(3), 3 * 64 * with(1, true).activation_bytes);
+    let windows = |architecture| {
+        let file = TinyModel { architecture, ..TinyModel::default() }.open();
+        work(&file, &ModelOptions::default()).layers.iter().map(|layer| layer.window).collect::<Vec<_>>()
+    };
+    assert_eq!(windows(Architecture::Gemma3), [Some(9), Some(9), None], "attention is charged over what a layer sees");
+    assert_eq!(windows(Architecture::Llama), [None; 3]);
     let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None };
     assert!(work(&file, &long).scratch_bytes <= crate::executor::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
 }

@@ -42,9 +42,16 @@ impl Holding {
     /// Opens the sparse file, or begins it.
     pub(super) fn sparse(path: &Path, index: ShardIndex) -> Result<Self, TransferError> {
         let disk = |cause| TransferError::Disk { path: path.to_owned(), cause };
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(disk)?;
-        if file.metadata().map_err(disk)?.len() != index.file_len() {
-            file.set_len(0).and_then(|()| file.set_len(index.file_len())).map_err(disk)?;
+        let open = || File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(disk);
+        let mut file = open()?;
+        let len = file.metadata().map_err(disk)?.len();
+        if len != index.file_len() {
+            if len != 0 {
+                // Whoever has it open keeps what it was: nothing is cut in place.
+                std::fs::remove_file(path).map_err(disk)?;
+                file = open()?;
+            }
+            file.set_len(index.file_len()).map_err(disk)?;
         }
         let seen = |chunk: &kernels::weights::Chunk| {
             if has_data(&file, &chunk.range) { Presence::Unproven } else { Presence::Missing }
@@ -71,28 +78,40 @@ impl Holding {
         }
     }
 
-    /// The file of that name is still the one that was opened: nobody removed it to make room.
+    /// A file of the user's is what it was when it was opened; a file of the cache still has its name and its length: nobody
+    /// removed it to make room.
     pub(super) fn is_there(&self) -> bool {
-        let Kind::Sparse { file, .. } = &self.kind else { return true };
-        let (Ok(named), Ok(opened)) = (std::fs::metadata(&self.path), file.metadata()) else { return false };
-        (named.dev(), named.ino(), named.len()) == (opened.dev(), opened.ino(), self.index.file_len())
+        match &self.kind {
+            Kind::Whole(model) => model.check_unchanged().is_ok(),
+            Kind::Sparse { file, .. } => {
+                let (Ok(named), Ok(opened)) = (std::fs::metadata(&self.path), file.metadata()) else { return false };
+                (named.dev(), named.ino(), named.len()) == (opened.dev(), opened.ino(), self.index.file_len())
+            }
+        }
     }
 
     /// Which chunks a peer may ask for.
     pub(super) fn bitmap(&self) -> Vec<bool> {
         match &self.kind {
-            Kind::Whole(_) => vec![true; self.index.chunks().len()],
+            Kind::Whole(_) => vec![self.is_there(); self.index.chunks().len()],
             Kind::Sparse { chunks, .. } => lock(chunks).iter().map(|c| *c != Presence::Missing).collect(),
         }
     }
 
-    /// The bytes of a chunk, for a peer. A sparse file's are hashed first if this life has not done so.
+    /// The bytes of a chunk, for a peer. A sparse file's are hashed first if this life has not done so; those of a file of the user's
+    /// are given as long as nobody has written it.
     pub(super) fn read(&self, chunk: usize) -> Option<Vec<u8>> {
         let range = &self.index.chunks().get(chunk)?.range;
         match &self.kind {
             Kind::Whole(model) => match model.served(range) {
                 Served::Header(bytes) => Some(bytes.to_vec()),
-                Served::File(range) => read(&File::open(&self.path).ok()?, &range),
+                Served::File(range) => {
+                    let bytes = model.read(&range).and_then(|bytes| model.check_unchanged().map(|()| bytes));
+                    bytes
+                        .inspect_err(|e| tracing::warn!("chunk {chunk} is not given to a peer: {e}"))
+                        .ok()
+                        .map(Vec::from)
+                }
             },
             Kind::Sparse { file, chunks, .. } => match *lock(chunks).get(chunk)? {
                 Presence::Missing => None,

@@ -1,5 +1,6 @@
 //! Libraries that fetch from others, whose answers are counted and can fail, lie or never come.
 use super::*;
+use kernels::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
 use kernels::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
@@ -271,6 +272,96 @@ async fn the_least_recently_used_model_makes_room_and_what_is_in_use_does_not() 
     assert!(!library.contents().contains(&others[0]) && library.contents().contains(&bench.content));
     assert!(library.view().cache_used <= library.view().cache_limit);
     drop(third);
+}
+
+/// Somebody cuts the file beneath a node that serves it: what is loaded goes on, nothing more is loaded from it or given to others,
+/// and nothing crashes.
+#[tokio::test]
+async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
+    let bench = bench(&[|_| {}]);
+    let (library, path) = (&bench.source(0).library, bench.dir.path().join(format!("model{LAYERS}.gguf")));
+    let held = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await.expect("it is here");
+    let mut stage = stage(&held).expect("loads");
+    let expected = logits(&mut *stage);
+    let last = Request::Chunk(bench.chunks as u32 - 1).encode(bench.content);
+    assert_eq!(library.answer(&last)[0], 1);
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(held.file.file_len() / 2).unwrap();
+
+    assert_eq!(logits(&mut *stage), expected, "what is loaded goes on");
+    let error = stage_error(&held);
+    for part in ["model24.gguf", "expected", "found", "by a rename"] {
+        assert!(error.contains(part), "{error}");
+    }
+    for _ in 0..2 {
+        let again = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await;
+        let error = again.err().expect("cut").to_string();
+        assert!(error.contains("changed after it was opened") && error.contains("no peer could give"), "{error}");
+    }
+    assert_eq!(library.contents(), []);
+    let first = Request::Chunk(0).encode(bench.content);
+    let have = Request::Have.encode(bench.content);
+    assert_eq!((library.answer(&first), library.answer(&last)), (vec![0], vec![0]), "also what is before the cut");
+    assert!(library.answer(&have)[1..].iter().all(|byte| *byte == 0));
+    assert!(library.add(&path).is_err());
+
+    // A sound file with the same content, and the node is a source again.
+    let beside = bench.dir.path().join("beside");
+    std::fs::create_dir(&beside).unwrap();
+    std::fs::rename(model(&beside, LAYERS), &path).unwrap();
+    assert_eq!(library.add(&path).unwrap().content, bench.content);
+    assert_eq!((library.contents(), library.answer(&last)[0]), (vec![bench.content], 1));
+    assert_eq!(logits(&mut *self::stage(&library.add(&path).unwrap()).expect("loads")), expected);
+}
+
+/// With peers that have it, a node whose own file was cut fetches its share.
+#[tokio::test]
+async fn a_file_that_was_cut_is_made_up_for_by_peers() {
+    let bench = bench(&[|_| {}]);
+    let own = bench.dir.path().join("own");
+    std::fs::create_dir(&own).unwrap();
+    let (path, library) = (model(&own, LAYERS), bench.fetcher());
+    let whole = library.add(&path).unwrap();
+    let expected = logits(&mut *stage(&whole).expect("loads"));
+    std::fs::write(&path, b"GGUF").unwrap();
+    let fetched = bench.share(&library, 0..LAYERS).await.expect("from the peer");
+    assert!(fetched.fetched_bytes > 0 && bench.asked() == bench.chunks);
+    assert_eq!(logits(&mut *stage(&fetched).expect("loads")), expected);
+    assert_eq!(library.contents(), [bench.content]);
+}
+
+/// The cache's own file: cut, it is begun anew under its name, and who computes with the old one goes on.
+#[tokio::test]
+async fn a_file_of_the_cache_that_was_cut_is_fetched_again() {
+    let bench = bench(&[|_| {}]);
+    let library = bench.fetcher();
+    let held = bench.share(&library, 0..LAYERS).await.unwrap();
+    let mut stage = stage(&held).expect("loads");
+    let expected = logits(&mut *stage);
+    let path = library.cache.weights(bench.content);
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
+    assert!(stage_error(&held).contains("changed after it was opened"));
+    let last = Request::Chunk(bench.chunks as u32 - 1).encode(bench.content);
+    assert_eq!(library.answer(&last), [0]);
+    let again = bench.share(&library, 0..LAYERS).await.expect("fetched again");
+    assert_eq!(bench.asked(), 2 * bench.chunks);
+    assert_eq!(logits(&mut *self::stage(&again).expect("loads")), expected);
+    assert_eq!(logits(&mut *stage), expected, "what was loaded before goes on");
+}
+
+fn stage(held: &Held) -> Result<Box<dyn Stage>, StageError> {
+    let (layers, activations) = (0..held.file.config().layers, Activations::Int8);
+    let options = StageOptions { layers, sequences: 1, context: 16, activations, threads: 1 };
+    kernels::load_cpu_stage(held.file.clone(), options)
+}
+
+fn stage_error(held: &Held) -> String {
+    stage(held).err().expect("refused").to_string()
+}
+
+fn logits(stage: &mut dyn Stage) -> String {
+    let input = RowsIn::Tokens(&[4, 200, 31]);
+    let rows = Rows { sequence: 0, position: 0, input, want: Want::Logits };
+    format!("{:?}", stage.forward(&[rows]).expect("computes"))
 }
 
 #[test]

@@ -103,3 +103,41 @@ fn every_format_instruction_set_and_number_of_rows_has_the_bits_of_the_reference
         }
     }
 }
+
+#[test]
+fn a_product_with_what_is_not_finite_is_not_finite() {
+    for kind in QUANT_TYPES {
+        for cols in columns(kind) {
+            let n = 37;
+            let (_, tiles) = matrix(kind, n, cols, 11);
+            let weights = Tiles::new(kind, n, cols, &tiles).unwrap();
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, cols / 2, cols - 1] {
+                    for isa in Isa::all() {
+                        let mut x = rows(isa, 3, cols);
+                        let out = x.rows_mut();
+                        // SAFETY: one row at a time; the instruction set was detected.
+                        unsafe {
+                            let (floats, blocks) = out.row(1);
+                            floats[at] = bad;
+                            isa.run(Quantise { floats: &floats[..cols], blocks });
+                        }
+                        for integers in [false, true] {
+                            let found = product(isa, weights, &x, integers, &[16]);
+                            let quantised = integers && Layout::of(kind).bits > 0;
+                            let sound = |row: &[f32]| row.iter().all(|y| y.is_finite());
+                            let what = format!("{kind:?} {cols} {integers} {bad} at {at} {isa:?}");
+                            assert!(
+                                sound(&found[..n]) && sound(&found[2 * n..]),
+                                "{what}: other rows are as they were"
+                            );
+                            // A weight of zero times infinity is no number, so not one of them is finite.
+                            assert!(found[n..2 * n].iter().all(|y| !y.is_finite()), "{what}");
+                            assert!(!quantised || found[n..2 * n].iter().all(|y| y.is_nan()), "{what}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

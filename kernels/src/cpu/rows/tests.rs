@@ -1,6 +1,7 @@
 //! Row kernels against the scalar reference, bit for bit, on every instruction set.
 use super::*;
 use crate::cpu::Isa;
+use crate::cpu::activations::ZERO;
 use crate::order;
 
 fn noise(count: usize, seed: u32) -> Vec<f32> {
@@ -43,6 +44,28 @@ fn exp_has_the_bits_of_the_reference() {
     });
     for (x, y) in x.iter().zip(y) {
         assert_eq!(y.to_bits(), order::exp(*x).to_bits(), "e^{x}");
+    }
+}
+
+#[test]
+fn what_is_no_number_stays_none() {
+    for isa in Isa::all() {
+        let mut y = vec![f32::NAN; 16];
+        // SAFETY: the instruction set was detected.
+        unsafe { isa.run(Exp(&mut y)) };
+        assert!(y.iter().all(|y| y.is_nan()), "{isa:?}");
+        for (gate, up) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::MAX, f32::MAX), (f32::MIN, 2.0)] {
+            for activation in [Activation::Silu, Activation::Gelu] {
+                let (mut x, mut blocks) = (vec![0.0; 64], vec![ZERO; 2]);
+                let (gate, up) = (vec![gate; 40], vec![up; 40]);
+                let row = GateRow { activation, gate: &gate, up: &up, x: &mut x, blocks: &mut blocks };
+                // SAFETY: the instruction set was detected.
+                unsafe { isa.run(row) };
+                for (block, x) in blocks.iter().zip([x[0], x[39]]) {
+                    assert!(block.scale.is_nan() == !x.is_finite(), "{isa:?} {activation:?}: {x} has {}", block.scale);
+                }
+            }
+        }
     }
 }
 

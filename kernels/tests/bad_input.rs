@@ -1,0 +1,208 @@
+//! What a file must not hold, and shapes and contexts at the edge: refused by name, or computed as everything else is.
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::quant::QuantType;
+use kernels::sampler::SamplerSettings;
+use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use kernels::weights::testing::{GgufWriter, TinyModel};
+use kernels::weights::{Architecture, ModelFile};
+
+const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
+
+fn open(writer: &GgufWriter) -> Arc<ModelFile> {
+    ModelFile::from_bytes(writer.write().into()).unwrap()
+}
+
+fn load(
+    file: &Arc<ModelFile>,
+    layers: Range<usize>,
+    context: usize,
+    activations: Activations,
+) -> Result<Box<dyn Stage>, StageError> {
+    kernels::load_cpu_stage(Arc::clone(file), StageOptions { layers, sequences: 4, context, activations, threads: 2 })
+}
+
+fn tokens(count: usize) -> Vec<u32> {
+    (0..count as u32).map(|i| (i * 37 + 11) % 250).collect()
+}
+
+/// Every tensor that an architecture can have, biases and an output matrix among them.
+fn complete(architecture: Architecture) -> GgufWriter {
+    TinyModel { architecture, layers: 2, tied: false, biases: true, ..TinyModel::default() }.writer()
+}
+
+#[test]
+fn a_tensor_that_is_missing_or_of_another_shape_is_named() {
+    for architecture in Architecture::ALL {
+        let names: Vec<String> = complete(architecture).tensors_mut().iter().map(|t| t.name.clone()).collect();
+        for (index, name) in names.iter().enumerate() {
+            // Without these a file is another sound model: the head is the embedding, or there are no biases.
+            let optional = name == "output.weight" || name.ends_with("attn_output.bias") && name.starts_with("blk.0.");
+            let mut missing = complete(architecture);
+            missing.tensors_mut().remove(index);
+            match ModelFile::from_bytes(missing.write().into()) {
+                Err(error) if name == "blk.0.attn_q.bias" => {
+                    assert!(error.to_string().contains("bias"), "{architecture:?}: {error}"); // the others are too many
+                }
+                Err(error) if !optional => {
+                    assert!(error.to_string().contains(name.as_str()), "{architecture:?}: {error}")
+                }
+                Err(error) => {
+                    assert!(error.to_string().contains("attn_output.bias"), "{architecture:?} {name}: {error}")
+                }
+                Ok(_) => assert!(optional, "{architecture:?} without {name}"),
+            }
+            let mut reshaped = complete(architecture);
+            let tensor = &mut reshaped.tensors_mut()[index];
+            tensor.dims[0] += 32; // whole blocks, a row longer than it should be; what lies behind is another tensor's
+            let rows: u64 = tensor.dims.iter().skip(1).product();
+            let block = tensor.bytes.len() / ((tensor.dims[0] - 32) * rows) as usize;
+            tensor.bytes.resize(tensor.bytes.len() + 32 * rows as usize * block.max(1), 0);
+            let error = ModelFile::from_bytes(reshaped.write().into()).unwrap_err().to_string();
+            // The width of a model is what its embedding says it is, if the metadata agrees.
+            assert!(error.contains(name.as_str()) && error.contains("expected"), "{architecture:?} {name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_weight_or_a_scale_that_is_no_finite_number_is_named_wherever_it_is() {
+    for architecture in Architecture::ALL {
+        let count = complete(architecture).tensors_mut().len();
+        for index in 0..count {
+            for bits in [0x7fc0_0000u32, 0x7f80_0000, 0xff80_0000] {
+                let mut writer = complete(architecture);
+                let tensor = &mut writer.tensors_mut()[index];
+                let (name, vector) = (tensor.name.clone(), tensor.dims.len() == 1);
+                // The last number of a vector, the scale of the last block of a matrix (f16, Q4_1).
+                let end = tensor.bytes.len();
+                if vector {
+                    tensor.bytes[end - 4..].copy_from_slice(&bits.to_le_bytes());
+                } else {
+                    tensor.bytes[end - 20..end - 18].copy_from_slice(&((bits >> 16) as u16 | 0x7c00).to_le_bytes());
+                }
+                let file = open(&writer);
+                let error = load(&file, 0..2, 64, Activations::Int8).err().expect("refused").to_string();
+                assert!(error.contains(&name) && error.contains("damaged"), "{architecture:?} {name}: {error}");
+            }
+        }
+    }
+}
+
+/// A context that ends within a page (32 positions) and within a block of attention (128): its last position has the bits of
+/// any other context, and the one behind it is refused.
+#[test]
+fn a_context_may_end_inside_a_page() {
+    let file = TinyModel::default().open();
+    let all = tokens(512);
+    for activations in BOTH {
+        let mut reference = load(&file, 0..3, 512, activations).unwrap();
+        for context in [1, 31, 32, 33, 45, 127, 129, 200] {
+            let mut stage = load(&file, 0..3, context, activations).unwrap();
+            let last = |stage: &mut dyn Stage| {
+                let rows = |position, tokens| Rows {
+                    sequence: 1,
+                    position,
+                    input: RowsIn::Tokens(tokens),
+                    want: Want::Logits,
+                };
+                let mut out = stage.forward(&[rows(0, &all[..context.div_ceil(2)])]).unwrap();
+                if context > 1 {
+                    out = stage.forward(&[rows(context / 2, &all[context / 2..context])]).unwrap();
+                }
+                let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
+                assert!(logits.iter().all(|logit| logit.is_finite()));
+                logits.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+            };
+            assert!(last(&mut *stage) == last(&mut *reference), "{activations:?}: a context of {context}");
+            let over = Rows { sequence: 1, position: context, input: RowsIn::Tokens(&[1]), want: Want::Logits };
+            let error = stage.forward(&[over]).unwrap_err();
+            assert!(matches!(&error, StageError::Input(what) if what.contains("context")), "{error}");
+            assert_eq!(stage.held(1), context, "nothing has changed");
+        }
+    }
+}
+
+/// The model with one embedding row of another size, in F32 while its matrices stay integers: norms of that row overflow.
+fn with_embedding_row(architecture: Architecture, token: usize, number: f32) -> Arc<ModelFile> {
+    let tiny = TinyModel { architecture, layers: 4, tied: false, ..TinyModel::default() };
+    let numbers = TinyModel { quant: QuantType::F32, ..tiny }.writer().tensors_mut()[0].clone();
+    let mut writer = tiny.writer();
+    let table = &mut writer.tensors_mut()[0];
+    (table.kind, table.bytes) = (numbers.kind, numbers.bytes);
+    let row_bytes = 4 * tiny.width;
+    table.bytes[token * row_bytes..][..row_bytes].copy_from_slice(&number.to_le_bytes().repeat(tiny.width));
+    open(&writer)
+}
+
+/// What is not finite reaches the logits through integers, caches and further stages, from any row that the last one sees; the
+/// error names the layers that sampled and the position.
+#[test]
+fn no_token_is_drawn_from_what_is_not_finite() {
+    const BAD: usize = 77;
+    for architecture in Architecture::ALL {
+        for number in [1e30, f32::MAX] {
+            let file = with_embedding_row(architecture, BAD, number);
+            for activations in BOTH {
+                for cut in [None, Some(1), Some(3)] {
+                    let mut stages: Vec<Box<dyn Stage>> = match cut {
+                        None => vec![load(&file, 0..4, 64, activations).unwrap()],
+                        Some(cut) => {
+                            [0..cut, cut..4].map(|layers| load(&file, layers, 64, activations).unwrap()).into()
+                        }
+                    };
+                    let from = cut.unwrap_or(0);
+                    // The bad row is the last one, or one that the last one sees (within the small Gemma's window, too).
+                    for bad_at in [9, 7] {
+                        let mut prompt = tokens(10);
+                        assert!(through(&mut stages, 1, &prompt).is_ok(), "{architecture:?} {activations:?}");
+                        prompt[bad_at] = BAD as u32;
+                        let error = through(&mut stages, 2, &prompt).unwrap_err();
+                        assert!(
+                            matches!(&error, StageError::Logits { layers, position: 9, .. } if *layers == (from..4)),
+                            "{architecture:?} {number} {activations:?} {cut:?}: {error}"
+                        );
+                        let text = error.to_string();
+                        assert!(text.starts_with(&format!("layers {from}-3, position 9: ")), "{text}");
+                        // Who computes beside it, and afterwards, is not harmed.
+                        assert!(through(&mut stages, 1, &tokens(10)).is_ok());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Draws the token after a prompt.
+fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Result<RowsOut, StageError> {
+    let draw = Draw { settings: SamplerSettings::greedy(), position: prompt.len() as u32, history: &[] };
+    let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
+        Ok::<_, StageError>(stage.forward(&[Rows { sequence, position: 0, input, want: Want::Token(draw) }])?.remove(0))
+    };
+    let (first, rest) = stages.split_first_mut().unwrap();
+    let mut out = step(first, RowsIn::Tokens(prompt))?;
+    for stage in rest {
+        let RowsOut::Hidden(hidden) = out else { panic!("expected hidden rows, found {out:?}") };
+        out = step(stage, RowsIn::Hidden(&hidden))?;
+    }
+    assert!(matches!(out, RowsOut::Token(_)), "{out:?}");
+    Ok(out)
+}
+
+/// Hidden rows from a peer that are not finite: found by the stage that samples.
+#[test]
+fn hidden_rows_that_are_not_finite_are_found_where_a_token_is_drawn() {
+    let file = TinyModel::default().open();
+    for activations in BOTH {
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut stage = load(&file, 1..3, 64, activations).unwrap();
+            let mut hidden = vec![0.25; 3 * file.config().width];
+            hidden[2 * file.config().width + 100] = bad;
+            let draw = Draw { settings: SamplerSettings::greedy(), position: 3, history: &[] };
+            let rows = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), want: Want::Token(draw) };
+            let error = stage.forward(&[rows]).unwrap_err().to_string();
+            assert!(error.starts_with("layers 1-2, position 2: "), "{bad} {activations:?}: {error}");
+        }
+    }
+}
