@@ -1,11 +1,17 @@
-//! A stage of a model over any engine: what a batch may hold, how it is cut into passes, which sequences are open.
+//! A stage of a model over any engine: what a batch may hold, how it is cut into passes, which sequences are open, how tokens are
+//! drawn, and which step is queued before it is asked for.
 //!
 //! All of this stands here once; an [`Engine`] only computes passes. Next: `model.rs`, the processor's engine.
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::stage::{ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions};
+use crate::sampler::{Sampler, SamplerSettings};
+use crate::stage::{Draw, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions, Want};
 use crate::weights::ModelConfig;
+
+mod ahead;
+
+use ahead::Ahead;
 
 /// A row of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,12 +54,44 @@ pub trait Engine: Send {
     /// The device failed.
     fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError>;
 
+    /// Whether [`Engine::queue`] takes a step of this many rows that are drawn from as these settings say.
+    fn draws(&self, _rows: usize, _settings: &SamplerSettings) -> bool {
+        false
+    }
+
+    /// Queues a step and returns before it is computed: one row per sequence, places reserved, a token drawn from the logits of
+    /// each. `tokens`: what the rows are made of; `None`: the tokens that the step queued before draws, row by row. At most
+    /// [`QUEUED_MAX`] steps are queued at once.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn queue(
+        &mut self,
+        _rows: &[RowAt],
+        _tokens: Option<&[u32]>,
+        _draws: &[(SamplerSettings, u32)],
+    ) -> Result<(), StageError> {
+        Err(StageError::Device("this engine queues no steps".into()))
+    }
+
+    /// Waits for the oldest queued step and gives the tokens that it drew. `None` for a row whose token the device did not
+    /// decide: its logits are not sound, or too many tokens are almost equally likely.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn collect(&mut self) -> Result<Vec<Option<u32>>, StageError> {
+        Err(StageError::Device("this engine queues no steps".into()))
+    }
+
     /// Bytes of weights, and of caches and scratch.
     fn resident_bytes(&self) -> ResidentBytes;
 
     /// Names the order of arithmetic; see [`Stage::numerics`].
     fn numerics(&self) -> &str;
 }
+
+/// Steps that an engine has queued at once: the one that is asked for, and the one after it.
+pub const QUEUED_MAX: usize = 2;
 
 /// Layers of a model on an engine.
 #[derive(Debug)]
@@ -66,6 +104,9 @@ pub struct Decoder<E> {
     sequences: usize,
     context: usize,
     held: BTreeMap<SequenceId, usize>,
+    /// The step that was queued before it is asked for.
+    ahead: Option<Ahead>,
+    sampler: Sampler,
     engine: E,
 }
 
@@ -98,6 +139,8 @@ impl<E: Engine> Decoder<E> {
             sequences: options.sequences,
             context: options.context,
             held: BTreeMap::new(),
+            ahead: None,
+            sampler: Sampler::new(),
             engine,
         }
     }
@@ -107,9 +150,13 @@ impl<E: Engine> Decoder<E> {
         &self.engine
     }
 
-    /// What computes it, to be measured.
-    pub fn engine_mut(&mut self) -> &mut E {
-        &mut self.engine
+    /// What computes it, to be measured; no step is queued.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn engine_mut(&mut self) -> Result<&mut E, StageError> {
+        self.forget_ahead()?;
+        Ok(&mut self.engine)
     }
 
     /// Tokens of the vocabulary.
@@ -202,7 +249,7 @@ impl Joined {
             let at = |row| RowAt { sequence: rows.sequence, position: rows.position + row };
             joined.rows.extend((0..count).map(at));
             joined.entries.resize(joined.rows.len(), entry);
-            if rows.logits {
+            if !matches!(rows.want, Want::Nothing) {
                 joined.wanted.push(joined.rows.len() - 1);
             }
             match rows.input {
@@ -214,15 +261,19 @@ impl Joined {
     }
 }
 
-impl<E: Engine> Stage for Decoder<E> {
-    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
-        self.check(batch)?;
-        let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
+impl<E: Engine> Decoder<E> {
+    /// Makes room for a batch and remembers what is held then.
+    fn reserve(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<(), StageError> {
         let ends: Vec<(SequenceId, usize)> =
-            batch.iter().zip(&counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
+            batch.iter().zip(counts).map(|(rows, count)| (rows.sequence, rows.position + count)).collect();
         self.engine.reserve(&ends)?;
         self.held.extend(ends);
-        let joined = Joined::of(batch, &counts);
+        Ok(())
+    }
+
+    /// A batch pass by pass, each waited for.
+    fn passes(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<Vec<RowsOut>, StageError> {
+        let joined = Joined::of(batch, counts);
         let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
         let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
         let mut start = 0;
@@ -237,12 +288,13 @@ impl<E: Engine> Stage for Decoder<E> {
                 joined.wanted.iter().filter(|row| pass.contains(row)).map(|row| row - start).collect();
             let result = self.engine.pass(rows, input, if self.last { &wanted } else { &[] })?;
             if self.last {
-                if let [one] = wanted[..] {
-                    out[joined.entries[start + one]] = RowsOut::Logits(result);
-                } else {
-                    for (logits, row) in result.chunks_exact(self.vocab).zip(wanted) {
-                        out[joined.entries[start + row]] = RowsOut::Logits(logits.to_vec());
-                    }
+                for (logits, row) in result.chunks_exact(self.vocab).zip(wanted) {
+                    let entry = joined.entries[start + row];
+                    out[entry] = match batch[entry].want {
+                        Want::Token(draw) => RowsOut::Token(self.draw(logits, rows[row].position, &draw)?),
+                        Want::Logits => RowsOut::Logits(logits.to_vec()),
+                        Want::Nothing => RowsOut::Nothing,
+                    };
                 }
             } else {
                 for (hidden, entry) in result.chunks_exact(self.width).zip(&joined.entries[pass.clone()]) {
@@ -254,6 +306,24 @@ impl<E: Engine> Stage for Decoder<E> {
             start = pass.end;
         }
         Ok(out)
+    }
+
+    fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<u32, StageError> {
+        let drawn = self.sampler.sample(logits, &draw.settings, draw.position, draw.history);
+        drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })
+    }
+}
+
+impl<E: Engine> Stage for Decoder<E> {
+    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        self.check(batch)?;
+        if let Some((step, tokens)) = self.step_of(batch) {
+            return self.stepped(batch, &step, &tokens);
+        }
+        self.forget_ahead()?;
+        let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
+        self.reserve(batch, &counts)?;
+        self.passes(batch, &counts)
     }
 
     fn held(&self, sequence: SequenceId) -> usize {

@@ -7,7 +7,7 @@ use order::{Candidate, Measure, Order, Scale, Scratch, Survey};
 
 use crate::cpu::Isa;
 
-mod order;
+pub mod order;
 
 /// Names the weights and the order of tokens. Samplers of another id may choose other tokens from the same logits.
 pub const NUMERICS: &str = "sampler-2";
@@ -196,7 +196,8 @@ fn limit(order: &mut Order<'_>, settings: &SamplerSettings, greatest: u64) -> u6
 }
 
 /// 64 bits that depend on (seed, position) alone: a keyed hash.
-fn random(seed: u64, position: u32) -> u64 {
+#[must_use]
+pub fn random(seed: u64, position: u32) -> u64 {
     let mut key = *b"seed....meshnode sampler numbers";
     key[..8].copy_from_slice(&seed.to_le_bytes());
     let hash = blake3::keyed_hash(&key, &position.to_le_bytes());

@@ -1,6 +1,8 @@
 //! A contiguous range of a model's layers with its key and value caches: the one thing that computes for a mesh.
 use std::ops::Range;
 
+use crate::sampler::{SampleError, SamplerSettings};
+
 /// What to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageOptions {
@@ -58,8 +60,30 @@ pub struct Rows<'a> {
     pub position: usize,
     /// The rows.
     pub input: RowsIn<'a>,
-    /// At the last layer: logits of the last row are wanted.
-    pub logits: bool,
+    /// What the last layer gives of the last row; other stages ignore it.
+    pub want: Want<'a>,
+}
+
+/// What is wanted of the last row of an entry, where the stage ends with the output head.
+#[derive(Clone, Copy, Debug)]
+pub enum Want<'a> {
+    /// Nothing: the rows only fill the cache.
+    Nothing,
+    /// Its logits.
+    Logits,
+    /// The token that the sampler draws from its logits.
+    Token(Draw<'a>),
+}
+
+/// How to draw a token.
+#[derive(Clone, Copy, Debug)]
+pub struct Draw<'a> {
+    /// Settings of the request.
+    pub settings: SamplerSettings,
+    /// Position of the token that is drawn: with the seed, the key of the random number.
+    pub position: u32,
+    /// Prompt and tokens so far; empty where the settings do not look back.
+    pub history: &'a [u32],
 }
 
 /// Rows in.
@@ -78,7 +102,9 @@ pub enum RowsOut {
     Hidden(Vec<f32>),
     /// Logits `[vocabulary]` of the last row.
     Logits(Vec<f32>),
-    /// Last stage, logits not wanted.
+    /// The token that was drawn.
+    Token(u32),
+    /// Last stage, nothing wanted.
     Nothing,
 }
 
@@ -118,6 +144,16 @@ pub struct ResidentBytes {
 /// Why a stage did not compute.
 #[derive(Debug, thiserror::Error)]
 pub enum StageError {
+    /// The logits of a row are not sound, so no token was drawn.
+    #[error("layers {first}-{last}, position {position}: {what}", first = layers.start, last = layers.end - 1)]
+    Logits {
+        /// Layers of the stage.
+        layers: Range<usize>,
+        /// Position of the row.
+        position: usize,
+        /// What is wrong with them.
+        what: SampleError,
+    },
     /// The input does not fit; nothing was changed.
     #[error("{0}")]
     Input(String),

@@ -2,8 +2,8 @@
 use crate::driver::DriverHandle;
 use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
-use kernels::sampler::{Sampler, SamplerSettings};
-use kernels::stage::{Rows, RowsIn, RowsOut, Stage, StageError};
+use kernels::sampler::SamplerSettings;
+use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Want};
 use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
 use node_core::limits::CHALLENGE_STEPS;
@@ -83,14 +83,13 @@ pub fn spawn(
     driver: DriverHandle,
 ) -> std::io::Result<(mpsc::Sender<Command>, JoinHandle<()>)> {
     let (sender, commands) = mpsc::channel();
-    let executor = Executor { stages: HashMap::new(), sampler: Sampler::new(), tensors, residency, driver };
+    let executor = Executor { stages: HashMap::new(), tensors, residency, driver };
     let thread = std::thread::Builder::new().name("executor".into()).spawn(move || executor.run(&commands))?;
     Ok((sender, thread))
 }
 
 struct Executor {
     stages: HashMap<JobId, (Epoch, Box<dyn Stage>)>,
-    sampler: Sampler,
     tensors: Arc<Tensors>,
     residency: Arc<Residency>,
     driver: DriverHandle,
@@ -174,7 +173,7 @@ impl Executor {
         }
         let batch = items.iter().zip(&inputs).map(|(item, input)| rows(item, input)).collect::<Result<Vec<_>, _>>()?;
         let outputs = stage.forward(&batch).map_err(|e| e.to_string())?;
-        items.iter().zip(outputs).map(|(item, output)| self.result(item, output)).collect()
+        Ok(items.iter().zip(outputs).map(|(item, output)| self.result(item, output)).collect())
     }
 
     fn take(&self, payload: &Payload) -> Option<Tensor> {
@@ -185,18 +184,15 @@ impl Executor {
         }
     }
 
-    fn result(&mut self, item: &Item, output: RowsOut) -> Result<ItemResult, String> {
-        Ok(match (output, &item.sample) {
-            (RowsOut::Hidden(rows), _) => {
+    fn result(&self, item: &Item, output: RowsOut) -> ItemResult {
+        match output {
+            RowsOut::Hidden(rows) => {
                 self.tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
                 ItemResult::Hidden
             }
-            (RowsOut::Logits(logits), Some(sample)) => {
-                ItemResult::Token { token: choose(&mut self.sampler, &logits, sample)? }
-            }
-            (RowsOut::Logits(_), None) | (RowsOut::Nothing, None) => ItemResult::Nothing,
-            (RowsOut::Nothing, Some(_)) => return Err("the stage gave no logits where a token was asked for".into()),
-        })
+            RowsOut::Token(token) => ItemResult::Token { token },
+            RowsOut::Logits(_) | RowsOut::Nothing => ItemResult::Nothing,
+        }
     }
 }
 
@@ -216,7 +212,7 @@ fn challenge(stage: &mut dyn Stage, nonce: u64) -> Result<u64, StageError> {
             sequence: CHALLENGE_SEQUENCE,
             position: position as usize,
             input,
-            logits: position + 1 == CHALLENGE_STEPS,
+            want: if position + 1 == CHALLENGE_STEPS { Want::Logits } else { Want::Nothing },
         };
         // Every vocabulary has that many tokens.
         let token = [u32::from(bytes[position as usize])];
@@ -253,18 +249,23 @@ pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
     })
 }
 
-fn rows<'a>(item: &Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {
+fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
         Some(Tensor::Strip { .. }) => return Err("cells of a grid are no rows of a stage".into()),
         None => return Err("the rows of a frame are gone before they were used".into()),
     };
-    Ok(Rows { sequence: item.request.0, position: item.position as usize, input, logits: item.sample.is_some() })
+    Ok(Rows {
+        sequence: item.request.0,
+        position: item.position as usize,
+        input,
+        want: item.sample.as_ref().map_or(Want::Nothing, want),
+    })
 }
 
-fn choose(sampler: &mut Sampler, logits: &[f32], sample: &SampleSpec) -> Result<u32, String> {
-    sampler.sample(logits, &settings(&sample.sampling), sample.position, &sample.history).map_err(|e| e.to_string())
+fn want(sample: &SampleSpec) -> Want<'_> {
+    Want::Token(Draw { settings: settings(&sample.sampling), position: sample.position, history: &sample.history })
 }
 
 fn settings(s: &Sampling) -> SamplerSettings {

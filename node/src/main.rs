@@ -3,6 +3,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     keep_memory_small();
+    kernels_gpu::use_cache(&meshnode::config::cache_dir_default());
     kernels_gpu::answer_probe(); // a child that only looks for GPUs ends here
     meshnode::cli::main(std::env::args_os())
 }

@@ -10,18 +10,23 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
 
-/// Decodes with `threads` threads, or with one and with all cores, and reads memory beside it.
+mod gpu;
+
+pub use gpu::{GpuBench, Source, model as gpu_model, text as gpu_text};
+
+/// Decodes `tokens` after a prompt with `threads` threads, or with one and with all cores, and reads memory beside it.
 ///
 /// # Errors
 /// The model cannot be opened or does not fit the measurement.
-pub fn decode(path: &Path, threads: Option<usize>, tokens: usize) -> Result<Value, String> {
+pub fn decode(path: &Path, threads: Option<usize>, prompt: usize, tokens: usize) -> Result<Value, String> {
     let file = ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     let counts = threads.map_or_else(|| if all > 1 { vec![1, all] } else { vec![1] }, |threads| vec![threads]);
     let figures = counts
         .into_iter()
         .map(|threads| {
-            let bench = DecodeBench { threads, activations: Activations::Int8, tokens, ..DecodeBench::default() };
+            let bench =
+                DecodeBench { threads, activations: Activations::Int8, prompt, tokens, ..DecodeBench::default() };
             kernels::bench::decode(&file, bench).map_err(|e| e.to_string())
         })
         .collect::<Result<Vec<DecodeFigures>, String>>()?;
@@ -63,6 +68,8 @@ pub fn device(options: &UpOptions) -> Result<Value, String> {
         "prefill_flops_per_second": capacity.flops_per_second,
         "copy_bytes_per_second": capacity.copy_bytes_per_second,
         "step_ns": capacity.step_ns,
+        "layer_ns": capacity.layer_ns,
+        "cache_bytes_per_second": capacity.cache_bytes_per_second,
         "memory_offered": capacity.memory_total,
         "seconds": start.elapsed().as_secs_f64(),
     }))
@@ -71,13 +78,16 @@ pub fn device(options: &UpOptions) -> Result<Value, String> {
 /// The figures of `device`, human-readable.
 pub fn device_text(figures: &Value) -> String {
     format!(
-        "{}\n  decode   {} of weights\n  prefill  {}\n  copy     {} read and written\n  step     {:.0} µs without work\n  \
-         offers   {}\n(found and measured in {:.1} s)\n",
+        "{}\n  decode     {} of weights\n  attention  {} of keys and values\n  prefill    {}\n  copy       {} read and written\n  \
+         step       {:.0} µs without work\n  layer      {:.1} µs beside its weights\n  offers     {}\n\
+         (found and measured in {:.1} s)\n",
         figures["device"].as_str().unwrap_or("?"),
         per_second(figures["decode_bytes_per_second"].as_u64(), "B"),
+        per_second(figures["cache_bytes_per_second"].as_u64(), "B"),
         per_second(figures["prefill_flops_per_second"].as_u64(), "FLOP"),
         per_second(figures["copy_bytes_per_second"].as_u64(), "B"),
         figures["step_ns"].as_f64().unwrap_or(0.0) / 1e3,
+        figures["layer_ns"].as_f64().unwrap_or(0.0) / 1e3,
         Size(figures["memory_offered"].as_u64().unwrap_or(0)),
         figures["seconds"].as_f64().unwrap_or(0.0),
     )

@@ -22,9 +22,10 @@ pub enum LogFormat {
 /// for commands, or `info` for daemons; each step adds a level. A second call does nothing.
 pub fn start(format: LogFormat, verbosity: u8, daemon: bool) {
     let level = ["warn", "info", "debug", "trace"][usize::from(verbosity.saturating_add(daemon.into()).min(3))];
-    // Discovery and TLS are chatty below warn, and GPU probing warns about what doctor explains better.
+    // Discovery and TLS are chatty below warn, GPU probing warns about what doctor explains better, and CubeCL's cache of kernels
+    // about a file that it is not meant to have.
     let default = format!(
-        "warn,meshnode={level},transport={level},node_core={level},kernels={level},kernels_gpu={level},wgpu_hal=error,wgpu_core=error,naga=error"
+        "warn,meshnode={level},transport={level},node_core={level},kernels={level},kernels_gpu={level},wgpu_hal=error,wgpu_core=error,naga=error,cubecl_common::cache_file=off"
     );
     let filter = ["MESHNODE_LOG", "RUST_LOG"]
         .iter()

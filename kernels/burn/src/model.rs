@@ -9,7 +9,8 @@ use kernels::weights::{ModelConfig, ModelFile, Rope, RopeKind};
 /// Logits `[tokens, vocabulary]` after each token of a sequence.
 ///
 /// # Panics
-/// If the file lacks a tensor of its architecture, which opening it has ruled out, or a token is no row of its embedding.
+/// If the file lacks a tensor of its architecture, which opening it has ruled out, cannot be read any more, or a token is no row of
+/// its embedding.
 #[must_use]
 pub fn logits<B: Backend>(file: &ModelFile, tokens: &[u32], device: &B::Device) -> Vec<Vec<f32>> {
     let model = Model::<B> { file, config: file.config(), device };
@@ -38,7 +39,7 @@ impl<B: Backend> Model<'_, B> {
     /// A tensor of the file as floats `[rows, cols]`.
     fn tensor(&self, name: &str) -> Tensor<B, 2> {
         let view = self.file.tensor(name).unwrap_or_else(|| panic!("the file lacks {name}"));
-        Tensor::from_data(TensorData::new(view.to_f32(), [view.rows, view.cols]), self.device)
+        Tensor::from_data(TensorData::new(view.to_f32().expect("a readable file"), [view.rows, view.cols]), self.device)
     }
 
     fn has(&self, name: &str) -> bool {
@@ -53,7 +54,8 @@ impl<B: Backend> Model<'_, B> {
         let table = self.file.tensor("token_embd.weight").expect("an embedding");
         let mut rows = vec![0f32; tokens.len() * table.cols];
         for (row, token) in rows.chunks_exact_mut(table.cols).zip(tokens) {
-            table.quant.dequantize(table.row(*token as usize), row);
+            let token = *token as usize;
+            table.quant.dequantize(&table.read(token..token + 1).expect("a readable file"), row);
         }
         let rows = Tensor::from_data(TensorData::new(rows, [tokens.len(), table.cols]), self.device);
         match scale {

@@ -6,7 +6,7 @@ use burn::backend::{Cuda, Flex};
 use burn::tensor::backend::Backend;
 use kernels::load_cpu_stage;
 use kernels::quant::QuantType;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions, Want};
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
 
@@ -21,10 +21,11 @@ fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
     let options = StageOptions { layers, sequences: 1, context: 16, activations: Activations::F32, threads: 1 };
     let mut stage = load_cpu_stage(Arc::clone(file), options).unwrap();
     let step = |(position, token): (usize, &u32)| {
-        let rows = Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), logits: true };
+        let rows =
+            Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), want: Want::Logits };
         match stage.forward(&[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
-            RowsOut::Hidden(_) | RowsOut::Nothing => panic!("logits are wanted"),
+            RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing => panic!("logits are wanted"),
         }
     };
     TOKENS.iter().enumerate().map(step).collect()

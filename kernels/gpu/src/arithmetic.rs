@@ -106,8 +106,14 @@ fn by_doubles(a: f32, b: f32, c: f32) -> f32 {
 
 /// The same number, of which the compiler does not know how it was computed: no pattern of a number is larger than this.
 #[cube]
-fn opaque(x: f64) -> f64 {
+pub(crate) fn opaque(x: f64) -> f64 {
     f64::reinterpret(min(u64::reinterpret(x), 0xffff_ffff_ffff_fffeu64))
+}
+
+/// As [`opaque`]: a product that passes through it is not fused with the sum that it goes into.
+#[cube]
+pub(crate) fn opaque_float(x: f32) -> f32 {
+    f32::reinterpret(min(u32::reinterpret(x), 0xffff_fffeu32))
 }
 
 /// See [`kernels::order::reciprocal`].
@@ -137,8 +143,8 @@ pub(crate) fn inverse_sqrt(x: f32, #[comptime] able: Abilities) -> f32 {
 #[allow(clippy::needless_range_loop, reason = "loops of kernels are unrolled over numbers")]
 #[cube]
 pub(crate) fn exp(x: f32, #[comptime] able: Abilities) -> f32 {
-    let x = select(x > -EXP_MAX, x, -EXP_MAX);
-    let x = select(x < EXP_MAX, x, EXP_MAX);
+    let x = select(x < -EXP_MAX, -EXP_MAX, x); // in this order NaN stays
+    let x = select(x > EXP_MAX, EXP_MAX, x);
     let t = u32::reinterpret(fused(x, comptime!(std::f32::consts::LOG2_E), ROUND, able));
     let n = f32::cast_from(i32::cast_from(t - ROUND_BITS));
     let r = fused(n, comptime!(LN_2[1]), fused(n, comptime!(LN_2[0]), x, able), able);

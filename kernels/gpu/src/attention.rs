@@ -46,6 +46,19 @@ impl Heads {
         POSITIONS * self.head_dim / if self.half_cells { 2 } else { 1 }
     }
 
+    /// Query heads of a key head that one cube attends with, where there are so many pages of rows: fewer, so that there are cubes
+    /// for all of a device's processors. All units of a cube have values to sum up with these, and keys serve two heads, at least.
+    fn share(&self, pages: usize, processors: Option<u32>) -> usize {
+        let group = self.heads / self.kv_heads;
+        if !self.half_cells {
+            return group; // the strict path need not be fast, and floats of few heads do not fit the registers
+        }
+        let least = (2 * POSITIONS / self.head_dim).max(2).min(group);
+        let wanted = 4 * processors.unwrap_or(1) as usize;
+        let parts = (wanted / (pages * self.kv_heads)).clamp(1, group);
+        group.div_ceil(parts).max(least)
+    }
+
     /// Bytes of a page of one layer.
     #[must_use]
     pub(crate) const fn page_bytes(&self) -> usize {
@@ -265,12 +278,14 @@ pub(crate) fn attend<R: Platform>(
     let mut first = 0;
     while first < places.count {
         let count = each.min(places.count - first);
+        let share = heads.share(places.blocks * count, client.properties().hardware.num_streaming_multiprocessors);
+        let shares = (heads.heads / heads.kv_heads).div_ceil(share);
         let parts = count * heads.heads * places.blocks;
         // SAFETY: rows are those of the pass and within the room of the partials; pages in tables are of the pool.
         unsafe {
             attend_kernel::launch_unchecked::<R>(
                 client,
-                CubeCount::Static(places.blocks as u32, heads.kv_heads as u32, count as u32),
+                CubeCount::Static(places.blocks as u32, (heads.kv_heads * shares) as u32, count as u32),
                 CubeDim::new_1d(POSITIONS as u32),
                 array(queries, places.count * heads.queries()),
                 array(&pages.pages, pages.words(&heads)),
@@ -284,6 +299,7 @@ pub(crate) fn attend<R: Platform>(
                 layer.window.unwrap_or(0) as u32,
                 layer.cap.unwrap_or(0.0),
                 heads,
+                share,
                 layer.window.is_some(),
                 layer.cap.is_some(),
                 able,
@@ -350,9 +366,10 @@ fn score_vector(
     at: usize,
     scores: &mut Array<f32>,
     #[comptime] heads: Heads,
+    #[comptime] group: usize,
     #[comptime] able: Abilities,
 ) {
-    let (dims, group) = comptime!((heads.head_dim, heads.heads / heads.kv_heads));
+    let dims = comptime!(heads.head_dim);
     if comptime!(heads.half_cells) {
         #[unroll]
         for part in 0..2usize {
@@ -377,7 +394,7 @@ fn score_vector(
     }
 }
 
-/// One page, one row, the query heads that share a key head. A unit holds the scores of one position.
+/// One page, one row, `share` of the query heads that read the same key head. A unit holds the scores of one position.
 #[cube(launch_unchecked)]
 fn attend_kernel(
     queries: &Array<Vector<f32, Const<4>>>,
@@ -392,13 +409,16 @@ fn attend_kernel(
     window: u32,
     cap: f32,
     #[comptime] heads: Heads,
+    #[comptime] share: usize,
     #[comptime] windowed: bool,
     #[comptime] capped: bool,
     #[comptime] able: Abilities,
 ) {
-    let (block, kv, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
+    let (dims, group) = comptime!((heads.head_dim, share));
+    let (all, shares) = comptime!((heads.heads / heads.kv_heads, (heads.heads / heads.kv_heads).div_ceil(share)));
+    let (block, unit) = (CUBE_POS_X as usize, UNIT_POS_X as usize);
+    let (kv, head) = (CUBE_POS_Y as usize / shares, CUBE_POS_Y as usize % shares * share);
     let row = first_row as usize + CUBE_POS_Z as usize;
-    let (dims, group) = comptime!((heads.head_dim, heads.heads / heads.kv_heads));
     let positions = comptime!(POSITIONS);
     let position = rows[2 * row] as usize;
     let first = first_seen(position, window, windowed);
@@ -416,7 +436,10 @@ fn attend_kernel(
     let mut tops = SharedMemory::<f32>::new(comptime!(group * positions));
     let mut i = unit;
     while i < comptime!(group * dims / 4) {
-        q[i] = queries[row * comptime!(heads.queries() / 4) + kv * comptime!(group * dims / 4) + i];
+        // Heads beyond the last of a group repeat it; nothing of them is written.
+        let h = min(head + i / comptime!(dims / 4), comptime!(all - 1));
+        q[i] = queries
+            [row * comptime!(heads.queries() / 4) + (kv * all + h) * comptime!(dims / 4) + i % comptime!(dims / 4)];
         i += positions;
     }
     sync_cube();
@@ -438,7 +461,15 @@ fn attend_kernel(
             }
             #[unroll]
             for i in 0..batch {
-                score_vector(vectors[i], &q, (start * batch + i) * comptime!(each / 4), &mut scores, heads, able);
+                score_vector(
+                    vectors[i],
+                    &q,
+                    (start * batch + i) * comptime!(each / 4),
+                    &mut scores,
+                    heads,
+                    group,
+                    able,
+                );
             }
         }
         if comptime!(capped) {
@@ -500,8 +531,8 @@ fn attend_kernel(
         }
         sync_cube();
     }
-    let out = (CUBE_POS_Z as usize * comptime!(heads.heads) + kv * group) * blocks as usize + block;
-    if unit < group {
+    let out = (CUBE_POS_Z as usize * comptime!(heads.heads) + kv * all + head) * blocks as usize + block;
+    if unit < group && head + unit < all {
         let at = (out + unit * blocks as usize) * 2;
         sums[at] = tops[unit * positions];
         sums[at + 1] = tops[unit * positions + comptime!(LANES)];
@@ -552,7 +583,7 @@ fn attend_kernel(
         }
         #[unroll]
         for h in 0..share {
-            if h0 + h < group {
+            if h0 + h < group && head + h0 + h < all {
                 let at = (out + (h0 + h) * blocks as usize) * dims + word * cells;
                 values[at] = low[h];
                 if comptime!(heads.half_cells) {

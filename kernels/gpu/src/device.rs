@@ -1,31 +1,69 @@
-//! GPUs of this machine: found in a process of their own, named as people name them, and why one is not offered.
+//! GPUs of this machine: found in processes of their own, named as people name them, and why one is not offered.
 //!
-//! A driver can hang, crash or panic when touched, and CUDA keeps a context for the life of a process; so a child looks
-//! and answers in one line. A program takes part by calling [`answer_probe`] before anything else.
-use std::ffi::CStr;
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
+//! A driver can hang, crash or panic when touched, and CUDA keeps a context for the life of a process. So a child process asks each kind
+//! of driver and answers in one line: a driver that does not work costs its own devices and nothing else. A program takes part by
+//! calling [`use_cache`] and [`answer_probe`] before anything else.
+use std::fmt;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::panic::catch_unwind;
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
-use ash::vk;
-use cubecl::wgpu::WgpuDevice;
-use kernels::device::{Device, DeviceId, cpu};
+use kernels::device::{Device, cpu};
 use serde::{Deserialize, Serialize};
+
+use crate::engine::panic_text;
+
+pub(crate) mod cuda;
+pub(crate) mod toolkit;
+mod vulkan;
+
+pub(crate) use vulkan::wgpu_device;
 
 /// What was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probe {
     /// The processor first, then CUDA devices, then Vulkan devices with the likeliest fast one first.
     pub devices: Vec<Device>,
-    /// What is missing and how to get it, one line each.
+    /// What this machine does not have, one line each: `cuda: what is not here`.
     pub notes: Vec<String>,
+    /// What is here and cannot be used.
+    pub faults: Vec<Fault>,
 }
 
-/// Set in the environment of the process that looks.
+/// A driver or a device that is here and cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// `cuda` or `vulkan`.
+    pub driver: String,
+    /// What is wrong.
+    pub seen: String,
+    /// What to do about it.
+    pub advice: String,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: {}", self.driver, self.seen, self.advice)
+    }
+}
+
+/// Keeps what GPUs need again in a folder of this user's: compiled kernels in `dir/kernels`. CUDA's compiler is looked for in
+/// `dir/cuda` too. Call it first in `main`, for it may set `CUDA_PATH`: see `device/toolkit.rs`. A relative folder is not used.
+pub fn use_cache(dir: &Path) {
+    if dir.is_absolute() {
+        toolkit::use_cache(dir);
+        crate::compile::keep_in(&dir.join("kernels"));
+    }
+}
+
+/// Names, in the environment of a process that looks, the drivers that it asks.
 const PROBE_KEY: &str = "MESHNODE_PROBE_DEVICES";
 /// Begins the line of the answer: drivers print to stdout too.
-const ANSWER: &str = "meshnode-devices:";
+const ANSWER: &[u8] = b"meshnode-devices:";
 /// Longer than any driver takes to start; a hung one is given up.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes of an answer at most: some dozens of devices.
@@ -33,15 +71,56 @@ const ANSWER_BYTES_MAX: u64 = 1 << 16;
 
 static ANSWERS: AtomicBool = AtomicBool::new(false);
 
-/// If this process was started to look for devices: answers and exits. Call it first in `main`.
+/// Kinds of drivers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Cuda,
+    Vulkan,
+}
+
+impl Kind {
+    const ALL: [Self; 2] = [Self::Cuda, Self::Vulkan];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Vulkan => "vulkan",
+        }
+    }
+
+    fn look(self) -> Probe {
+        let look = match self {
+            Self::Cuda => cuda::look,
+            Self::Vulkan => vulkan::look,
+        };
+        catch_unwind(look).unwrap_or_else(|panic| self.broken(&panic_text(panic.as_ref())))
+    }
+
+    fn fault(self, seen: impl Into<String>, advice: impl Into<String>) -> Fault {
+        Fault { driver: self.name().into(), seen: seen.into(), advice: advice.into() }
+    }
+
+    /// The driver took its process with it, or all of its time.
+    fn broken(self, what: &str) -> Probe {
+        let advice = match self {
+            Self::Cuda => {
+                "`nvidia-smi` tells more; restart the machine if the driver was just updated, else install it again"
+            }
+            Self::Vulkan => "`vulkaninfo` tells more; update the GPU's driver",
+        };
+        let fault = self.fault(format!("the driver does not work and its GPUs are not used: {what}"), advice);
+        Probe { faults: vec![fault], ..Probe::default() }
+    }
+}
+
+/// If this process was started to look for devices: answers and exits. Call it in `main`, after [`use_cache`].
 pub fn answer_probe() {
     ANSWERS.store(true, Ordering::Relaxed);
-    if std::env::var_os(PROBE_KEY).is_none() {
-        return;
-    }
-    let answer = serde_json::to_string(&look()).unwrap_or_default();
+    let Some(asked) = std::env::var_os(PROBE_KEY) else { return };
+    let kind = Kind::ALL.into_iter().find(|kind| asked == kind.name());
+    let answer = serde_json::to_vec(&kind.map(Kind::look).unwrap_or_default()).unwrap_or_default();
     // Nobody reads it if this fails, and the parent sees no answer.
-    let _ = writeln!(std::io::stdout(), "\n{ANSWER}{answer}");
+    let _ = std::io::stdout().write_all(&[b"\n", ANSWER, &answer, b"\n"].concat());
     std::process::exit(0);
 }
 
@@ -51,197 +130,69 @@ pub fn probe() -> Vec<Device> {
     probe_report().devices
 }
 
-/// The devices of this machine and what is missing for others.
+/// The devices of this machine, and what it lacks for others.
 #[must_use]
 pub fn probe_report() -> Probe {
-    let mut found = if ANSWERS.load(Ordering::Relaxed) {
-        ask_child().unwrap_or_else(|why| Probe {
-            devices: Vec::new(),
-            notes: vec![format!("looking for GPUs failed: {why}; only the processor is used")],
-        })
-    } else {
-        // A test's binary, which would run its tests again.
-        look()
+    let ask_child = |kind: Kind| {
+        let program = std::env::current_exe().map_err(|error| error.to_string());
+        let found = program.and_then(|program| ask(Command::new(program).env(PROBE_KEY, kind.name()), PROBE_TIMEOUT));
+        found.unwrap_or_else(|why| kind.broken(&why))
     };
-    found.devices.insert(0, cpu());
+    // A test's binary would run its tests again.
+    let look = |kind: Kind| if ANSWERS.load(Ordering::Relaxed) { ask_child(kind) } else { kind.look() };
+    let found = std::thread::scope(|scope| {
+        let looks = Kind::ALL.map(|kind| scope.spawn(move || look(kind)));
+        looks.map(|look| look.join().unwrap_or_default())
+    });
+    let mut all = Probe { devices: vec![cpu()], ..Probe::default() };
+    for probe in found {
+        all.devices.extend(probe.devices);
+        all.notes.extend(probe.notes);
+        all.faults.extend(probe.faults);
+    }
+    all
+}
+
+/// Runs a process that answers, and gives it up after `limit`. A process whose driver hangs in the kernel cannot even be killed, so
+/// nothing waits for its end.
+fn ask(command: &mut Command, limit: Duration) -> Result<Probe, String> {
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|error| format!("cannot ask: {error}"))?;
+    let stdout = child.stdout.take().ok_or("no pipe")?;
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let lines = BufReader::new(stdout.take(ANSWER_BYTES_MAX)).split(b'\n').map_while(Result::ok);
+        let answer = lines.filter_map(|line| line.strip_prefix(ANSWER).map(<[u8]>::to_vec)).next();
+        // Nobody waits any more if this fails.
+        let _ = sender.send(answer);
+    });
+    let found = match receiver.recv_timeout(limit) {
+        Ok(Some(answer)) => {
+            serde_json::from_slice(&answer).map_err(|error| format!("its answer is not understood: {error}"))
+        }
+        Ok(None) => Err(match ended(&mut child) {
+            Some(status) => format!("it ended the process that asked, {status}"),
+            None => "it closed the pipe of the process that asked".into(),
+        }),
+        Err(RecvTimeoutError::Timeout) => Err(format!("it did not answer in {} s", limit.as_secs_f32())),
+        Err(RecvTimeoutError::Disconnected) => Err("its answer could not be read".into()),
+    };
+    // It has nothing more to say, and drivers may hang or crash at the end, too.
+    let _ = child.kill();
+    std::thread::spawn(move || child.wait());
     found
 }
 
-fn ask_child() -> Result<Probe, String> {
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    let mut child = Command::new(program)
-        .env(PROBE_KEY, "1")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|error| error.to_string())?;
-    let stdout = child.stdout.take().ok_or("no pipe")?;
-    let reader = std::thread::spawn(move || {
-        let mut text = String::new();
-        stdout.take(ANSWER_BYTES_MAX).read_to_string(&mut text).map(|_| text)
-    });
-    let start = Instant::now();
-    let status = loop {
-        match child.try_wait().map_err(|error| error.to_string())? {
-            Some(status) => break status,
-            None if start.elapsed() > PROBE_TIMEOUT => {
-                // It may already be gone; the error is about the driver either way.
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("a driver did not answer in {} s", PROBE_TIMEOUT.as_secs()));
-            }
-            None => std::thread::sleep(Duration::from_millis(5)),
+/// How a process ended that has closed its pipe, which it does when it ends.
+fn ended(child: &mut std::process::Child) -> Option<ExitStatus> {
+    for _ in 0..100 {
+        if let Ok(Some(status)) = child.try_wait() {
+            return Some(status);
         }
-    };
-    let text = reader.join().map_err(|_| "the reader panicked")?.map_err(|error| error.to_string())?;
-    let answer = text.lines().find_map(|line| line.strip_prefix(ANSWER));
-    let answer = answer.ok_or_else(|| format!("a driver ended the process that looked ({status})"))?;
-    serde_json::from_str(answer).map_err(|error| error.to_string())
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    None
 }
 
-fn look() -> Probe {
-    let mut probe = Probe::default();
-    match cuda_missing() {
-        None => match cuda_devices() {
-            Ok(devices) => probe.devices.extend(devices),
-            Err(error) => probe.notes.push(format!("cuda: {error}")),
-        },
-        Some(note) => probe.notes.push(note),
-    }
-    match vulkan_devices() {
-        Ok(devices) => probe.devices.extend(devices.into_iter().map(|(device, _)| device)),
-        Err(note) => probe.notes.push(note),
-    }
-    probe
-}
-
-/// What keeps CUDA from being offered: the driver, the compiler of kernels, or the headers they include.
-fn cuda_missing() -> Option<String> {
-    // SAFETY: these only try to open the libraries.
-    let (driver, compiler) =
-        unsafe { (cudarc::driver::sys::is_culib_present(), cudarc::nvrtc::sys::is_culib_present()) };
-    if !driver {
-        return Some("cuda: no NVIDIA driver (libcuda.so.1) on this machine".into());
-    }
-    let get = "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl` and \
-               point LD_LIBRARY_PATH at the library and CUDA_PATH at the headers; until then use vulkan";
-    if !compiler {
-        return Some(format!("cuda: the driver is there, NVRTC (libnvrtc.so) is not: {get}"));
-    }
-    let headers = cubecl::cuda::install::cuda_path().map(|path| path.join("include/cuda_runtime.h"));
-    match headers {
-        Some(path) if path.is_file() => None,
-        Some(path) => Some(format!("cuda: the driver and NVRTC are there, {} is not: {get}", path.display())),
-        None => Some(format!("cuda: the driver and NVRTC are there, the CUDA headers are not: {get}")),
-    }
-}
-
-fn cuda_devices() -> Result<Vec<Device>, String> {
-    use cudarc::driver::result;
-    let error = |error: result::DriverError| format!("the driver says {error:?}; `nvidia-smi` tells more");
-    result::init().map_err(error)?;
-    let count = result::device::get_count().map_err(error)?;
-    let mut devices = Vec::new();
-    for i in 0..count {
-        let device = result::device::get(i).map_err(error)?;
-        let name = result::device::get_name(device).map_err(error)?;
-        let integrated = cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED;
-        // SAFETY: the device was just found.
-        let own_memory = unsafe { result::device::get_attribute(device, integrated) }.map_err(error)? == 0;
-        // SAFETY: the device was just found; its context is current on this thread until it is released below.
-        let (free, total) = unsafe {
-            let context = result::primary_ctx::retain(device).map_err(error)?;
-            let memory = result::ctx::set_current(context).and_then(|()| result::mem_get_info());
-            result::primary_ctx::release(device).map_err(error)?;
-            memory.map_err(error)?
-        };
-        let id = DeviceId::Cuda(u32::try_from(i).unwrap_or_default());
-        devices.push(Device { id, name, memory_total: total as u64, memory_free: free as u64, own_memory });
-    }
-    Ok(devices)
-}
-
-/// A Vulkan device by its number, as wgpu names it.
-pub(crate) fn wgpu_device(number: u32) -> Option<WgpuDevice> {
-    vulkan_devices().ok()?.into_iter().find(|(device, _)| device.id == DeviceId::Vulkan(number)).map(|(_, wgpu)| wgpu)
-}
-
-/// Discrete GPUs first, then integrated, virtual, and software drivers.
-fn vulkan_devices() -> Result<Vec<(Device, WgpuDevice)>, String> {
-    let none = |error: &dyn std::fmt::Display| {
-        format!("vulkan: no driver ({error}); a GPU's driver brings one, mesa-vulkan-drivers a software one")
-    };
-    // SAFETY: the loader is the system's own; the instance is destroyed below, before the entry is dropped.
-    let entry = unsafe { ash::Entry::load() }.map_err(|error| none(&error))?;
-    let application = vk::ApplicationInfo::default().api_version(vk::API_VERSION_1_1);
-    // SAFETY: no layers, no extensions, nothing borrowed beyond the call.
-    let instance =
-        unsafe { entry.create_instance(&vk::InstanceCreateInfo::default().application_info(&application), None) };
-    let instance = instance.map_err(|error| none(&error))?;
-    // SAFETY: the instance is alive.
-    let found = unsafe { instance.enumerate_physical_devices() };
-    let mut devices = Vec::new();
-    for device in found.as_deref().unwrap_or_default() {
-        devices.push(describe(&instance, *device));
-    }
-    // SAFETY: nothing of the instance is used after this.
-    unsafe { instance.destroy_instance(None) };
-    if let Err(error) = found {
-        return Err(none(&error));
-    }
-    let mut numbered: Vec<(Device, WgpuDevice)> = Vec::new();
-    for rank in 0..4 {
-        let of_kind = devices.iter().filter(|(kind, ..)| *kind == rank).enumerate();
-        for (i, (_, name, total, free)) in of_kind {
-            let wgpu = match rank {
-                0 => WgpuDevice::DiscreteGpu(i),
-                1 => WgpuDevice::IntegratedGpu(i),
-                2 => WgpuDevice::VirtualGpu(i),
-                // wgpu takes the first software device only.
-                _ if i > 0 => continue,
-                _ => WgpuDevice::Cpu,
-            };
-            let id = DeviceId::Vulkan(u32::try_from(numbered.len()).unwrap_or(u32::MAX));
-            let (memory_total, memory_free) = (*total, *free);
-            numbered.push((Device { id, name: name.clone(), memory_total, memory_free, own_memory: rank == 0 }, wgpu));
-        }
-    }
-    Ok(numbered)
-}
-
-/// Rank of its kind, name, and bytes of memory: total and free.
-fn describe(instance: &ash::Instance, device: vk::PhysicalDevice) -> (u8, String, u64, u64) {
-    let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
-    // SAFETY: the device belongs to the living instance; the budget outlives the call that fills it.
-    let (properties, heaps, budgeted) = unsafe {
-        let properties = instance.get_physical_device_properties(device);
-        let extensions = instance.enumerate_device_extension_properties(device).unwrap_or_default();
-        let budgeted = extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(vk::EXT_MEMORY_BUDGET_NAME));
-        let mut memory = vk::PhysicalDeviceMemoryProperties2::default();
-        if budgeted {
-            memory = memory.push_next(&mut budget);
-        }
-        instance.get_physical_device_memory_properties2(device, &mut memory);
-        (properties, memory.memory_properties, budgeted)
-    };
-    let name = properties.device_name_as_c_str().map(CStr::to_string_lossy).unwrap_or_default().into_owned();
-    let rank = match properties.device_type {
-        vk::PhysicalDeviceType::DISCRETE_GPU => 0,
-        vk::PhysicalDeviceType::INTEGRATED_GPU => 1,
-        vk::PhysicalDeviceType::VIRTUAL_GPU => 2,
-        vk::PhysicalDeviceType::CPU => 3,
-        _ => 4,
-    };
-    if rank == 3 {
-        let memory = cpu();
-        return (rank, name, memory.memory_total, memory.memory_free);
-    }
-    let local = |i: &usize| heaps.memory_heaps[*i].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
-    let largest = (0..heaps.memory_heap_count as usize).filter(local).max_by_key(|i| heaps.memory_heaps[*i].size);
-    let Some(heap) = largest else { return (rank, name, 0, 0) };
-    let total = heaps.memory_heaps[heap].size;
-    let free =
-        if budgeted { budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap]).min(total) } else { total };
-    (rank, name, total, free)
-}
+#[cfg(test)]
+mod tests;

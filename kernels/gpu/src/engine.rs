@@ -3,6 +3,7 @@
 //! A step of few rows is one replayed graph where the runtime has graphs (`engine/steps.rs`); other passes upload their rows and
 //! launch kernel by kernel. Next: `kernels::decoder`, which makes a stage of it.
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
 use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
@@ -11,6 +12,7 @@ use kernels::decoder::{self, Decoder, PassInput, RowAt};
 use kernels::order::POSITIONS;
 use kernels::recipe::{LayerRecipe, Recipe};
 use kernels::rotary::{RotaryTable, RotaryTables};
+use kernels::sampler::SamplerSettings;
 use kernels::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
 use kernels::tile::Layout;
 use kernels::weights::{ModelConfig, ModelFile, RopeKind};
@@ -18,16 +20,18 @@ use kernels::weights::{ModelConfig, ModelFile, RopeKind};
 use crate::Platform;
 use crate::arithmetic::Abilities;
 use crate::attention::{Heads, LayerHeads, Pages, Places, attend, place};
-use crate::load::{Loader, Part, fill};
+use crate::load::{LoadPhases, Loader, Part, Weights, fill, timed};
 use crate::pages::Pool;
-use crate::product::{Activations, Target, product};
+use crate::product::{Activations, Target, gate_product, gates, product};
 use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
 
-mod memory;
+pub(crate) mod memory;
+mod profile;
 mod steps;
 mod times;
 
-use memory::{Scratch, check_memory, scratch_bytes};
+use memory::{Memory, Release, Scratch, buffer_max, check_memory, scratch_bytes};
+pub use profile::{Launches, Profiled};
 use steps::{FEW, Steps};
 
 /// Rows of one pass.
@@ -51,6 +55,9 @@ pub struct GpuEngine<R: Platform> {
     steps: Option<Steps>,
     /// Something was launched through CubeCL since the last replay.
     launched: bool,
+    phases: LoadPhases,
+    /// Behind every buffer, since fields are dropped in order.
+    _release: Release<R>,
 }
 
 /// What a layer does, one after the other.
@@ -126,25 +133,40 @@ pub fn load<R: Platform>(
     number: usize,
     memory_free: Option<u64>,
 ) -> Result<Decoder<GpuEngine<R>>, StageError> {
+    load_weights(file, Weights::File, options, client, number, memory_free)
+}
+
+/// As [`load`], with matrices from elsewhere.
+pub(crate) fn load_weights<R: Platform>(
+    file: &ModelFile,
+    weights: Weights,
+    options: StageOptions,
+    client: ComputeClient<R>,
+    number: usize,
+    memory_free: Option<u64>,
+) -> Result<Decoder<GpuEngine<R>>, StageError> {
     let config = file.config().clone();
     decoder::check_options(&config, &options)?;
     if !config.head_dim.is_multiple_of(8) {
         return Err(input(format!("expected heads of a multiple of 8 elements, found {}", config.head_dim)));
     }
     let stage_options = options.clone();
-    let engine = guarded(|| GpuEngine::load(file, config.clone(), options, client, number, memory_free))?;
+    let engine = guarded(|| GpuEngine::load(file, weights, config.clone(), options, client, number, memory_free))?;
     Ok(Decoder::new(&config, &stage_options, engine))
 }
 
 impl<R: Platform> GpuEngine<R> {
     fn load(
         file: &ModelFile,
+        weights: Weights,
         config: ModelConfig,
         options: StageOptions,
         client: ComputeClient<R>,
         number: usize,
         memory_free: Option<u64>,
     ) -> Result<Self, StageError> {
+        let start = Instant::now();
+        let _release = Release::new(&client); // the first, so that it is dropped behind all buffers if loading fails
         let able = Abilities::of(&client)?;
         let recipe = Recipe::of(&config);
         let heads = Heads {
@@ -155,22 +177,25 @@ impl<R: Platform> GpuEngine<R> {
             halves: config.rope.kind == RopeKind::Halves,
             half_cells: options.activations.cache_cell_bytes() == 2,
         };
-        let most = client.properties().memory.max_page_size;
+        let most = buffer_max(&client);
         let pages = options.sequences * options.context.div_ceil(POSITIONS);
         check_memory(file, &options, &heads, pages, memory_free, most)?;
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build();
         let threads = threads.map_err(|error| StageError::Device(format!("{} threads: {error}", options.threads)))?;
-        let mut loader = Loader::new(&client, file, &threads);
+        let memory = Memory { client: &client, number };
+        let mut loader = Loader::new(&memory, file, weights, &threads)?;
         let range = options.layers.clone();
         let table = (range.start == 0).then(|| loader.matrices(&["token_embd.weight".to_owned()])).transpose()?;
         let mut layers = Vec::with_capacity(range.len());
         let mut tables = RotaryTables::of(file, &recipe, range.clone())?;
         tables.grow(options.context);
-        let rotary: Vec<Handle> = tables.all().iter().map(|table| rotary(&client, table, options.context)).collect();
+        let rotary = tables.all().iter().map(|table| rotary(&memory, table, options.context));
+        let rotary = rotary.collect::<Result<Vec<Handle>, _>>()?;
         for index in range.clone() {
             let rotary = rotary[tables.table_of(index - range.start)].clone();
-            let page = Pages { pages: client.empty(pages * heads.page_bytes()), count: pages };
-            fill(&client, &page.pages, pages * heads.page_bytes() / 4)?;
+            let bytes = pages * heads.page_bytes();
+            let page = Pages { pages: memory.buffer(bytes, "keys and values")?, count: pages };
+            timed(&mut loader.phases.proof_s, || fill(&client, &page.pages, bytes / 4))?;
             layers.push(layer(&mut loader, &recipe.layers[index], index, page, rotary)?);
         }
         let head = (range.end == config.layers).then(|| -> Result<Head, StageError> {
@@ -182,17 +207,21 @@ impl<R: Platform> GpuEngine<R> {
             Ok(Head { norm, matrix })
         });
         let head = head.transpose()?;
-        let weights = loader.finish()?;
-        let scratch = Scratch::new(&client, &config, &heads, &options);
-        let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes(&config, &heads);
+        let (weights, mut phases) = loader.finish()?;
+        let scratch = Scratch::new(&memory, &config, &heads, &options)?;
+        let scratch_bytes = scratch_bytes(&config, &heads, &options);
+        let working = (pages * heads.page_bytes() * layers.len()) as u64 + scratch_bytes;
         let pool = Pool::new(pages);
         let bytes = ResidentBytes { weights, working };
+        let begun = Instant::now();
         let graphs = if able.matrices { R::graphs(&client, number)? } else { None };
         let steps = graphs.map(|graphs| {
             let embedded = table.as_ref().map(|_| &scratch.hidden);
             Steps::new(graphs, &client, &config, &options, embedded)
         });
         let steps = steps.transpose()?;
+        phases.kernels_s = begun.elapsed().as_secs_f64();
+        phases.total_s = start.elapsed().as_secs_f64();
         Ok(Self {
             client,
             able,
@@ -208,13 +237,14 @@ impl<R: Platform> GpuEngine<R> {
             bytes,
             steps,
             launched: true,
+            phases,
+            _release,
         })
     }
 
     fn run(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
-        let blocks = rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1);
         if rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty()) {
-            return self.replay(rows, input, wanted, blocks);
+            return self.replay(rows, input, wanted);
         }
         self.launched = true;
         let (count, width) = (rows.len(), self.config.width);
@@ -228,7 +258,7 @@ impl<R: Platform> GpuEngine<R> {
             rows: self.upload(bytemuck::cast_slice(&table)),
             tables: self.upload(bytemuck::cast_slice(&tables)),
             tables_len: tables.len(),
-            blocks,
+            blocks: rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1),
         };
         self.layers(&self.client, tokens.as_ref(), &places, &hidden);
         if self.head.is_none() {
@@ -328,6 +358,11 @@ impl<R: Platform> GpuEngine<R> {
             Step::FeedForwardNorm => {
                 self.norm(client, hidden, &layer.ffn_norm, None, count, self.wanted(&layer.gated), &scratch.x);
             }
+            Step::GateUp if self.gates(layer, count) => {
+                let (matrix, x) = (&layer.gated[0].matrix, &scratch.x);
+                gate_product(client, able, matrix, x, count, recipe.activation, &scratch.gated);
+            }
+            Step::Gated if self.gates(layer, count) => {}
             Step::GateUp => {
                 self.products(client, &layer.gated, &scratch.x, count, &scratch.both, 2 * self.config.ffn, None, false);
             }
@@ -336,6 +371,16 @@ impl<R: Platform> GpuEngine<R> {
             }
             Step::Down => self.add_products(client, &layer.down, &scratch.gated, count, None, after(1), hidden),
         }
+    }
+
+    /// Gate and up are one matrix, and are gated where they are computed.
+    fn gates(&self, layer: &Layer, count: usize) -> bool {
+        let integers = Wanted { floats: false, integers: true };
+        let [part] = &layer.gated[..] else { return false };
+        self.wanted(&layer.gated) == integers
+            && self.wanted(&layer.down) == integers
+            && part.width == 2 * self.config.ffn
+            && gates(&part.matrix, count, self.able)
     }
 
     /// What the matrices read.
@@ -448,6 +493,23 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         guarded(|| self.run(rows, input, wanted))
     }
 
+    fn draws(&self, rows: usize, settings: &SamplerSettings) -> bool {
+        self.draws_rows(rows, settings)
+    }
+
+    fn queue(
+        &mut self,
+        rows: &[RowAt],
+        tokens: Option<&[u32]>,
+        draws: &[(SamplerSettings, u32)],
+    ) -> Result<(), StageError> {
+        guarded(|| self.queue_step(rows, tokens, draws))
+    }
+
+    fn collect(&mut self) -> Result<Vec<Option<u32>>, StageError> {
+        guarded(|| self.collect_step())
+    }
+
     fn resident_bytes(&self) -> ResidentBytes {
         self.bytes
     }
@@ -490,13 +552,13 @@ fn layer<R: Platform>(
 }
 
 /// Cosines, then sines, of each position below `positions`, which the table knows.
-fn rotary<R: Platform>(client: &ComputeClient<R>, table: &RotaryTable, positions: usize) -> Handle {
+fn rotary<R: Platform>(memory: &Memory<'_, R>, table: &RotaryTable, positions: usize) -> Result<Handle, StageError> {
     let row = |position| {
         let (cosines, sines) = table.at(position);
         cosines.iter().chain(sines).copied()
     };
     let numbers: Vec<f32> = (0..positions).flat_map(row).collect();
-    client.create(Bytes::from_bytes_vec(bytemuck::cast_slice(&numbers).to_vec()))
+    memory.created(bytemuck::cast_slice(&numbers).to_vec(), "rotary tables")
 }
 
 /// cubecl reports kernels that do not compile and devices that are lost by panicking.

@@ -5,11 +5,11 @@
 //! stream of our own, and replayed there.
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CString, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cubecl::bytes::Bytes;
-use cubecl::cuda::{CudaCompiler, CudaRuntime, install};
+use cubecl::cuda::{CudaCompiler, CudaRuntime};
 use cubecl::device::{Device, DeviceId, DeviceService, ServerUtilitiesHandle};
 use cubecl::future::DynFut;
 use cubecl::ir::{DeviceProperties, TargetProperties};
@@ -29,6 +29,7 @@ use cudarc::driver::{result, sys};
 use kernels::stage::StageError;
 
 use crate::Platform;
+use crate::compile::Compiler;
 use crate::engine::failed;
 
 /// A runtime that notes launches instead of making them.
@@ -249,6 +250,15 @@ fn noted(
     Ok((take(), BOUND.take()))
 }
 
+/// How many kernels `launch` launches on a device of these properties, of any runtime.
+pub(crate) fn launches(properties: &DeviceProperties, launch: impl FnOnce(&ComputeClient<Recorder>)) -> usize {
+    /// The number of no device: what is only counted is neither compiled nor replayed.
+    const COUNTED: u16 = u16::MAX - 1;
+    PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(COUNTED, properties.clone());
+    let recorder = Recorder::client(&RecorderDevice(COUNTED.into()));
+    noted(&recorder, launch).expect("a recorder only notes").0.len()
+}
+
 /// A kernel as CUDA text.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
@@ -286,33 +296,6 @@ impl Source {
     }
 }
 
-/// Where CUDA's headers are.
-pub(crate) fn headers() -> Vec<std::path::PathBuf> {
-    vec![install::include_path(), install::cccl_include_path()]
-}
-
-/// Compiles CUDA text to what a driver loads: PTX for an architecture as in `--gpu-architecture=sm_90`.
-pub(crate) fn compile(
-    text: &str,
-    architecture: &str,
-    headers: &[std::path::PathBuf],
-) -> Result<Vec<std::ffi::c_char>, StageError> {
-    let text = CString::new(text).map_err(failed)?;
-    let headers: Vec<String> = headers.iter().map(|path| format!("--include-path={}", path.display())).collect();
-    let options: Vec<&str> = std::iter::once(architecture).chain(headers.iter().map(String::as_str)).collect();
-    let program = cudarc::nvrtc::result::create_program(text.as_c_str(), None).map_err(failed)?;
-    // SAFETY: the program was just made; its log ends with zero.
-    unsafe {
-        if cudarc::nvrtc::result::compile_program(program, &options).is_err() {
-            let log = cudarc::nvrtc::result::get_program_log(program).map_err(failed)?;
-            return Err(failed(CStr::from_ptr(log.as_ptr())));
-        }
-        let image = cudarc::nvrtc::result::get_ptx(program).map_err(failed);
-        let _ = cudarc::nvrtc::result::destroy_program(program);
-        image
-    }
-}
-
 /// A kernel in the driver.
 #[derive(Clone, Copy)]
 struct Function {
@@ -327,7 +310,7 @@ pub(crate) struct Graphs {
     recorder: ComputeClient<Recorder>,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    architecture: String,
+    compiler: Compiler,
     functions: HashMap<KernelId, Function>,
 }
 
@@ -351,6 +334,19 @@ impl Drop for Graph {
 pub(crate) struct Buffer {
     pub(crate) handle: Handle,
     address: u64,
+}
+
+/// A point in the order of what was queued.
+pub(crate) struct Mark(sys::CUevent);
+
+// SAFETY: see `Graphs`.
+unsafe impl Send for Mark {}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: it was created. A device that is lost says so to the next call.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
 }
 
 /// Host memory that the device reads and writes by itself.
@@ -379,30 +375,23 @@ impl Drop for Pinned {
 impl Graphs {
     /// For the device of a client of CubeCL's.
     pub(crate) fn new(cuda: &ComputeClient<CudaRuntime>, device: usize) -> Result<Self, StageError> {
-        use sys::CUdevice_attribute::{
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
-        };
         let number = i32::try_from(device).map_err(failed)?;
         let found = result::device::get(number).map_err(failed)?;
+        let compiler = Compiler::new(found)?;
         // SAFETY: the device is there; its primary context is the one that CubeCL uses.
-        let (context, version, stream) = unsafe {
+        let (context, stream) = unsafe {
             let context = result::primary_ctx::retain(found).map_err(failed)?;
             result::ctx::set_current(context).map_err(failed)?;
-            let major = result::device::get_attribute(found, MAJOR).map_err(failed)?;
-            let minor = result::device::get_attribute(found, MINOR).map_err(failed)?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed)?;
-            (context, 10 * major + minor, stream)
+            (context, result::stream::create(result::stream::StreamKind::NonBlocking).map_err(failed)?)
         };
         let properties = cuda.properties().clone();
         PROPERTIES.lock().unwrap_or_else(PoisonError::into_inner).insert(device as u16, properties);
-        let suffix = if version >= 90 { "a" } else { "" };
         Ok(Self {
             cuda: cuda.clone(),
             recorder: Recorder::client(&RecorderDevice(device)),
             context,
             stream,
-            architecture: format!("--gpu-architecture=sm_{version}{suffix}"),
+            compiler,
             functions: HashMap::new(),
         })
     }
@@ -460,16 +449,17 @@ impl Graphs {
             return Ok(*function);
         }
         let Source { text, name, units, shared_bytes } = Source::of(&*kernel)?;
-        let image = compile(&text, &self.architecture, &headers())?;
         let name = CString::new(name).map_err(failed)?;
-        // SAFETY: the image is what NVRTC made, ended by zero.
-        let function = unsafe {
-            let module = result::module::load_data(image.as_ptr().cast()).map_err(failed)?;
-            let function = result::module::get_function(module, name).map_err(failed)?;
-            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            result::function::set_function_attribute(function, most, shared_bytes as i32).map_err(failed)?;
-            function
-        };
+        let function = self.compiler.load(&text, |code| {
+            // SAFETY: the code is what NVRTC made, ended by zero.
+            unsafe {
+                let module = result::module::load_data(code.as_ptr().cast()).map_err(failed)?;
+                let function = result::module::get_function(module, name.clone()).map_err(failed)?;
+                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                result::function::set_function_attribute(function, most, shared_bytes as i32).map_err(failed)?;
+                Ok(function)
+            }
+        })?;
         let function = Function { function, units, shared_bytes };
         self.functions.insert(id, function);
         Ok(function)
@@ -495,32 +485,57 @@ impl Graphs {
         cubecl::future::block_on(self.cuda.sync()).map_err(failed)
     }
 
-    /// Sends words to a buffer, replays a graph, and gets words back: all in order, and done when this returns.
-    pub(crate) fn replay(
-        &self,
-        input: (&[u32], &Buffer),
-        graph: &Graph,
-        output: (&mut [u32], &Buffer),
-    ) -> Result<(), StageError> {
+    /// Replays a graph and waits until it is done.
+    pub(crate) fn replay(&self, graph: &Graph) -> Result<(), StageError> {
         self.enter()?;
-        let (to, from) = (input.1.address, output.1.address);
-        // SAFETY: the buffers are as long as the words, by the engine that made both.
+        // SAFETY: the graph was instantiated for this context.
         unsafe {
-            if !input.0.is_empty() {
-                result::memcpy_htod_async(to, input.0, self.stream).map_err(failed)?;
-            }
             result::graph::launch(graph.0, self.stream).map_err(failed)?;
-            if !output.0.is_empty() {
-                result::memcpy_dtoh_async(output.0, from, self.stream).map_err(failed)?;
-            }
             result::stream::synchronize(self.stream).map_err(failed)
         }
+    }
+
+    /// Queues, in this order: words to a buffer, from word `start` on; a graph; words back. Then the mark, which is waited for before
+    /// either memory is used again.
+    pub(crate) fn queue(
+        &self,
+        (sent, to, start): (&[u32], &Buffer, usize),
+        graph: &Graph,
+        (got, from): (&mut [u32], &Buffer),
+        mark: &Mark,
+    ) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the buffers are as long as the words, by the engine that made both; the words are pinned, and stay as they are until
+        // the mark was waited for.
+        unsafe {
+            result::memcpy_htod_async(to.address + 4 * start as u64, sent, self.stream).map_err(failed)?;
+            result::graph::launch(graph.0, self.stream).map_err(failed)?;
+            result::memcpy_dtoh_async(got, from.address, self.stream).map_err(failed)?;
+            result::event::record(mark.0, self.stream).map_err(failed)
+        }
+    }
+
+    /// A mark that nothing was queued before yet.
+    pub(crate) fn mark(&self) -> Result<Mark, StageError> {
+        self.enter()?;
+        result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Mark).map_err(failed)
+    }
+
+    /// Waits until all that was queued before a mark is done.
+    pub(crate) fn wait(&self, mark: &Mark) -> Result<(), StageError> {
+        self.enter()?;
+        // SAFETY: the event is of this context.
+        unsafe { result::event::synchronize(mark.0) }.map_err(failed)
     }
 }
 
 impl Drop for Graphs {
     fn drop(&mut self) {
-        // SAFETY: nothing uses the stream any more; modules live as long as the context.
-        let _ = self.enter().map(|()| unsafe { result::stream::destroy(self.stream) });
+        // SAFETY: the stream is ours; modules live as long as the context. A step may still be queued, and uses memory that is freed
+        // after this.
+        let _ = self.enter().map(|()| unsafe {
+            let _ = result::stream::synchronize(self.stream);
+            result::stream::destroy(self.stream)
+        });
     }
 }

@@ -11,7 +11,10 @@ use kernels::stage::StageError;
 
 mod arithmetic;
 mod attention;
+mod cache;
+mod compile;
 mod device;
+mod draw;
 mod engine;
 mod graph;
 mod load;
@@ -23,11 +26,14 @@ mod selftest;
 mod shapes;
 mod speed;
 mod tiles;
+mod upload;
 
 pub use arithmetic::Abilities;
-pub use device::{Probe, answer_probe, probe, probe_report};
-pub use engine::{GpuEngine, Step, load};
-pub use open::{GpuSpeed, gpu_speed, grid_tile, load_stage, selftest};
+pub use compile::kept_kernels;
+pub use device::{Fault, Probe, answer_probe, probe, probe_report, use_cache};
+pub use engine::{GpuEngine, Launches, Profiled, Step, load};
+pub use load::LoadPhases;
+pub use open::{GpuSpeed, gpu_speed, grid_tile, load_profiled, load_random, load_stage, selftest};
 pub use selftest::Check;
 pub use shapes::{SHAPES, Shape};
 
@@ -45,6 +51,26 @@ pub trait Platform: Runtime {
     fn graphs(_client: &ComputeClient<Self>, _number: usize) -> Result<Option<graph::Graphs>, StageError> {
         Ok(None)
     }
+
+    /// What copies weights to device `number` by slabs of so many bytes, where the runtime lets others copy.
+    ///
+    /// # Errors
+    /// The host has no memory for slabs, or the device failed.
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn upload(
+        _client: &ComputeClient<Self>,
+        _number: usize,
+        _slab_bytes: usize,
+    ) -> Result<Option<upload::Upload>, StageError> {
+        Ok(None)
+    }
+
+    /// Bytes that device `number` has free now, where the runtime can say.
+    #[doc(hidden)]
+    fn memory_free(_number: usize) -> Option<u64> {
+        None
+    }
 }
 
 impl Platform for WgpuRuntime {}
@@ -53,6 +79,19 @@ impl Platform for CudaRuntime {
     #[allow(private_interfaces)]
     fn graphs(client: &ComputeClient<Self>, number: usize) -> Result<Option<graph::Graphs>, StageError> {
         graph::Graphs::new(client, number).map(Some)
+    }
+
+    #[allow(private_interfaces)]
+    fn upload(
+        client: &ComputeClient<Self>,
+        number: usize,
+        slab_bytes: usize,
+    ) -> Result<Option<upload::Upload>, StageError> {
+        upload::Upload::new(client, number, slab_bytes).map(Some)
+    }
+
+    fn memory_free(number: usize) -> Option<u64> {
+        upload::memory_free(number)
     }
 }
 

@@ -1,33 +1,97 @@
 //! Weights on their way from a file to a device: converted to tiles on all threads, and proven by a checksum that the device takes.
 //!
 //! Devices do not say when an allocation fails; they compute with whatever is there. So what was sent is summed up again.
+//! Next: `upload.rs`, which is how weights go to CUDA devices.
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::Instant;
 
-use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::quant::QuantType;
 use kernels::stage::StageError;
-use kernels::tile::{Layout, ROWS, convert};
+use kernels::tile::{Layout, ROWS};
 use kernels::weights::ModelFile;
+use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::engine::failed;
+use crate::engine::memory::{Memory, buffer_max};
 use crate::product::Matrix;
+use crate::upload::Upload;
 use crate::{Platform, array};
 
+pub(crate) mod random;
+
+use random::Strip;
+
+/// Where a stage's matrices come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Weights {
+    /// The file that describes the model.
+    File,
+    /// Nowhere: random ones are made on the device.
+    Random,
+}
+
+/// Where the time of loading a stage went, in seconds. What runs at the same time as something else counts where the loading thread
+/// waits: a copy that is hidden behind conversion counts nowhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LoadPhases {
+    /// Until there are a file, a device and its client.
+    pub open_s: f64,
+    /// Reading the file and converting blocks to tiles.
+    pub convert_s: f64,
+    /// Waiting for copies to the device, or making them where the runtime copies by itself.
+    pub upload_s: f64,
+    /// Proving that what was sent, and the pages of keys and values, are there.
+    pub proof_s: f64,
+    /// Preparing kernels and recorded steps; those that are compiled when they are first used are not in it.
+    pub kernels_s: f64,
+    /// Everything, with what none of the others names.
+    pub total_s: f64,
+}
+
 /// Tensors of a file on their way to a device.
+///
+/// On CUDA the host holds two pinned slabs of at most [`SLAB_BYTES`], whatever the size of a matrix, beside the rows of the file
+/// that its threads convert. Other runtimes take a matrix as one piece, and copy it: the host then holds up to three times
+/// the largest matrix.
 pub(crate) struct Loader<'a, R: Platform> {
-    client: &'a ComputeClient<R>,
+    memory: &'a Memory<'a, R>,
     file: &'a ModelFile,
-    threads: &'a rayon::ThreadPool,
+    threads: &'a ThreadPool,
+    road: Road,
     /// Bytes sent.
-    pub(crate) bytes: u64,
-    /// Of what was sent and is not proven yet.
+    bytes: u64,
+    pub(crate) phases: LoadPhases,
+    /// What was sent and is not being summed up yet, in the order of its copies.
+    sent: Vec<Sent>,
+    /// Sums that the device takes.
     proofs: Vec<Proof>,
 }
 
-/// Words that were sent: their sum on the host, and what the device sums up.
+/// How a matrix comes to the device.
+enum Road {
+    /// Converted into pinned slabs, which are copied.
+    Slabs(Upload),
+    /// Converted as a whole, and given to the runtime.
+    Whole,
+    /// Repeated on the device from 16 random rows of its format and columns.
+    Random(BTreeMap<(QuantType, usize), Strip>),
+}
+
+/// Words that were sent, and their sum on the host.
+struct Sent {
+    name: String,
+    words: usize,
+    sum: u32,
+    buffer: Handle,
+    /// Number of the copy after which it is there; 0: CubeCL orders it.
+    copy: u64,
+}
+
+/// The sum of words that were sent, and what the device sums up.
 struct Proof {
     name: String,
     words: usize,
@@ -43,6 +107,13 @@ struct Joined<'n> {
     pieces: Vec<(&'n String, Range<usize>)>,
 }
 
+impl Joined<'_> {
+    /// Bytes of its tiles.
+    fn bytes(&self) -> usize {
+        Layout::of(self.kind).matrix_bytes(self.rows, self.cols)
+    }
+}
+
 /// A matrix within a row of several: see [`crate::product::Target`].
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
@@ -53,28 +124,39 @@ pub(crate) struct Part {
     pub(crate) width: usize,
 }
 
+/// Bytes of a pinned slab at most. A copy of that many takes some milliseconds, so that beginning it (20 µs) does not count; two are
+/// pinned in some 50 ms. Few in tests, where small models are to take several slabs.
+const SLAB_BYTES: usize = if cfg!(test) { 16 << 10 } else { 64 << 20 };
 /// Proofs on their way at once: buffers of [`CUBES`] words each.
 const PROOFS_MAX: usize = 64;
 
 impl<'a, R: Platform> Loader<'a, R> {
-    pub(crate) fn new(client: &'a ComputeClient<R>, file: &'a ModelFile, threads: &'a rayon::ThreadPool) -> Self {
-        Self { client, file, threads, bytes: 0, proofs: Vec::new() }
+    /// # Errors
+    /// The file has changed since it was opened, the host has no memory to pin, or the device failed.
+    pub(crate) fn new(
+        memory: &'a Memory<'a, R>,
+        file: &'a ModelFile,
+        weights: Weights,
+        threads: &'a ThreadPool,
+    ) -> Result<Self, StageError> {
+        file.check_unchanged()?;
+        let road = match weights {
+            Weights::Random => Road::Random(BTreeMap::new()),
+            Weights::File => match R::upload(memory.client, memory.number, slab_bytes(file))? {
+                Some(upload) => Road::Slabs(upload),
+                None => Road::Whole,
+            },
+        };
+        let phases = LoadPhases::default();
+        Ok(Self { memory, file, threads, road, bytes: 0, phases, sent: Vec::new(), proofs: Vec::new() })
     }
 
     /// Matrices that read the same rows, side by side: those of one format are one, as far as a buffer holds them.
     pub(crate) fn matrices(&mut self, names: &[String]) -> Result<Vec<Part>, StageError> {
         let (mut parts, mut offset) = (Vec::new(), 0);
-        for Joined { kind, rows, cols, pieces } in self.joined(names)? {
-            let layout = Layout::of(kind);
-            let mut tiles = vec![0; layout.matrix_bytes(rows, cols)];
-            let mut rest = tiles.as_mut_slice();
-            for (name, rows) in &pieces {
-                let (out, behind) = rest.split_at_mut(layout.matrix_bytes(rows.len(), cols));
-                self.convert(name, rows.clone(), out)?;
-                self.file.release(name);
-                rest = behind;
-            }
-            let tiles = self.send(pieces[0].0, tiles)?;
+        for joined in self.joined(names)? {
+            let tiles = self.matrix(&joined)?;
+            let Joined { kind, rows, cols, .. } = joined;
             parts.push(Part { matrix: Matrix { kind, rows, cols, tiles }, offset, width: rows });
             offset += rows;
         }
@@ -83,7 +165,7 @@ impl<'a, R: Platform> Loader<'a, R> {
 
     /// What becomes one matrix each.
     fn joined<'n>(&self, names: &'n [String]) -> Result<Vec<Joined<'n>>, StageError> {
-        let most = usize::try_from(self.client.properties().memory.max_page_size).unwrap_or(usize::MAX);
+        let most = usize::try_from(buffer_max(self.memory.client)).unwrap_or(usize::MAX);
         let mut all: Vec<Joined<'n>> = Vec::new();
         for name in names {
             let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
@@ -109,6 +191,28 @@ impl<'a, R: Platform> Loader<'a, R> {
         Ok(all)
     }
 
+    fn matrix(&mut self, joined: &Joined<'_>) -> Result<Handle, StageError> {
+        let (file, threads, phases) = (self.file, self.threads, &mut self.phases);
+        let name = joined.pieces[0].0;
+        let (buffer, sum, copy) = match &mut self.road {
+            Road::Slabs(upload) => {
+                let buffer = self.memory.buffer(joined.bytes(), name)?;
+                let (sum, copy) = by_slabs(upload, file, threads, joined, &buffer, phases)?;
+                (buffer, sum, copy)
+            }
+            Road::Whole => {
+                let (tiles, sum) = timed(&mut phases.convert_s, || whole(file, threads, joined))?;
+                (timed(&mut phases.upload_s, || self.memory.created(tiles, name))?, sum, 0)
+            }
+            Road::Random(strips) => {
+                let (buffer, sum) = random::matrix(self.memory, strips, joined)?;
+                (buffer, sum, 0)
+            }
+        };
+        self.sent(Sent { name: name.clone(), words: joined.bytes() / 4, sum, buffer: buffer.clone(), copy })?;
+        Ok(buffer)
+    }
+
     /// A vector as floats.
     pub(crate) fn vector(&mut self, name: &str) -> Result<Handle, StageError> {
         self.vectors(&[name.to_owned()])
@@ -118,44 +222,37 @@ impl<'a, R: Platform> Loader<'a, R> {
     pub(crate) fn vectors(&mut self, names: &[String]) -> Result<Handle, StageError> {
         let mut all = Vec::new();
         for name in names {
-            let vector = self.file.tensor(name).ok_or_else(|| missing(name))?.to_f32();
-            if let Some(at) = vector.iter().position(|number| !number.is_finite()) {
-                return Err(StageError::Input(format!(
-                    "tensor {name:?}: element {at} is {}; the file is damaged",
-                    vector[at]
-                )));
-            }
-            all.extend(vector);
+            all.extend(self.file.tensor(name).ok_or_else(|| missing(name))?.to_finite_f32()?);
         }
-        self.send(&names[0], bytemuck::cast_slice(&all).to_vec())
+        let (words, name) = (all.len(), &names[0]);
+        let bytes: Vec<u8> = bytemuck::cast_slice(&all).to_vec();
+        let sum = sum_of_words(&bytes);
+        let buffer = timed(&mut self.phases.upload_s, || self.memory.created(bytes, name))?;
+        self.sent(Sent { name: name.clone(), words, sum, buffer: buffer.clone(), copy: 0 })?;
+        Ok(buffer)
     }
 
-    /// Rows of a matrix as tiles, of which the first begins a tile.
-    fn convert(&self, name: &str, rows: Range<usize>, tiles: &mut [u8]) -> Result<(), StageError> {
-        let tensor = self.file.tensor(name).ok_or_else(|| missing(name))?;
-        let strip = Layout::of(tensor.quant).matrix_bytes(1, tensor.cols);
-        let row = tensor.bytes.len() / tensor.rows.max(1);
-        let stored = tensor.bytes[rows.start * row..rows.end * row].par_chunks(ROWS * row);
-        let result = self.threads.install(|| {
-            tiles.par_chunks_mut(strip).zip(stored).enumerate().try_for_each(|(i, (out, stored))| {
-                let first = rows.start + i * ROWS;
-                convert(tensor.quant, tensor.cols, first..first + stored.len() / row, stored, out)
-            })
-        });
-        result.map_err(|error| StageError::Input(format!("tensor {name:?}, {error}")))
+    /// Counts what was sent, and has the device sum up whatever is there by now.
+    fn sent(&mut self, sent: Sent) -> Result<(), StageError> {
+        self.bytes += 4 * sent.words as u64;
+        self.sent.push(sent);
+        let done = match &self.road {
+            Road::Slabs(upload) => upload.done(),
+            Road::Whole | Road::Random(_) => 0,
+        };
+        self.sum_up(done);
+        self.settle(PROOFS_MAX)
     }
 
-    fn send(&mut self, name: &str, bytes: Vec<u8>) -> Result<Handle, StageError> {
-        self.bytes += bytes.len() as u64;
-        let words = bytes.len() / 4;
-        let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-        let part = |part: &[u8]| part.chunks_exact(4).map(word).fold(0, u32::wrapping_add);
-        let sum = self.threads.install(|| bytes.par_chunks(1 << 16).map(part).reduce(|| 0, u32::wrapping_add));
-        let handle = self.client.create(Bytes::from_bytes_vec(bytes));
-        let found = checksum(self.client, &handle, words);
-        self.proofs.push(Proof { name: name.to_owned(), words, sum, found });
-        self.settle(PROOFS_MAX)?;
-        Ok(handle)
+    /// Has the device sum up what arrived with copy `done` or before it: its stream is not the one that copies.
+    fn sum_up(&mut self, done: u64) {
+        let (arrived, waiting): (Vec<Sent>, Vec<Sent>) = self.sent.drain(..).partition(|sent| sent.copy <= done);
+        self.sent = waiting;
+        let client = self.memory.client;
+        self.proofs.extend(arrived.into_iter().map(|Sent { name, words, sum, buffer, .. }| {
+            let found = checksum(client, &buffer, words);
+            Proof { name, words, sum, found }
+        }));
     }
 
     /// Reads proofs back once there are `many`.
@@ -163,28 +260,123 @@ impl<'a, R: Platform> Loader<'a, R> {
         if self.proofs.len() < many {
             return Ok(());
         }
-        self.client.flush().map_err(failed)?;
+        let start = Instant::now();
+        let client = self.memory.client;
+        client.flush().map_err(failed)?;
         for Proof { name, words, sum, found } in self.proofs.drain(..) {
-            let found = sum_of(self.client, found)?;
+            let found = sum_of(client, found)?;
             if found != sum {
                 return Err(StageError::Device(format!(
                     "tensor {name:?} did not arrive: the sum of its {words} words is {found:#x}, expected {sum:#x}; the device \
-                     may be out of memory"
+                     may be out of memory: give the stage fewer layers"
                 )));
             }
         }
+        self.phases.proof_s += start.elapsed().as_secs_f64();
         Ok(())
     }
 
-    /// Bytes sent, after the last proof.
-    pub(crate) fn finish(mut self) -> Result<u64, StageError> {
+    /// Bytes sent and where the time went, after the last proof.
+    pub(crate) fn finish(mut self) -> Result<(u64, LoadPhases), StageError> {
+        if let Road::Slabs(upload) = &mut self.road {
+            timed(&mut self.phases.upload_s, || upload.finish())?;
+        }
+        self.sum_up(u64::MAX);
         self.settle(0)?;
-        Ok(self.bytes)
+        self.file.check_unchanged()?; // so it was what the header said while it was read
+        Ok((self.bytes, self.phases))
     }
+}
+
+/// Bytes of a slab for a file: enough for its largest matrix, but at most [`SLAB_BYTES`], and at least for the 16 widest rows
+/// (18 MiB, since rows of a file have at most 1 MiB).
+fn slab_bytes(file: &ModelFile) -> usize {
+    let matrices = || file.tensors().iter().filter(|tensor| tensor.rows > 1);
+    let most = |rows: fn(usize) -> usize| {
+        matrices().map(|t| Layout::of(t.quant).matrix_bytes(rows(t.rows), t.cols)).max().unwrap_or(0)
+    };
+    most(|rows| rows).min(SLAB_BYTES).max(most(|_| 1))
+}
+
+/// Converts a matrix slab by slab while the slab before is copied to `buffer`. Gives the sum of its words and the number of the last
+/// copy.
+fn by_slabs(
+    upload: &mut Upload,
+    file: &ModelFile,
+    threads: &ThreadPool,
+    joined: &Joined<'_>,
+    buffer: &Handle,
+    phases: &mut LoadPhases,
+) -> Result<(u32, u64), StageError> {
+    let layout = Layout::of(joined.kind);
+    let rows_max = (upload.slab_bytes() / layout.matrix_bytes(1, joined.cols)).max(1) * ROWS;
+    let mut address = timed(&mut phases.upload_s, || upload.address(buffer))?;
+    let (mut sum, mut copy) = (0u32, 0);
+    for (name, rows) in &joined.pieces {
+        for first in rows.clone().step_by(rows_max) {
+            let rows = first..rows.end.min(first + rows_max);
+            let len = layout.matrix_bytes(rows.len(), joined.cols);
+            let slab = timed(&mut phases.upload_s, || upload.slab())?;
+            let part = timed(&mut phases.convert_s, || converted(file, threads, name, rows, &mut slab[..len]))?;
+            sum = sum.wrapping_add(part);
+            copy = upload.copy(len, buffer, address)?;
+            address += len as u64;
+        }
+    }
+    Ok((sum, copy))
+}
+
+/// The tiles of a matrix, and the sum of their words.
+fn whole(file: &ModelFile, threads: &ThreadPool, joined: &Joined<'_>) -> Result<(Vec<u8>, u32), StageError> {
+    let (mut tiles, mut sum) = (vec![0; joined.bytes()], 0u32);
+    let mut rest = tiles.as_mut_slice();
+    for (name, rows) in &joined.pieces {
+        let (out, behind) = rest.split_at_mut(Layout::of(joined.kind).matrix_bytes(rows.len(), joined.cols));
+        sum = sum.wrapping_add(converted(file, threads, name, rows.clone(), out)?);
+        rest = behind;
+    }
+    Ok((tiles, sum))
+}
+
+/// Reads and converts rows of a matrix, of which the first begins a tile, on all threads. Gives the sum of the words, taken while
+/// they are in a processor's cache.
+fn converted(
+    file: &ModelFile,
+    threads: &ThreadPool,
+    name: &str,
+    rows: Range<usize>,
+    tiles: &mut [u8],
+) -> Result<u32, StageError> {
+    /// What a thread reads and converts at once: more would leave its cache before it is summed up, less costs a call for little.
+    const PIECE_BYTES: usize = 128 << 10;
+    let tensor = file.tensor(name).ok_or_else(|| missing(name))?;
+    let rows_each = (PIECE_BYTES / (ROWS * tensor.row_bytes())).max(1) * ROWS;
+    let piece = Layout::of(tensor.quant).matrix_bytes(rows_each, tensor.cols);
+    threads.install(|| {
+        let sums = tiles.par_chunks_mut(piece).enumerate().map(|(i, out)| {
+            let first = rows.start + i * rows_each;
+            tensor.tiles(first..rows.end.min(first + rows_each), out)?;
+            Ok(sum_of_words(out))
+        });
+        sums.try_reduce(|| 0, |a, b| Ok(a.wrapping_add(b)))
+    })
+}
+
+/// Runs `work` and adds the seconds that it took.
+pub(crate) fn timed<T>(seconds: &mut f64, work: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let done = work();
+    *seconds += start.elapsed().as_secs_f64();
+    done
 }
 
 fn missing(name: &str) -> StageError {
     StageError::Input(format!("tensor {name:?} is missing"))
+}
+
+fn sum_of_words(bytes: &[u8]) -> u32 {
+    let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+    bytes.chunks_exact(4).map(word).fold(0, u32::wrapping_add)
 }
 
 /// Cubes that take a checksum: enough to read at a device's full speed.

@@ -13,11 +13,13 @@ use crate::tiles::NIBBLES;
 use crate::{Platform, array};
 
 mod few;
+mod gates;
 mod matrices;
 mod panel;
 mod plain;
 
 use few::few_kernel;
+pub(crate) use gates::{gate_product, gates};
 use panel::{PANEL_ROWS, panel_kernel, panel_tokens};
 use plain::plain_kernel;
 

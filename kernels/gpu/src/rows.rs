@@ -7,7 +7,7 @@ use kernels::order::{Activation, CHUNKS, GROUP, LANES, SMALLEST};
 use kernels::quant::QuantType;
 use kernels::tile::ROWS;
 
-use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, reciprocal};
+use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, opaque_float, reciprocal};
 use crate::product::{Activations, Matrix, chunk_range};
 use crate::tiles::{tile_words, weight};
 use crate::{Platform, array};
@@ -280,6 +280,10 @@ fn add_chunks(sum: f32, shared: &mut SharedMemory<f32>, #[comptime] able: Abilit
     total
 }
 
+/// Patterns of infinity and of NaN.
+const INFINITE: u32 = 0x7f80_0000;
+const NAN: u32 = 0x7fc0_0000;
+
 /// Puts four values of each unit, which begin at `column`, into row `row` of activations. All units of the cube take part.
 #[cube]
 pub(crate) fn put(
@@ -304,31 +308,33 @@ pub(crate) fn put(
     }
     if comptime!(wanted.integers) {
         let unit = UNIT_POS_X as usize;
-        let mut largest = 0.0f32;
+        // Patterns of magnitudes are in the order of the magnitudes, and what is not finite is the largest.
+        let mut size = 0u32;
         #[unroll]
         for i in 0..4usize {
-            let size = f32::abs(values[i]);
-            largest = select(size > largest, size, largest);
+            size = max(size, u32::reinterpret(values[i]) & 0x7fff_ffffu32);
         }
         if comptime!(able.matrices) {
             #[unroll]
             for step in 0..3u32 {
-                let other = plane_shuffle_xor(largest, comptime!(1 << step));
-                largest = select(other > largest, other, largest);
+                size = max(size, plane_shuffle_xor(size, comptime!(1 << step)));
             }
         } else {
-            shared[unit] = largest;
+            shared[unit] = f32::reinterpret(size);
             sync_cube();
             let block = unit / 8 * 8;
             #[unroll]
             for i in 0..8usize {
-                let other = shared[block + i];
-                largest = select(other > largest, other, largest);
+                size = max(size, u32::reinterpret(shared[block + i]));
             }
         }
+        let largest = f32::reinterpret(size);
         let mut inverse = 0.0f32;
         let mut scale = 0.0f32;
-        if largest > SMALLEST {
+        if size >= INFINITE {
+            let nan = RuntimeCell::<u32>::new(NAN.runtime()); // a literal cannot be reinterpreted
+            scale = f32::reinterpret(nan.read());
+        } else if largest > SMALLEST {
             inverse = 127.0f32 * reciprocal(largest, able);
             scale = largest * comptime!(1.0f32 / 127.0f32);
         }
@@ -475,7 +481,7 @@ fn norm_add_kernel(
     let factor = inverse_sqrt(fused(squares, inverse, eps, able), able);
     let mut i = UNIT_POS_X as usize;
     while i < cols {
-        hidden[from + i] += delta[from + i] * factor * weight[i];
+        hidden[from + i] += opaque_float(delta[from + i] * factor * weight[i]);
         i += comptime!(UNITS as usize);
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kernels::load_plain_stage;
 use kernels::quant::{QUANT_TYPES, QuantType};
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
 
@@ -100,9 +100,9 @@ fn cut(file: &Arc<ModelFile>, options: &StageOptions, batches: &[Vec<Entry>], lo
     let hidden = first.forward(&rows(batch)).map_err(text)?;
     let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
         RowsOut::Hidden(hidden) => {
-            Some(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), logits: true })
+            Some(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), want: Want::Logits })
         }
-        RowsOut::Logits(_) | RowsOut::Nothing => None,
+        RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Nothing => None,
     });
     let found = numbers(second.forward(&hidden.collect::<Vec<_>>()).map_err(text)?);
     let expected = bits(&mut *stage(0..end)?, batch)?;
@@ -112,7 +112,7 @@ fn cut(file: &Arc<ModelFile>, options: &StageOptions, batches: &[Vec<Entry>], lo
 fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {
     let mut all = Vec::with_capacity(batch.len());
     for (sequence, position, tokens) in batch {
-        all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Tokens(tokens), logits: true });
+        all.push(Rows { sequence: *sequence, position: *position, input: RowsIn::Tokens(tokens), want: Want::Logits });
     }
     all
 }
@@ -124,7 +124,7 @@ fn bits(stage: &mut dyn Stage, batch: &[Entry]) -> Result<Vec<u32>, String> {
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {
     let numbers = |out| match out {
         RowsOut::Logits(numbers) | RowsOut::Hidden(numbers) => numbers,
-        RowsOut::Nothing => Vec::new(),
+        RowsOut::Token(_) | RowsOut::Nothing => Vec::new(),
     };
     out.into_iter().flat_map(numbers).map(f32::to_bits).collect()
 }

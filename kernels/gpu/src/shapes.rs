@@ -1,16 +1,24 @@
-//! Models of usual shapes with random weights, written as GGUF files: what benches and servers can be tried with where no model is.
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::path::Path;
+//! Models of usual shapes with random weights, as GGUF files or without any: what benches and servers can be tried with where no
+//! model is.
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use kernels::quant::{QuantType, random_blocks};
+use kernels::stage::StageError;
 use kernels::weights::testing::{GgufWriter, TensorSource};
+use kernels::weights::{Architecture, ModelFile};
 
-/// Shape of a dense model of the Qwen2 family.
+/// Shape of a dense model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// How it is asked for.
     pub name: &'static str,
+    /// Its family; Gemma's is not written.
+    pub family: Architecture,
     /// Layers.
     pub layers: usize,
     /// Elements of a hidden row.
@@ -29,23 +37,52 @@ pub struct Shape {
     pub tied: bool,
 }
 
-const fn shape(name: &'static str, dims: [usize; 7], tied: bool) -> Shape {
+const fn shape(name: &'static str, family: Architecture, dims: [usize; 7], tied: bool) -> Shape {
     let [layers, width, heads, kv_heads, head_dim, ffn, vocab] = dims;
-    Shape { name, layers, width, heads, kv_heads, head_dim, ffn, vocab, tied }
+    Shape { name, family, layers, width, heads, kv_heads, head_dim, ffn, vocab, tied }
 }
 
-/// The Qwen2.5 models (their `config.json` files).
-pub const SHAPES: [Shape; 6] = [
-    shape("qwen2.5-0.5b", [24, 896, 14, 2, 64, 4864, 151_936], true),
-    shape("qwen2.5-1.5b", [28, 1536, 12, 2, 128, 8960, 151_936], true),
-    shape("qwen2.5-3b", [36, 2048, 16, 2, 128, 11_008, 151_936], true),
-    shape("qwen2.5-7b", [28, 3584, 28, 4, 128, 18_944, 152_064], false),
-    shape("qwen2.5-14b", [48, 5120, 40, 8, 128, 13_824, 152_064], false),
-    shape("qwen2.5-32b", [64, 5120, 40, 8, 128, 27_648, 152_064], false),
+/// Models that many run (their `config.json` files).
+pub const SHAPES: [Shape; 10] = [
+    shape("qwen2.5-0.5b", Architecture::Qwen2, [24, 896, 14, 2, 64, 4864, 151_936], true),
+    shape("qwen2.5-1.5b", Architecture::Qwen2, [28, 1536, 12, 2, 128, 8960, 151_936], true),
+    shape("qwen2.5-3b", Architecture::Qwen2, [36, 2048, 16, 2, 128, 11_008, 151_936], true),
+    shape("qwen2.5-7b", Architecture::Qwen2, [28, 3584, 28, 4, 128, 18_944, 152_064], false),
+    shape("qwen2.5-14b", Architecture::Qwen2, [48, 5120, 40, 8, 128, 13_824, 152_064], false),
+    shape("qwen2.5-32b", Architecture::Qwen2, [64, 5120, 40, 8, 128, 27_648, 152_064], false),
+    shape("qwen3-8b", Architecture::Qwen3, [36, 4096, 32, 8, 128, 12_288, 151_936], false),
+    shape("llama-3.2-1b", Architecture::Llama, [16, 2048, 32, 8, 64, 8192, 128_256], true),
+    shape("llama-3.1-8b", Architecture::Llama, [32, 4096, 32, 8, 128, 14_336, 128_256], false),
+    shape("llama-3.1-70b", Architecture::Llama, [80, 8192, 64, 8, 128, 28_672, 128_256], false),
 ];
 
 /// Bytes of random blocks that a matrix repeats: values do not matter to the time.
 const PATTERN_BYTES: usize = 1 << 20;
+
+/// A file of a shape before any of its tensors is written.
+struct Plan {
+    /// Everything before the tensors' data.
+    header: Vec<u8>,
+    tensors: Vec<Planned>,
+    /// Of the whole file.
+    len: u64,
+}
+
+struct Planned {
+    name: String,
+    rows: usize,
+    /// In the file.
+    range: Range<u64>,
+}
+
+impl Planned {
+    /// The bytes of a vector, which are floats: ones, or zeros where they are added.
+    fn vector(&self) -> Option<Vec<u8>> {
+        let number = if self.name.ends_with("bias") { 0f32 } else { 1f32 };
+        let len = (self.range.end - self.range.start) as usize / 4;
+        (self.rows == 1).then(|| number.to_le_bytes().repeat(len))
+    }
+}
 
 impl Shape {
     /// A shape by its name.
@@ -59,8 +96,52 @@ impl Shape {
     /// # Errors
     /// The file cannot be written, or rows are no whole blocks of the format.
     pub fn write(&self, path: &Path, quant: QuantType) -> io::Result<()> {
+        let plan = self.plan(quant)?;
+        let mut file = BufWriter::with_capacity(1 << 22, File::create(path)?);
+        file.write_all(&plan.header)?;
+        let pattern = random_blocks(quant, PATTERN_BYTES / quant.block_bytes(), 1);
+        let mut at = plan.header.len() as u64;
+        for tensor in &plan.tensors {
+            file.write_all(&[0; ALIGNMENT as usize][..(tensor.range.start - at) as usize])?;
+            at = tensor.range.end;
+            if let Some(vector) = tensor.vector() {
+                file.write_all(&vector)?;
+                continue;
+            }
+            let mut left = (tensor.range.end - tensor.range.start) as usize;
+            while left > 0 {
+                let part = left.min(pattern.len());
+                file.write_all(&pattern[..part])?;
+                left -= part;
+            }
+        }
+        file.flush()
+    }
+
+    /// The model as a file without a name whose matrices are holes: whoever loads it makes them up. It takes some MiB of the disk
+    /// while it is open.
+    ///
+    /// # Errors
+    /// Rows are no whole blocks of the format, or the system's folder for temporary files cannot hold it.
+    pub(crate) fn sketch(&self, quant: QuantType) -> Result<Arc<ModelFile>, StageError> {
+        let plan = self.plan(quant).map_err(|error| StageError::Input(error.to_string()))?;
+        let folder = std::env::temp_dir();
+        let failed = |error: &dyn std::fmt::Display| {
+            let folder = folder.display();
+            StageError::Device(format!("no file for the header of {} in {folder}: {error}; set TMPDIR", self.name))
+        };
+        let (path, file) = temporary(&folder, self.name).map_err(|error| failed(&error))?;
+        let written = plan.write_without_matrices(file).map_err(|error| failed(&error));
+        let opened = written.and_then(|()| ModelFile::open(&path).map_err(|error| failed(&error)));
+        // The file stays open without a name.
+        let removed = fs::remove_file(&path).map_err(|error| failed(&error));
+        opened.and_then(|file| removed.map(|()| file))
+    }
+
+    fn plan(&self, quant: QuantType) -> io::Result<Plan> {
         let mut w = GgufWriter::default();
-        w.text("general.architecture", "qwen2").text("general.name", self.name);
+        let family = self.family.name();
+        w.text("general.architecture", family).text("general.name", self.name);
         for (key, value) in [
             ("block_count", self.layers),
             ("context_length", 32_768),
@@ -71,53 +152,48 @@ impl Shape {
             ("attention.key_length", self.head_dim),
             ("attention.value_length", self.head_dim),
         ] {
-            w.u32(&format!("qwen2.{key}"), value as u32);
+            w.u32(&format!("{family}.{key}"), value as u32);
         }
-        w.f32("qwen2.attention.layer_norm_rms_epsilon", 1e-6).f32("qwen2.rope.freq_base", 1e6);
+        w.f32(&format!("{family}.attention.layer_norm_rms_epsilon"), 1e-6);
+        w.f32(&format!("{family}.rope.freq_base"), 1e6);
         self.vocabulary(&mut w);
-        let tensors = self.tensors();
+        let mut tensors = Vec::new();
         let mut at = 0u64;
-        let mut sizes = Vec::with_capacity(tensors.len());
-        for (name, [rows, cols]) in &tensors {
-            let kind = if *rows == 1 { QuantType::F32 } else { quant };
-            let row = kind.row_bytes(*cols).ok_or_else(|| {
-                io::Error::other(format!("{}: rows of {cols} are no whole blocks of {}", self.name, kind.name()))
+        for (name, [rows, cols]) in self.tensors()? {
+            let kind = if rows == 1 { QuantType::F32 } else { quant };
+            let row = kind.row_bytes(cols).ok_or_else(|| {
+                let columns = format!("rows of {cols} are no whole blocks of {}", kind.name());
+                io::Error::other(format!("{}: {columns}; take another format or shape", self.name))
             })?;
-            let dims = if *rows == 1 { vec![*cols as u64] } else { vec![*cols as u64, *rows as u64] };
-            w.tensors_mut().push(TensorSource {
-                name: name.clone(),
-                dims,
-                kind: kind.ggml_id(),
-                bytes: Vec::new(),
-                offset: Some(at),
-            });
-            sizes.push((rows * row) as u64);
-            at += ((rows * row) as u64).next_multiple_of(32);
+            let dims = if rows == 1 { vec![cols as u64] } else { vec![cols as u64, rows as u64] };
+            let (source, kind) = (name.clone(), kind.ggml_id());
+            w.tensors_mut().push(TensorSource { name: source, dims, kind, bytes: Vec::new(), offset: Some(at) });
+            tensors.push(Planned { name, rows, range: at..at + (rows * row) as u64 });
+            at = (at + (rows * row) as u64).next_multiple_of(ALIGNMENT);
         }
-        let mut file = BufWriter::with_capacity(1 << 22, File::create(path)?);
-        file.write_all(&w.header())?;
-        let pattern = random_blocks(quant, PATTERN_BYTES / quant.block_bytes(), 1);
-        for ((name, [rows, _]), size) in tensors.iter().zip(sizes) {
-            let mut left = size as usize;
-            if *rows == 1 {
-                let number = if name.ends_with("bias") { 0f32 } else { 1f32 };
-                file.write_all(&number.to_le_bytes().repeat(left / 4))?;
-            } else {
-                while left > 0 {
-                    let part = left.min(pattern.len());
-                    file.write_all(&pattern[..part])?;
-                    left -= part;
-                }
-            }
-            let padding = (size.next_multiple_of(32) - size) as usize;
-            file.write_all(&[0; 32][..padding])?;
+        let header = w.header();
+        for tensor in &mut tensors {
+            tensor.range.start += header.len() as u64;
+            tensor.range.end += header.len() as u64;
         }
-        file.flush()
+        let len = tensors.last().map_or(0, |tensor| tensor.range.end);
+        Ok(Plan { header, tensors, len })
     }
 
     /// Names and shapes of all tensors.
-    fn tensors(&self) -> Vec<(String, [usize; 2])> {
+    fn tensors(&self) -> io::Result<Vec<(String, [usize; 2])>> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let of_family: &[(&str, [usize; 2])] = match self.family {
+            Architecture::Llama => &[],
+            Architecture::Qwen2 => &[("attn_q.bias", [1, q]), ("attn_k.bias", [1, kv]), ("attn_v.bias", [1, kv])],
+            Architecture::Qwen3 => {
+                &[("attn_q_norm.weight", [1, self.head_dim]), ("attn_k_norm.weight", [1, self.head_dim])]
+            }
+            Architecture::Gemma3 => {
+                let families = "expected a family of llama, qwen2 or qwen3";
+                return Err(io::Error::other(format!("{}: {families}, found gemma3", self.name)));
+            }
+        };
         let mut all = vec![("token_embd.weight".to_owned(), [self.vocab, self.width])];
         for layer in 0..self.layers {
             let parts = [
@@ -125,22 +201,19 @@ impl Shape {
                 ("attn_q.weight", [q, self.width]),
                 ("attn_k.weight", [kv, self.width]),
                 ("attn_v.weight", [kv, self.width]),
-                ("attn_q.bias", [1, q]),
-                ("attn_k.bias", [1, kv]),
-                ("attn_v.bias", [1, kv]),
                 ("attn_output.weight", [self.width, q]),
                 ("ffn_norm.weight", [1, self.width]),
                 ("ffn_gate.weight", [self.ffn, self.width]),
                 ("ffn_up.weight", [self.ffn, self.width]),
                 ("ffn_down.weight", [self.width, self.ffn]),
             ];
-            all.extend(parts.map(|(part, shape)| (format!("blk.{layer}.{part}"), shape)));
+            all.extend(parts.iter().chain(of_family).map(|(part, shape)| (format!("blk.{layer}.{part}"), *shape)));
         }
         all.push(("output_norm.weight".to_owned(), [1, self.width]));
         if !self.tied {
             all.push(("output.weight".to_owned(), [self.vocab, self.width]));
         }
-        all
+        Ok(all)
     }
 
     /// A byte-level vocabulary: all bytes, and names for what is left.
@@ -158,4 +231,37 @@ impl Shape {
         w.texts("tokenizer.ggml.tokens", &tokens).i32s("tokenizer.ggml.token_type", &kinds);
         w.texts("tokenizer.ggml.merges", &["h e"]).u32("tokenizer.ggml.eos_token_id", 0);
     }
+}
+
+/// What offsets of tensors are multiples of: GGUF's default.
+const ALIGNMENT: u64 = 32;
+
+impl Plan {
+    fn write_without_matrices(&self, mut file: File) -> io::Result<()> {
+        file.write_all(&self.header)?;
+        for tensor in &self.tensors {
+            if let Some(vector) = tensor.vector() {
+                file.seek(SeekFrom::Start(tensor.range.start))?;
+                file.write_all(&vector)?;
+            }
+        }
+        file.set_len(self.len)
+    }
+}
+
+/// A new file that nobody else has.
+fn temporary(folder: &Path, name: &str) -> io::Result<(PathBuf, File)> {
+    const TRIES: usize = 64; // names that a process of the same number left behind
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let mut last = io::Error::other("no name is free");
+    for _ in 0..TRIES {
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = folder.join(format!("meshnode-{name}-{}-{number}.gguf", std::process::id()));
+        match OpenOptions::new().write(true).create_new(true).open(&path) {
+            Ok(file) => return Ok((path, file)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
 }

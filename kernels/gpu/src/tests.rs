@@ -9,6 +9,8 @@ use crate::arithmetic::*;
 use crate::{Platform, array};
 
 mod compile;
+mod draws;
+mod loading;
 mod stages;
 
 /// The device that tests run on: CUDA's first if `MESHNODE_DEVICE` is `cuda`, else Vulkan's. `None`, with a word about it, where

@@ -133,12 +133,16 @@ pub(crate) struct LaneTile {
 impl LaneTile {
     /// Of the tile that begins at word `tile`.
     pub(crate) fn new(tile: usize, lane: usize, #[comptime] kind: QuantType) -> Self {
+        Self::apart(tile / 2, tile + comptime!(code_words(kind)), lane)
+    }
+
+    /// Of a tile whose codes begin at a pair, and whose scales at a word of another array.
+    pub(crate) fn apart(pair: usize, word: usize, lane: usize) -> Self {
         let (g, t) = (lane / 4, lane % 4);
-        let scales = tile + comptime!(code_words(kind));
-        let mut codes = tile / 2;
-        let mut planes = tile / 2;
-        let mut words = scales;
-        let mut bytes = scales;
+        let mut codes = pair;
+        let mut planes = pair;
+        let mut words = word;
+        let mut bytes = word;
         codes += t * 8 + g;
         planes += g;
         words += g;
@@ -169,9 +173,9 @@ impl LaneTile {
 
 /// Reads what a lane needs of a tile: codes to `codes[at · lane_vectors ..]`, scales to `scales[at · lane_scales ..]`.
 #[cube]
-pub(crate) fn read_lane(
-    pairs: &Array<Vector<u32, Const<2>>>,
-    singles: &Array<u32>,
+pub(crate) fn read_lane<P: List<Vector<u32, Const<2>>>, S: List<u32>>(
+    pairs: &P,
+    singles: &S,
     tile: LaneTile,
     codes: &mut Array<Vector<u32, Const<2>>>,
     scales: &mut Array<u32>,
@@ -184,15 +188,15 @@ pub(crate) fn read_lane(
     for b in 0..2usize {
         let block = comptime!(b * layout.block_bytes / 8);
         let to = comptime!(at * 2 * each + b * each);
-        codes[to] = pairs[tile.codes + block];
+        codes[to] = pairs.read(tile.codes + block);
         if comptime!(layout.bits == 8) {
-            codes[to + 1] = pairs[tile.codes + comptime!(block + 32)];
+            codes[to + 1] = pairs.read(tile.codes + comptime!(block + 32));
         }
         if comptime!(layout.bits == 5 || layout.bits == 6) {
-            codes[to + 1] = pairs[tile.planes + comptime!(block + 32)];
+            codes[to + 1] = pairs.read(tile.planes + comptime!(block + 32));
         }
         if comptime!(layout.bits == 6) {
-            codes[to + 2] = pairs[tile.planes + comptime!(block + 40)];
+            codes[to + 2] = pairs.read(tile.planes + comptime!(block + 40));
         }
     }
     let from = tile.scales;
@@ -200,22 +204,22 @@ pub(crate) fn read_lane(
     if comptime!(layout.scales == Scales::Half || layout.scales == Scales::HalfAndMinimum) {
         #[unroll]
         for i in 0..comptime!(lane_scales(kind)) {
-            scales[to + i] = singles[from + 8 * i];
+            scales[to + i] = singles.read(from + 8 * i);
         }
     }
     if comptime!(layout.scales == Scales::Bytes) {
-        scales[to] = singles[from];
-        scales[to + 1] = singles[from + 8];
+        scales[to] = singles.read(from);
+        scales[to + 1] = singles.read(from + 8);
         #[unroll]
         for i in 0..4usize {
-            scales[to + 2 + i] = singles[tile.bytes + comptime!(16 + 4 * i)];
+            scales[to + 2 + i] = singles.read(tile.bytes + comptime!(16 + 4 * i));
         }
     }
     if comptime!(layout.scales == Scales::Sixteens) {
-        scales[to] = singles[from];
+        scales[to] = singles.read(from);
         #[unroll]
         for i in 0..4usize {
-            scales[to + 1 + i] = singles[tile.bytes + comptime!(8 + 4 * i)];
+            scales[to + 1 + i] = singles.read(tile.bytes + comptime!(8 + 4 * i));
         }
     }
 }

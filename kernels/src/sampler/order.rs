@@ -9,25 +9,28 @@ use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
 
 /// Most logits whose weights add up to less than 2^64.
-pub(super) const LOGITS_MAX: usize = 1 << 20;
+pub const LOGITS_MAX: usize = 1 << 20;
 /// The weight of the most likely token. A token less than 2^-44 as likely weighs nothing.
 const GREATEST_WEIGHT_BITS: u32 = 43;
 /// log2 of the least weight told from nothing, rounded down, and somewhat beneath it.
-const OCTAVES_MIN: f64 = -46.0;
+pub const OCTAVES_MIN: f64 = -46.0;
 /// Adding it to octaves between [`OCTAVES_MIN`] and 0 leaves a number between 128 and 256: fixed point in steps of 2^-45.
-const ORIGIN: f64 = 192.0;
+pub const ORIGIN: f64 = 192.0;
 /// Of the 52 bits behind the point: octaves above 128, then 1/512 octaves, then the rest.
-const OCTAVE_SHIFT: u32 = 45;
-const STEP_SHIFT: u32 = OCTAVE_SHIFT - STEPS.trailing_zeros();
-const STEPS: usize = 512;
+/// Bits of a place below its octave.
+pub const OCTAVE_SHIFT: u32 = 45;
+/// Bits of a place below its step.
+pub const STEP_SHIFT: u32 = OCTAVE_SHIFT - STEPS.trailing_zeros();
+/// Steps of an octave in [`POWERS`].
+pub const STEPS: usize = 512;
 /// 16 KiB of sums: half of a small first-level cache.
-const BUCKETS: usize = 2048;
+pub const BUCKETS: usize = 2048;
 /// Fewer are sorted.
 const SORTED_MAX: usize = 64;
 
 /// The weights of a step: from logits to shares of the greatest weight.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Scale {
+pub struct Scale {
     greatest: f64,
     /// Octaves of weight per unit of logit.
     octaves: f64,
@@ -35,18 +38,21 @@ pub(super) struct Scale {
 
 impl Scale {
     /// `greatest` is the greatest logit, `temperature` above 0.
-    pub(super) fn new(greatest: f32, temperature: f32) -> Self {
+    #[must_use]
+    pub fn new(greatest: f32, temperature: f32) -> Self {
         Self { greatest: f64::from(greatest), octaves: std::f64::consts::LOG2_E / f64::from(temperature) }
     }
 
     /// The weight of a logit; never less for a greater logit.
-    pub(super) fn weight(self, logit: f32) -> u64 {
+    #[must_use]
+    pub fn weight(self, logit: f32) -> u64 {
         weight(self.place(logit))
     }
 
     /// The bits of [`ORIGIN`] + log2(weight): an integer that grows with the logit.
     #[inline(always)]
-    fn place(self, logit: f32) -> u64 {
+    #[must_use]
+    pub fn place(self, logit: f32) -> u64 {
         let octaves = (f64::from(logit) - self.greatest) * self.octaves;
         // A comparison, not `f64::max`, which spends instructions on NaN.
         let octaves = if octaves > OCTAVES_MIN { octaves } else { OCTAVES_MIN };
@@ -72,7 +78,7 @@ fn weight(place: u64) -> u64 {
 }
 
 /// The bits of 2^(43 - 64 + (step + 1/2) / 512).
-const POWERS: [u64; STEPS] = {
+pub const POWERS: [u64; STEPS] = {
     let mut powers = [0; STEPS];
     let mut step = 0;
     while step < STEPS {

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 
 mod grid;
+mod model;
 mod net;
 mod sampler;
 
@@ -17,6 +18,9 @@ mod sampler;
 Examples:
   meshnode bench decode                    tokens per second, and their share of what the memory gives
   meshnode bench decode --threads 1 --json
+  meshnode bench decode --device cuda --shape qwen2.5-7b --quant q4    random weights, made on the GPU
+  meshnode bench decode --device cuda --shape qwen2.5-7b --requests 8 --temperature 1
+  meshnode bench prefill --device cuda --shape qwen2.5-7b --prompt 512
   meshnode bench device --device cuda:0    what a node would tell the mesh about this GPU
   meshnode bench lbm --json                cell updates per second of a fluid, and their share of a copy's bandwidth
   meshnode bench life --threads 2
@@ -29,8 +33,10 @@ pub(super) struct BenchArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
-    /// Decode and prefill speed of a model on this machine's processor
-    Decode(DecodeArgs),
+    /// Decode and prefill speed of a model on this machine's processor or a GPU, and where the time goes
+    Decode(model::DecodeArgs),
+    /// Prefill speed alone
+    Prefill(model::PrefillArgs),
     /// Speed of a device by the kernels that stages run, and the memory a node would offer: what plans are made with
     Device(DeviceArgs),
     /// Fluids by the lattice Boltzmann method on this machine's processor
@@ -43,22 +49,10 @@ enum Bench {
     Net,
 }
 
-#[derive(Debug, clap::Args)]
-struct DecodeArgs {
-    /// Which model
-    #[arg(default_value = "smollm2-135m")]
-    model: String,
-    /// Compute threads [default: one, then one per core]
-    #[arg(long, value_name = "N", env = "MESHNODE_THREADS", value_parser = super::model::threads)]
-    threads: Option<usize>,
-    /// Tokens to decode in each measurement
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(8..=4096))]
-    tokens: u32,
-}
-
 pub(super) fn bench(global: &Global, args: &BenchArgs) -> Result<(), Failure> {
     match &args.what {
-        Bench::Decode(decode) => bench_decode(global, decode),
+        Bench::Decode(args) => model::decode(global, args),
+        Bench::Prefill(args) => model::prefill(global, args),
         Bench::Device(device) => bench_device(global, device),
         Bench::Lbm(lbm) => {
             let spinner = Spinner::new("measuring");
@@ -108,16 +102,6 @@ fn bench_device(global: &Global, args: &DeviceArgs) -> Result<(), Failure> {
     let figures = crate::measure::device(&options).map_err(Failure::failed)?;
     drop(spinner);
     answer(global, &figures, crate::measure::device_text);
-    Ok(())
-}
-
-fn bench_decode(global: &Global, args: &DecodeArgs) -> Result<(), Failure> {
-    let path = fetch(global, &args.model)?;
-    let spinner = Spinner::new("measuring");
-    let figures = crate::measure::decode(&path, args.threads.or(global.file.threads), args.tokens as usize)
-        .map_err(Failure::failed)?;
-    drop(spinner);
-    answer(global, &figures, crate::measure::decode_text);
     Ok(())
 }
 

@@ -1,42 +1,83 @@
 //! Steps of few rows by recorded graphs: one upload, one replay and one read each.
+//!
+//! A step that draws its tokens leaves them where the next one reads them, so that the next one is queued before the host has them.
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use kernels::decoder::{PassInput, RowAt};
+use kernels::decoder::{PassInput, QUEUED_MAX, RowAt};
 use kernels::order::POSITIONS;
+use kernels::sampler::SamplerSettings;
 use kernels::stage::{StageError, StageOptions};
 use kernels::weights::ModelConfig;
 
-use super::GpuEngine;
+use super::{GpuEngine, failed};
 use crate::Platform;
 use crate::attention::Places;
-use crate::graph::{Buffer, Graph, Graphs, Pinned};
+use crate::draw::{DECIDED, DRAWN_MAX, DRAWN_WORDS, DrawScratch, PARAMETERS, draw, draws, parameters};
+use crate::graph::{Buffer, Graph, Graphs, Mark, Pinned};
 
 /// Most rows of a step that a graph computes: more rows take longer to compute than to launch.
-pub(super) const FEW: usize = 8;
+pub(super) const FEW: usize = DRAWN_MAX;
 
 /// Recorded steps, and what goes to the device and comes back.
 pub(super) struct Steps {
     pub(super) graphs: Graphs,
-    /// By rows, wanted rows and blocks of positions.
-    recorded: BTreeMap<(usize, usize, usize), Graph>,
+    recorded: BTreeMap<Shape, Graph>,
     /// All input of a step, in the order of [`Input`].
-    pub(super) words: Buffer,
+    words: Buffer,
     /// Hidden rows before the first layer and behind each.
     hidden: Handle,
     /// Logits where the stage ends with the head, else `hidden`.
     output: Buffer,
     sent: Pinned,
     got: Pinned,
+    done: Mark,
+    draws: Option<Draws>,
+    /// Time that the host waited for steps.
+    pub(super) waited: Duration,
 }
 
-/// Where the parts of a step's input lie, each at a multiple of 64 words.
+/// What a recorded step was recorded for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Shape {
+    rows: usize,
+    /// Rows whose logits are wanted.
+    wanted: usize,
+    /// Blocks of positions.
+    blocks: usize,
+    /// Tokens are drawn.
+    drawn: bool,
+}
+
+/// Steps that draw their tokens: where a stage begins with the embedding and ends with the head.
+struct Draws {
+    scratch: DrawScratch,
+    /// `[rows, DRAWN_WORDS]`
+    drawn: Buffer,
+    slots: [Slot; QUEUED_MAX],
+    /// Slot of the oldest queued step.
+    oldest: usize,
+    /// Rows of the steps that are queued, the oldest first.
+    queued: Vec<usize>,
+}
+
+/// Host memory of a queued step.
+struct Slot {
+    sent: Pinned,
+    got: Pinned,
+    done: Mark,
+}
+
+/// Where the parts of a step's input lie, each at a multiple of 64 words. Tokens come first: a step whose tokens are on the device is
+/// sent without them.
 #[derive(Clone, Copy)]
 enum Input {
     Tokens,
     Rows,
     Chosen,
+    Settings,
     Tables,
     Hidden,
 }
@@ -44,12 +85,14 @@ enum Input {
 impl Input {
     /// First word, where a page table has `most` pages.
     const fn start(self, most: usize) -> usize {
+        const TABLES: usize = 192 + FEW * PARAMETERS;
         match self {
             Self::Tokens => 0,
             Self::Rows => 64,
             Self::Chosen => 128,
-            Self::Tables => 192,
-            Self::Hidden => 192 + (FEW * most).next_multiple_of(64),
+            Self::Settings => 192,
+            Self::Tables => TABLES,
+            Self::Hidden => TABLES + (FEW * most).next_multiple_of(64),
         }
     }
 }
@@ -57,6 +100,14 @@ impl Input {
 /// Part of the input buffer.
 fn part(words: &Handle, part: Input, most: usize) -> Handle {
     words.clone().offset_start(4 * part.start(most) as u64)
+}
+
+/// Waits for a mark and adds the time that it took.
+fn wait(graphs: &Graphs, mark: &Mark, waited: &mut Duration) -> Result<(), StageError> {
+    let start = Instant::now();
+    let result = graphs.wait(mark);
+    *waited += start.elapsed();
+    result
 }
 
 impl Steps {
@@ -72,88 +123,203 @@ impl Steps {
         let len = Input::Hidden.start(most) + FEW * config.width;
         let words = client.empty(len * 4);
         let hidden = embedded.cloned().unwrap_or_else(|| part(&words, Input::Hidden, most));
-        let (output, numbers) = if options.layers.end == config.layers {
+        let last = options.layers.end == config.layers;
+        let (output, numbers) = if last {
             (client.empty(FEW * config.vocab * 4), FEW * config.vocab)
         } else {
             (hidden.clone(), FEW * config.width)
         };
-        let (sent, got) = (graphs.pinned(len)?, graphs.pinned(numbers)?);
+        let (sent, got, done) = (graphs.pinned(len)?, graphs.pinned(numbers)?, graphs.mark()?);
+        let draws =
+            (last && embedded.is_some()).then(|| Draws::new(&graphs, client, config.vocab, most)).transpose()?;
         let (words, output) = (graphs.buffer(words)?, graphs.buffer(output)?);
-        Ok(Self { graphs, recorded: BTreeMap::new(), words, hidden, output, sent, got })
+        Ok(Self {
+            graphs,
+            recorded: BTreeMap::new(),
+            words,
+            hidden,
+            output,
+            sent,
+            got,
+            done,
+            draws,
+            waited: Duration::ZERO,
+        })
+    }
+}
+
+impl Draws {
+    fn new<R: Platform>(
+        graphs: &Graphs,
+        client: &ComputeClient<R>,
+        vocab: usize,
+        most: usize,
+    ) -> Result<Self, StageError> {
+        let slot = || -> Result<Slot, StageError> {
+            let (sent, got) = (graphs.pinned(Input::Hidden.start(most))?, graphs.pinned(FEW * DRAWN_WORDS)?);
+            Ok(Slot { sent, got, done: graphs.mark()? })
+        };
+        Ok(Self {
+            scratch: DrawScratch::new(client, vocab),
+            drawn: graphs.buffer(client.empty(4 * FEW * DRAWN_WORDS))?,
+            slots: [slot()?, slot()?],
+            oldest: 0,
+            queued: Vec::with_capacity(QUEUED_MAX),
+        })
     }
 }
 
 impl<R: Platform> GpuEngine<R> {
-    /// A pass of few rows by a graph, which is recorded when the first pass of its shape comes.
+    /// Runs what needs the engine beside its steps.
+    fn with_steps<T>(
+        &mut self,
+        work: impl FnOnce(&Self, &mut Steps) -> Result<T, StageError>,
+    ) -> Result<T, StageError> {
+        let mut steps = self.steps.take().ok_or_else(|| failed("this device replays no steps"))?;
+        let result = (|| {
+            if std::mem::take(&mut self.launched) {
+                steps.graphs.join()?;
+            }
+            work(self, &mut steps)
+        })();
+        self.steps = Some(steps);
+        result
+    }
+
+    /// Pages of the longest sequence, rounded so that few steps are recorded.
+    fn blocks_of(&self, rows: &[RowAt]) -> usize {
+        let blocks = rows.iter().map(|row| row.position / POSITIONS + 1).max().unwrap_or(1);
+        blocks.next_power_of_two().min(self.options.context.div_ceil(POSITIONS))
+    }
+
+    /// Records the step of a shape when the first of it comes.
+    fn record(&self, steps: &mut Steps, shape: Shape) -> Result<(), StageError> {
+        if steps.recorded.contains_key(&shape) {
+            return Ok(());
+        }
+        let most = self.options.context.div_ceil(POSITIONS);
+        let words = &steps.words.handle;
+        let places = Places {
+            count: shape.rows,
+            rows: part(words, Input::Rows, most),
+            tables: part(words, Input::Tables, most),
+            tables_len: FEW * most,
+            blocks: shape.blocks,
+        };
+        let [tokens, chosen, settings] =
+            [Input::Tokens, Input::Chosen, Input::Settings].map(|of| part(words, of, most));
+        let (hidden, output, draws) = (&steps.hidden, &steps.output.handle, &steps.draws);
+        let graph = steps.graphs.record(|client| {
+            self.layers(client, self.table.as_ref().map(|_| &tokens), &places, hidden);
+            self.logits(client, hidden, &chosen, shape.wanted, output);
+            if let (true, Some(Draws { scratch, drawn, .. })) = (shape.drawn, draws) {
+                draw(client, scratch, output, &settings, shape.rows, &tokens, &drawn.handle);
+            }
+        })?;
+        steps.recorded.insert(shape, graph);
+        Ok(())
+    }
+
+    /// Writes what every step needs: where its rows are, and which rows are wanted.
+    fn write_rows(&self, words: &mut [u32], rows: &[RowAt], wanted: impl Iterator<Item = usize>) {
+        let most = self.options.context.div_ceil(POSITIONS);
+        let (table, tables) = self.tables(rows, Some(most));
+        words[Input::Rows.start(most)..][..table.len()].copy_from_slice(&table);
+        words[Input::Tables.start(most)..][..tables.len()].copy_from_slice(&tables);
+        for (word, row) in words[Input::Chosen.start(most)..].iter_mut().zip(wanted) {
+            *word = row as u32;
+        }
+    }
+
+    /// A pass of few rows by a graph, waited for.
     pub(super) fn replay(
         &mut self,
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-        blocks: usize,
     ) -> Result<Vec<f32>, StageError> {
-        let Some(mut steps) = self.steps.take() else {
-            return Err(StageError::Device("a step is being replayed".into()));
-        };
-        let result = self.replay_with(&mut steps, rows, input, wanted, blocks);
-        self.steps = Some(steps);
-        result
+        let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
+        self.with_steps(|engine, steps| {
+            let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false };
+            engine.record(steps, shape)?;
+            let words = steps.sent.words();
+            engine.write_rows(words, rows, wanted.iter().copied());
+            let mut len = Input::Hidden.start(most);
+            match input {
+                PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
+                PassInput::Hidden(hidden) => {
+                    words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
+                    len += hidden.len();
+                }
+            }
+            let each = if engine.head.is_some() { engine.config.vocab } else { engine.config.width };
+            let numbers = each * if engine.head.is_some() { wanted.len() } else { rows.len() };
+            let got = &mut steps.got.words()[..numbers];
+            let graph = &steps.recorded[&shape];
+            steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, &steps.output), &steps.done)?;
+            wait(&steps.graphs, &steps.done, &mut steps.waited)?;
+            Ok(bytemuck::cast_slice(got).to_vec())
+        })
     }
 
-    fn replay_with(
+    /// Whether steps of so many rows are drawn from on the device.
+    pub(super) fn draws_rows(&self, rows: usize, settings: &SamplerSettings) -> bool {
+        let able = self.steps.as_ref().is_some_and(|steps| steps.draws.is_some());
+        able && rows <= FEW && draws(settings, self.config.vocab)
+    }
+
+    /// See [`kernels::decoder::Engine::queue`].
+    pub(super) fn queue_step(
         &mut self,
-        steps: &mut Steps,
         rows: &[RowAt],
-        input: PassInput<'_>,
-        wanted: &[usize],
-        blocks: usize,
-    ) -> Result<Vec<f32>, StageError> {
-        let (count, width, many) = (rows.len(), self.config.width, wanted.len());
-        let most = self.options.context.div_ceil(POSITIONS);
-        let blocks = blocks.next_power_of_two().min(most);
-        if std::mem::take(&mut self.launched) {
-            steps.graphs.join()?;
-        }
-        let shape = (count, many, blocks);
-        if !steps.recorded.contains_key(&shape) {
-            let words = &steps.words.handle;
-            let places = Places {
-                count,
-                rows: part(words, Input::Rows, most),
-                tables: part(words, Input::Tables, most),
-                tables_len: FEW * most,
-                blocks,
-            };
-            let (tokens, chosen) = (part(words, Input::Tokens, most), part(words, Input::Chosen, most));
-            let (hidden, output) = (&steps.hidden, &steps.output.handle);
-            let graph = steps.graphs.record(|client| {
-                self.layers(client, self.table.as_ref().map(|_| &tokens), &places, hidden);
-                self.logits(client, hidden, &chosen, many, output);
-            })?;
-            steps.recorded.insert(shape, graph);
-        }
-        let (table, tables) = self.tables(rows, Some(most));
-        let words = steps.sent.words();
-        words[Input::Rows.start(most)..][..table.len()].copy_from_slice(&table);
-        words[Input::Tables.start(most)..][..tables.len()].copy_from_slice(&tables);
-        for (word, row) in words[Input::Chosen.start(most)..].iter_mut().zip(wanted) {
-            *word = *row as u32;
-        }
-        let mut len = Input::Hidden.start(most);
-        match input {
-            PassInput::Tokens(tokens) => words[..tokens.len()].copy_from_slice(tokens),
-            PassInput::Hidden(hidden) => {
-                words[len..][..hidden.len()].copy_from_slice(bytemuck::cast_slice(hidden));
-                len += hidden.len();
+        tokens: Option<&[u32]>,
+        settings: &[(SamplerSettings, u32)],
+    ) -> Result<(), StageError> {
+        let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
+        self.with_steps(|engine, steps| {
+            let shape = Shape { rows: rows.len(), wanted: rows.len(), blocks, drawn: true };
+            engine.record(steps, shape)?;
+            let Some(draws) = &mut steps.draws else { return Err(failed("this stage draws no tokens")) };
+            if draws.queued.len() == QUEUED_MAX {
+                return Err(failed(format!("{QUEUED_MAX} steps are queued already")));
             }
-        }
-        let numbers = if self.head.is_some() { many * self.config.vocab } else { count * width };
-        let graph = &steps.recorded[&shape];
-        steps.graphs.replay(
-            (&words[..len], &steps.words),
-            graph,
-            (&mut steps.got.words()[..numbers], &steps.output),
-        )?;
-        Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
+            let slot = &mut draws.slots[(draws.oldest + draws.queued.len()) % QUEUED_MAX];
+            let words = slot.sent.words();
+            engine.write_rows(words, rows, 0..rows.len());
+            for (i, (settings, position)) in settings.iter().enumerate() {
+                words[Input::Settings.start(most) + i * PARAMETERS..][..PARAMETERS].copy_from_slice(&parameters(
+                    settings,
+                    *position,
+                    engine.config.vocab,
+                ));
+            }
+            let start = if let Some(tokens) = tokens {
+                words[..tokens.len()].copy_from_slice(tokens);
+                0
+            } else {
+                Input::Rows.start(most)
+            };
+            let sent = (&words[start..Input::Hidden.start(most)], &steps.words, start);
+            let got = (&mut slot.got.words()[..rows.len() * DRAWN_WORDS], &draws.drawn);
+            steps.graphs.queue(sent, &steps.recorded[&shape], got, &slot.done)?;
+            draws.queued.push(rows.len());
+            Ok(())
+        })
+    }
+
+    /// See [`kernels::decoder::Engine::collect`].
+    pub(super) fn collect_step(&mut self) -> Result<Vec<Option<u32>>, StageError> {
+        self.with_steps(|_, steps| {
+            let none = || failed("no step is queued");
+            let draws = steps.draws.as_mut().ok_or_else(none)?;
+            if draws.queued.is_empty() {
+                return Err(none());
+            }
+            let (rows, slot) = (draws.queued.remove(0), &mut draws.slots[draws.oldest]);
+            draws.oldest = (draws.oldest + 1) % QUEUED_MAX;
+            wait(&steps.graphs, &slot.done, &mut steps.waited)?;
+            let drawn = slot.got.words()[..rows * DRAWN_WORDS].chunks_exact(DRAWN_WORDS);
+            Ok(drawn.map(|words| (words[1] == DECIDED).then_some(words[0])).collect())
+        })
     }
 }

@@ -52,9 +52,7 @@ impl<R: Platform> GpuEngine<R> {
                     sync()?;
                     let start = Instant::now();
                     match (&graph, &mut steps) {
-                        (Some(graph), Some(Steps { graphs, words, .. })) => {
-                            graphs.replay((&[], words), graph, (&mut [], words))?;
-                        }
+                        (Some(graph), Some(Steps { graphs, .. })) => graphs.replay(graph)?,
                         _ => self.all_layers(&self.client, step, &places, &hidden),
                     }
                     sync()?;

@@ -9,6 +9,9 @@ use super::{FEW, Finish, chunk_range, finish_element};
 use crate::arithmetic::Abilities;
 use crate::tiles::{LaneTile, lane_scales, lane_vectors, read_lane, tile_words};
 
+/// Pairs of words of tiles.
+type Words = Array<Vector<u32, Const<2>>>;
+
 /// Tiles of each strip that a plane has asked for before it uses the first of them: as many as registers hold on all cards.
 const fn ahead(kind: QuantType, strips: usize) -> usize {
     let words = 2 * lane_vectors(kind) + lane_scales(kind);
@@ -60,6 +63,7 @@ pub(super) fn few_kernel(
         nibbles,
         strip,
         last,
+        0usize,
         chunk,
         groups,
         first as usize,
@@ -67,6 +71,7 @@ pub(super) fn few_kernel(
         lane,
         &mut sums,
         each,
+        false,
         one,
         kind,
         able,
@@ -74,7 +79,7 @@ pub(super) fn few_kernel(
     let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * each * ROWS * columns));
     #[unroll]
     for s in 0..each {
-        share_sums(&sums, &mut shared, lane, chunk, s, each, columns);
+        share_sums(&sums, &mut shared, lane, chunk, s, s, each, columns);
     }
     sync_cube();
     let mut unit = chunk * 32 + lane;
@@ -94,21 +99,22 @@ pub(super) fn few_kernel(
     }
 }
 
-/// Puts a lane's sums of its `s`-th strip where all chunks meet: `[chunk][column][strip][row]`.
+/// Puts a lane's sums of its `s`-th strip where all chunks meet, as strip `at` of `each`: `[chunk][column][strip][row]`.
 #[cube]
-fn share_sums(
+pub(super) fn share_sums(
     sums: &Array<f32>,
     shared: &mut SharedMemory<f32>,
     lane: usize,
     chunk: usize,
     #[comptime] s: usize,
+    #[comptime] at: usize,
     #[comptime] each: usize,
     #[comptime] columns: usize,
 ) {
     let (g, t) = (lane / 4, lane % 4);
     #[unroll]
     for row in 0..2usize {
-        let to = comptime!(s * ROWS) + 2 * g + row;
+        let to = comptime!(at * ROWS) + 2 * g + row;
         if comptime!(columns == 1) {
             if t == 0 {
                 shared[chunk * comptime!(each * ROWS) + to] = sums[comptime!(4 * s + 2 * row)];
@@ -123,10 +129,23 @@ fn share_sums(
     }
 }
 
-/// One chunk of `each` strips, by one plane. Sums are `[strip][row][column]` of the lane. `one`: there is one row of activations,
-/// which goes through shared memory; the value is the most groups that a chunk has.
+/// Tiles from a cube's first strip to its `s`-th.
 #[cube]
-fn strip_sums(
+fn tiles_to(
+    #[comptime] s: usize,
+    apart: usize,
+    far: usize,
+    #[comptime] each: usize,
+    #[comptime] halves: bool,
+) -> usize {
+    if comptime!(halves) { comptime!(s % (each / 2)) * apart + comptime!(s / (each / 2)) * far } else { s * apart }
+}
+
+/// One chunk of `each` strips, by one plane. Sums are `[strip][row][column]` of the lane. `one`: there is one row of activations,
+/// which goes through shared memory; the value is the most groups that a chunk has. `halves`: the second half of the strips lies `far`
+/// tiles behind the first.
+#[cube]
+pub(super) fn strip_sums(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
     codes: &Array<Vector<u32, Const<4>>>,
@@ -134,6 +153,7 @@ fn strip_sums(
     nibbles: u32,
     strip: usize,
     last_strip: usize,
+    far: usize,
     chunk: usize,
     groups: usize,
     first: usize,
@@ -141,6 +161,7 @@ fn strip_sums(
     lane: usize,
     sums: &mut Array<f32>,
     #[comptime] each: usize,
+    #[comptime] halves: bool,
     #[comptime] one: Option<usize>,
     #[comptime] kind: QuantType,
     #[comptime] able: Abilities,
@@ -164,8 +185,16 @@ fn strip_sums(
         if comptime!(i as u32) < steps {
             #[unroll]
             for s in 0..each {
-                let tile = next.after(s * apart, kind);
-                read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, comptime!(i * each + s), kind);
+                let tile = next.after(tiles_to(s, apart, far, each, halves), kind);
+                read_lane::<Words, Array<u32>>(
+                    pairs,
+                    singles,
+                    tile,
+                    &mut raw,
+                    &mut raw_scales,
+                    comptime!(i * each + s),
+                    kind,
+                );
             }
         }
         next.advance(kind);
@@ -214,8 +243,16 @@ fn strip_sums(
                 if step + comptime!((i + depth) as u32) < steps {
                     #[unroll]
                     for s in 0..each {
-                        let tile = next.after(s * apart, kind);
-                        read_lane(pairs, singles, tile, &mut raw, &mut raw_scales, comptime!(i * each + s), kind);
+                        let tile = next.after(tiles_to(s, apart, far, each, halves), kind);
+                        read_lane::<Words, Array<u32>>(
+                            pairs,
+                            singles,
+                            tile,
+                            &mut raw,
+                            &mut raw_scales,
+                            comptime!(i * each + s),
+                            kind,
+                        );
                     }
                 }
                 next.advance(kind);

@@ -13,8 +13,11 @@ use rayon::prelude::*;
 
 use crate::arithmetic::Abilities;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
+use crate::compile::compile;
+use crate::device::toolkit::{Toolkit, load_from};
+use crate::draw::{DrawScratch, draw};
 use crate::graph::{Recorder, Source};
-use crate::product::{Activations, Matrix, Target, product};
+use crate::product::{Activations, Matrix, Target, gate_product, gates, product};
 use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
 
 fn no_device() -> DeviceProperties {
@@ -64,6 +67,11 @@ fn products(client: &ComputeClient<Recorder>, kind: QuantType) {
         }
     }
     let table = Matrix { kind, rows: 4096, cols: 4096, tiles: handle() };
+    for count in [1, 8] {
+        if gates(&table, count, ABLE) {
+            gate_product(client, ABLE, &table, &activations(4096), count, Activation::Silu, &activations(2048));
+        }
+    }
     embed(client, ABLE, &table, 0, &vector, 1, None, &y);
 }
 
@@ -77,6 +85,7 @@ fn rows(client: &ComputeClient<Recorder>, wanted: Wanted) {
     }
     norm_add(client, ABLE, &y, &vector, 1e-6, 1, 3584, &vector);
     cap(client, ABLE, &y, 4096, 30.0);
+    draw(client, &DrawScratch::of(handle, 4096), &y, &vector, 1, &handle(), &handle());
 }
 
 /// Attention of layers that have everything, and of plain ones.
@@ -126,12 +135,13 @@ const ARCHITECTURES: [u32; 5] = [80, 86, 89, 90, 120];
 /// Shared memory that a cube may have on all of them.
 const SHARED_BYTES: u32 = 99 << 10;
 
-/// Folders of CUDA's parts as pip installs them (`nvidia-cuda-nvcc-cu12` and the like), or a toolkit's.
-fn toolkit() -> Option<(PathBuf, Vec<PathBuf>)> {
+/// NVRTC and ptxas of the folder that `MESHNODE_CUDA` names: a toolkit's, or one of Python packages (`nvidia-cuda-nvcc-cu12` and the
+/// like).
+fn toolkit() -> Option<(PathBuf, Toolkit)> {
     let root = PathBuf::from(std::env::var_os("MESHNODE_CUDA")?);
-    let parts = ["cuda_runtime", "cuda_cccl", "cuda_nvcc", "."].map(|part| root.join(part).join("include"));
-    let ptxas = [root.join("cuda_nvcc/bin/ptxas"), root.join("bin/ptxas")].into_iter().find(|path| path.exists());
-    Some((ptxas.expect("ptxas in MESHNODE_CUDA"), parts.into_iter().filter(|path| path.exists()).collect()))
+    let ptxas = ["bin/ptxas", "cuda_nvcc/bin/ptxas", "nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas"];
+    let ptxas = ptxas.into_iter().map(|path| root.join(path)).find(|path| path.exists());
+    Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
 /// Compiles a kernel for one architecture to machine code; gives what is wrong with it, if anything.
@@ -139,15 +149,14 @@ fn assembled(
     label: &str,
     source: &Source,
     architecture: u32,
-    (ptxas, headers): &(PathBuf, Vec<PathBuf>),
+    (ptxas, toolkit): &(PathBuf, Toolkit),
     folder: &Path,
 ) -> Result<(), String> {
     let suffix = if architecture >= 90 { "a" } else { "" };
     let card = format!("sm_{architecture}{suffix}");
     let name = format!("{}, {label}, {card}", source.name);
-    let ptx = crate::graph::compile(&source.text, &format!("--gpu-architecture={card}"), headers);
-    let ptx = ptx.map_err(|error| format!("{name}: {error}"))?;
-    let ptx: Vec<u8> = ptx.into_iter().map(|byte| byte as u8).take_while(|byte| *byte != 0).collect();
+    let mut ptx = compile(&source.text, &card, &toolkit.headers).map_err(|error| format!("{name}: {error}"))?;
+    assert_eq!(ptx.pop(), Some(0), "text that ends as drivers expect");
     let stem = name.replace([' ', ','], "_");
     let path = |ending: &str| folder.join(format!("{stem}.{ending}"));
     std::fs::write(path("ptx"), ptx).expect("a file");

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::device::DeviceId;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageError, StageOptions};
+use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
 use kernels::weights::ModelFile;
 use kernels::weights::testing::{TinyModel, real_model_path};
 
@@ -37,13 +37,17 @@ fn a_gpu_shows_its_own_speed() {
     let start = Instant::now();
     let shown = gpu_speed(device).expect("it is there");
     let (products, copy_bytes_s) = (shown.products.expect("products"), shown.copy_bytes_s.expect("a copy"));
-    eprintln!("{products:?}, copies {copy_bytes_s} B/s, in {:?} with compilation", start.elapsed());
+    let cache_bytes_s = shown.cache_bytes_s.expect("attention");
+    let rates = format!("attention {cache_bytes_s} B/s, copies {copy_bytes_s} B/s");
+    eprintln!("{products:?}, {rates}, in {:?} with compilation", start.elapsed());
     let gigabytes = |bytes: u64| bytes as f64 / 1e9;
     // From a software driver on one busy core to what no device reaches.
     assert!((0.001..50_000.0).contains(&gigabytes(products.weight_bytes_s)), "{products:?}");
     assert!((0.001..5_000_000.0).contains(&gigabytes(products.flops_s)), "{products:?}");
     assert!((1_000..5_000_000_000).contains(&products.step_ns), "{products:?}");
-    assert!((0.01..50_000.0).contains(&gigabytes(copy_bytes_s)));
+    assert!(products.layer_ns < 1_000_000_000, "{products:?}");
+    assert!((0.001..50_000.0).contains(&gigabytes(cache_bytes_s)), "{rates}");
+    assert!((0.01..50_000.0).contains(&gigabytes(copy_bytes_s)), "{rates}");
 }
 
 #[test]
@@ -60,7 +64,8 @@ fn a_stage_refuses_what_does_not_fit() {
     let Some(device) = device() else { return };
     let file = TinyModel::default().open();
     let mut stage = load_stage(file.clone(), options(&file, 8), device).unwrap();
-    let rows = |sequence, position, tokens| Rows { sequence, position, input: RowsIn::Tokens(tokens), logits: true };
+    let rows =
+        |sequence, position, tokens| Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
     stage.forward(&[rows(1, 0, &[1, 2, 3])]).unwrap();
     let hidden = [0f32; 256];
     let wrong = [
@@ -68,7 +73,7 @@ fn a_stage_refuses_what_does_not_fit() {
         rows(1, 3, &[]),
         rows(1, 3, &[1, 2, 3, 4, 5, 6]),
         rows(1, 3, &[u32::MAX]),
-        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), logits: false },
+        Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), want: Want::Nothing },
     ];
     for wrong in wrong {
         let error = stage.forward(&[rows(2, 0, &[1]), wrong]).unwrap_err();
@@ -80,7 +85,7 @@ fn a_stage_refuses_what_does_not_fit() {
     stage.release(1);
     stage.forward(&crowd).unwrap();
     let mut second = load_stage(file.clone(), StageOptions { layers: 1..3, ..options(&file, 8) }, device).unwrap();
-    let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), logits: false };
+    let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), want: Want::Nothing };
     let error = second.forward(&[ragged]).unwrap_err();
     assert!(matches!(error, StageError::Input(_)), "{error}");
 }
@@ -92,7 +97,7 @@ fn rewritten_positions_give_the_same_bits() {
     let file = TinyModel::default().open();
     let mut stage = load_stage(file.clone(), options(&file, 16), device).unwrap();
     let mut run = |sequence, position, tokens: &[u32]| {
-        let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), logits: true };
+        let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
         stage.forward(&[rows]).unwrap()
     };
     run(1, 0, &[1, 2, 9, 9, 9]);
@@ -129,7 +134,7 @@ fn smollm2_gives_the_oracles_tokens_and_the_processors_bits() {
     let margins = &prompt["numpy_f32"]["margins"];
     let (mut position, mut agreed) = (0, 0);
     for (i, &next) in greedy[..6].iter().enumerate() {
-        let rows = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), logits: true }];
+        let rows = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), want: Want::Logits }];
         let out = stage.forward(&rows).unwrap();
         assert!(out == reference.forward(&rows).unwrap(), "token {i}: other bits than the processor's");
         let RowsOut::Logits(logits) = &out[0] else { panic!("no logits") };

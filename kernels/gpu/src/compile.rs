@@ -1,0 +1,245 @@
+//! CUDA text becomes code that a driver loads, once for a machine and a build of the program: what NVRTC made is kept on disk.
+//!
+//! Compiling takes NVRTC a good part of a second for each kernel, and a model has dozens. [`Compiler`] compiles the kernels of our
+//! graphs; `compile/cubecl.rs` does the same for those that CubeCL compiles itself.
+use std::ffi::{CStr, CString, c_char};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use cudarc::driver::{result as driver, sys};
+use cudarc::nvrtc::result as nvrtc;
+use kernels::stage::StageError;
+
+use crate::cache::{Key, Store};
+use crate::device::{cuda, toolkit};
+use crate::engine::failed;
+
+mod cubecl;
+
+pub(crate) use cubecl::{keep, prepare};
+
+/// Where kernels are kept; nowhere in programs that did not say so.
+static STORE: OnceLock<Store> = OnceLock::new();
+
+/// Keeps compiled kernels in a folder from now on.
+pub(crate) fn keep_in(dir: &Path) {
+    // A second call changes nothing.
+    let _ = STORE.set(Store::new(dir));
+}
+
+/// Where compiled kernels are kept: the folder, bytes that they take, and how many they may take. `None` before
+/// [`crate::use_cache`].
+pub fn kept_kernels() -> Option<(PathBuf, u64, u64)> {
+    STORE.get().map(Store::usage).map(|(dir, used, limit)| (dir.to_path_buf(), used, limit))
+}
+
+/// Compiles kernels for one device.
+pub(crate) struct Compiler {
+    architecture: String,
+    headers: Vec<PathBuf>,
+    kept: Option<(&'static Store, Key)>,
+}
+
+impl Compiler {
+    /// Loads NVRTC.
+    ///
+    /// # Errors
+    /// NVRTC or its headers are missing, or the device does not answer.
+    pub(crate) fn new(device: sys::CUdevice) -> Result<Self, StageError> {
+        let toolkit = toolkit::ready().map_err(|fault| StageError::Device(fault.to_string()))?;
+        let environment = Environment::of(device, &toolkit).map_err(failed)?;
+        let architecture = environment.architecture.clone();
+        let kept = STORE.get().and_then(|store| Some((store, environment.space("graphs")?)));
+        Ok(Self { architecture, headers: toolkit.headers, kept })
+    }
+
+    /// Hands code of a kernel to `load`, which puts it into the driver. Code from disk that the driver refuses is compiled again.
+    ///
+    /// # Errors
+    /// The text does not compile, or `load` fails with code that was just compiled.
+    pub(crate) fn load<T>(
+        &self,
+        text: &str,
+        load: impl FnMut(&[u8]) -> Result<T, StageError>,
+    ) -> Result<T, StageError> {
+        load_kept(self.kept, text, || compile(text, &self.architecture, &self.headers), load)
+    }
+}
+
+fn load_kept<T>(
+    kept: Option<(&Store, Key)>,
+    text: &str,
+    compile: impl FnOnce() -> Result<Vec<u8>, StageError>,
+    mut load: impl FnMut(&[u8]) -> Result<T, StageError>,
+) -> Result<T, StageError> {
+    let name = Key::of(&[text.as_bytes()]);
+    if let Some((store, space)) = kept
+        && let Some(code) = store.get(space, name)
+    {
+        match load(&code) {
+            Ok(loaded) => return Ok(loaded),
+            Err(_) => store.remove(space, name),
+        }
+    }
+    let code = compile()?;
+    let loaded = load(&code)?;
+    if let Some((store, space)) = kept {
+        store.put(space, name, &code);
+    }
+    Ok(loaded)
+}
+
+/// Compiles CUDA text to PTX, ended by zero, for an architecture such as `sm_90a`.
+///
+/// # Errors
+/// What NVRTC says of the text.
+pub(crate) fn compile(text: &str, architecture: &str, headers: &[PathBuf]) -> Result<Vec<u8>, StageError> {
+    let text = CString::new(text).map_err(failed)?;
+    let headers = headers.iter().map(|path| format!("--include-path={}", path.display()));
+    let options: Vec<String> = std::iter::once(format!("--gpu-architecture={architecture}")).chain(headers).collect();
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let program = nvrtc::create_program(text.as_c_str(), None).map_err(failed)?;
+    // SAFETY: the program was just made, and is destroyed after its last use; its log ends with zero.
+    unsafe {
+        let code = match nvrtc::compile_program(program, &options) {
+            Ok(()) => nvrtc::get_ptx(program).map_err(failed),
+            Err(error) => Err(match nvrtc::get_program_log(program) {
+                Ok(log) if !log.is_empty() => failed(CStr::from_ptr(log.as_ptr())),
+                Ok(_) | Err(_) => failed(error),
+            }),
+        };
+        let _ = nvrtc::destroy_program(program); // memory only
+        let bytes = |code: Vec<c_char>| code.into_iter().map(|byte| byte as u8).collect();
+        code.map(bytes)
+    }
+}
+
+/// What compiled code depends on beside its text.
+#[derive(Clone, Debug)]
+struct Environment {
+    /// Hash of the program.
+    build: Option<[u8; 32]>,
+    /// As in `sm_90a`.
+    architecture: String,
+    /// The driver, which reads the code.
+    driver: String,
+    /// NVRTC and its headers, which made it.
+    compiler: String,
+}
+
+impl Environment {
+    fn of(device: sys::CUdevice, toolkit: &toolkit::Toolkit) -> Result<Self, driver::DriverError> {
+        let capability = cuda::capability(device)?;
+        let mut version = 0;
+        // SAFETY: writes one number.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
+        // A driver's own version, which tells updates of one version of CUDA apart; WSL does not have it.
+        let release = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
+        let library = std::fs::metadata(&toolkit.library).ok();
+        let changed = library.as_ref().and_then(|library| library.modified().ok());
+        let bytes = library.map_or(0, |library| library.len());
+        Ok(Self {
+            build: build(),
+            architecture: architecture(capability),
+            driver: format!("{version} {}", release.trim()),
+            compiler: format!("{toolkit:?} {bytes} {changed:?}"),
+        })
+    }
+
+    /// Where entries of this environment are kept. `None` if the program cannot be told from others.
+    fn space(&self, of: &str) -> Option<Key> {
+        let Self { build, architecture, driver, compiler } = self;
+        Some(Key::of(&[of.as_bytes(), &(*build)?, architecture.as_bytes(), driver.as_bytes(), compiler.as_bytes()]))
+    }
+}
+
+/// From Hopper on, instructions of one generation only need the suffix.
+fn architecture(capability: u32) -> String {
+    format!("sm_{capability}{}", if capability >= 90 { "a" } else { "" })
+}
+
+/// The hash of this program's file: any change of a kernel is a change of it. Read once, when kernels are first needed: 0.1 s.
+fn build() -> Option<[u8; 32]> {
+    static BUILD: OnceLock<Option<[u8; 32]>> = OnceLock::new();
+    let hash = || {
+        // An update may have removed the file: its process still reads it under this name.
+        let mut file = File::open("/proc/self/exe").or_else(|_| File::open(std::env::current_exe()?)).ok()?;
+        let mut hasher = blake3::Hasher::new();
+        let mut block = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut block).ok()? {
+                0 => return Some(hasher.finalize().into()),
+                read => hasher.update(&block[..read]),
+            };
+        }
+    };
+    *BUILD.get_or_init(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn environment() -> Environment {
+        Environment {
+            build: build(),
+            architecture: architecture(90),
+            driver: "13000 580.95.05".into(),
+            compiler: "NVRTC 12.9".into(),
+        }
+    }
+
+    /// What is loaded, and whether it was compiled for that.
+    fn load(store: &Store, environment: &Environment, accept: impl Fn(&[u8]) -> bool) -> (Option<Vec<u8>>, bool) {
+        let mut compiled = false;
+        let compile = || {
+            compiled = true;
+            Ok(b"code".to_vec())
+        };
+        let load =
+            |code: &[u8]| if accept(code) { Ok(code.to_vec()) } else { Err(StageError::Device("refused".into())) };
+        let space = environment.space("graphs").expect("a build");
+        let loaded = load_kept(Some((store, space)), "text", compile, load).ok();
+        (loaded, compiled)
+    }
+
+    #[test]
+    fn a_kernel_is_compiled_once_for_a_build_device_driver_and_compiler() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path());
+        let code = Some(b"code".to_vec());
+        assert_eq!(load(&store, &environment(), |_| true), (code.clone(), true));
+        assert_eq!(load(&store, &environment(), |_| true), (code.clone(), false));
+        let others = [
+            Environment { build: Some([7; 32]), ..environment() },
+            Environment { architecture: architecture(89), ..environment() },
+            Environment { driver: "13000 580.105.08".into(), ..environment() },
+            Environment { compiler: "NVRTC 13.0".into(), ..environment() },
+        ];
+        for other in &others {
+            assert_eq!(load(&store, other, |_| true), (code.clone(), true), "{other:?}");
+        }
+        assert_eq!(load(&store, &environment(), |_| true), (code, false));
+    }
+
+    #[test]
+    fn code_that_the_driver_refuses_is_compiled_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path());
+        let (space, name) = (environment().space("graphs").unwrap(), Key::of(&[b"text"]));
+        store.put(space, name, b"code of a bug");
+        assert_eq!(load(&store, &environment(), |code| code == b"code"), (Some(b"code".to_vec()), true));
+        assert_eq!(store.get(space, name).as_deref(), Some(&b"code"[..]));
+        store.remove(space, name);
+        assert_eq!(load(&store, &environment(), |_| false), (None, true));
+        assert_eq!(store.get(space, name), None, "what the driver refuses is not kept");
+    }
+
+    #[test]
+    fn a_build_is_told_by_its_file() {
+        let file = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        assert_eq!(build(), Some(*blake3::hash(&file).as_bytes()));
+    }
+}

@@ -1,0 +1,155 @@
+//! Gate and up of up to eight rows in one launch: activation(gate) · up leaves it as the integers that the next product reads.
+use cubecl::prelude::*;
+use kernels::order::{Activation, CHUNKS};
+use kernels::quant::QuantType;
+use kernels::tile::{Layout, ROWS, Scales};
+
+use super::few::{share_sums, strip_sums};
+use super::{Activations, FEW, Matrix};
+use crate::arithmetic::{Abilities, gate};
+use crate::rows::{Wanted, put};
+use crate::tiles::{NIBBLES, lane_scales, lane_vectors};
+use crate::{Platform, array};
+
+/// Strips of a cube: two of the gate, two of up. They give one block of 32 columns.
+const STRIPS: usize = 4;
+/// Columns of a cube.
+const COLUMNS: usize = STRIPS / 2 * ROWS;
+
+/// How often a plane goes through the columns: the gate and up at once only where registers hold tiles of both.
+const fn passes(kind: QuantType, one: Option<usize>) -> usize {
+    if one.is_some() && 2 * lane_vectors(kind) + lane_scales(kind) <= 6 { 1 } else { 2 }
+}
+
+/// Whether [`gate_product`] computes `count` rows of a matrix that holds the gate above up.
+pub(crate) fn gates(matrix: &Matrix, count: usize, able: Abilities) -> bool {
+    let layout = Layout::of(matrix.kind);
+    // Tiles with a scale for each 16 columns leave too few registers on some cards.
+    let fits = layout.bits > 0 && layout.scales != Scales::Sixteens;
+    able.matrices && fits && count <= FEW && matrix.rows.is_multiple_of(2 * COLUMNS)
+}
+
+/// `count` rows of `x` times a matrix that holds the gate above up, gated, to the integers of `gated`.
+pub(crate) fn gate_product<R: Platform>(
+    client: &ComputeClient<R>,
+    able: Abilities,
+    matrix: &Matrix,
+    x: &Activations,
+    count: usize,
+    activation: Activation,
+    gated: &Activations,
+) {
+    let cols = matrix.rows / 2;
+    // SAFETY: a cube stays within its strips, and the rows of activations are as many as counted.
+    unsafe {
+        gate_kernel::launch_unchecked::<R>(
+            client,
+            CubeCount::Static((cols / COLUMNS) as u32, 1, 1),
+            CubeDim::new_2d(32, CHUNKS as u32),
+            array(&matrix.tiles, matrix.words()),
+            array(&matrix.tiles, matrix.words()),
+            array(&x.codes, x.code_words(count)),
+            array(&x.scales, x.scale_words(count)),
+            array(&gated.floats, count * cols),
+            array(&gated.codes, gated.code_words(count)),
+            array(&gated.scales, gated.scale_words(count)),
+            NIBBLES,
+            matrix.groups() as u32,
+            cols as u32,
+            count as u32,
+            matrix.kind,
+            if count == 1 { Some(matrix.groups().div_ceil(CHUNKS)) } else { None },
+            activation,
+            able,
+        );
+    }
+}
+
+#[cube(launch_unchecked, address_type = "u64")]
+fn gate_kernel(
+    pairs: &Array<Vector<u32, Const<2>>>,
+    singles: &Array<u32>,
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<f32, Const<4>>>,
+    out_floats: &mut Array<f32>,
+    out_codes: &mut Array<u32>,
+    out_scales: &mut Array<Vector<f32, Const<4>>>,
+    nibbles: u32,
+    groups: u32,
+    cols: u32,
+    count: u32,
+    #[comptime] kind: QuantType,
+    #[comptime] one: Option<usize>,
+    #[comptime] activation: Activation,
+    #[comptime] able: Abilities,
+) {
+    let columns = comptime!(if one.is_some() { 1usize } else { FEW });
+    let (lane, plane) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
+    let (groups, cols) = (groups as usize, cols as usize);
+    let strip = CUBE_POS_X as usize * comptime!(STRIPS / 2);
+    // From the gate to up in tiles.
+    let far = cols / comptime!(ROWS) * groups;
+    let end = cols / comptime!(ROWS);
+    let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * STRIPS * ROWS * columns));
+    let each = comptime!(STRIPS / passes(kind, one));
+    #[unroll]
+    for pass in 0..comptime!(passes(kind, one)) {
+        let mut sums = Array::<f32>::new(comptime!(4 * each));
+        #[unroll]
+        for i in 0..comptime!(4 * each) {
+            sums[i] = 0.0f32;
+        }
+        strip_sums(
+            pairs,
+            singles,
+            codes,
+            scales,
+            nibbles,
+            strip + pass * end,
+            end + end,
+            far,
+            plane,
+            groups,
+            0usize,
+            count as usize,
+            lane,
+            &mut sums,
+            each,
+            comptime!(each == STRIPS),
+            one,
+            kind,
+            able,
+        );
+        #[unroll]
+        for s in 0..each {
+            let to = comptime!(pass * each + s);
+            share_sums(&sums, &mut shared, lane, plane, s, to, STRIPS, columns);
+        }
+    }
+    sync_cube();
+    // A plane finishes a row; eight of its units hold four columns each.
+    if plane < count as usize && plane < columns {
+        let mut values = Array::<f32>::new(4usize);
+        let first = lane % 8 * 4;
+        #[unroll]
+        for i in 0..4usize {
+            let mut both = Array::<f32>::new(2usize);
+            #[unroll]
+            for half in 0..2usize {
+                let mut total = 0.0f32;
+                #[unroll]
+                for c in 0..CHUNKS {
+                    let row = (comptime!(c * columns) + plane) * comptime!(STRIPS * ROWS);
+                    total += shared[row + comptime!(half * COLUMNS + i) + first];
+                }
+                both[half] = total;
+            }
+            values[i] = gate(both[0], both[1], activation, able);
+        }
+        let column = CUBE_POS_X as usize * COLUMNS + first;
+        let column = select(lane < 8, column, cols);
+        let mut unused = SharedMemory::<f32>::new(1usize);
+        let wanted = comptime!(Wanted { floats: false, integers: true });
+        put(&values, plane, column, cols, &mut unused, out_floats, out_codes, out_scales, wanted, able);
+    }
+}

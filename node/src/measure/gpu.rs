@@ -1,0 +1,239 @@
+//! What `bench decode` and `bench prefill` measure of a model on a GPU: tokens per second, and where the time of a token goes.
+use kernels::device::DeviceId;
+use kernels::quant::QuantType;
+use kernels::sampler::SamplerSettings;
+use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
+use kernels::weights::ModelFile;
+use kernels_gpu::{Profiled, Shape};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Which model.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// A file.
+    File(&'a Path),
+    /// Random weights of a shape, made on the device.
+    Random(&'static Shape, QuantType),
+}
+
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuBench {
+    /// Threads that convert weights.
+    pub threads: usize,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Tokens decoded after it; none: only the prompt is measured.
+    pub tokens: usize,
+    /// Requests that decode at once, at least one.
+    pub requests: usize,
+    /// Of the sampler; 0 takes the most likely token.
+    pub temperature: f32,
+}
+
+/// Measurements of each kind, of which the median counts.
+const REPEATS: usize = 3;
+
+/// Loads a model onto a GPU and measures it.
+///
+/// # Errors
+/// The device is not here, the model does not fit it, or the device fails.
+pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Value, String> {
+    let text = |error: StageError| error.to_string();
+    let copied = kernels_gpu::gpu_speed(device)?.copy_bytes_s;
+    let options = |layers: usize| StageOptions {
+        layers: 0..layers,
+        sequences: bench.requests + 1, // one to time the steps of a layer with
+        context: bench.prompt + bench.tokens + 2,
+        activations: Activations::Int8,
+        threads: bench.threads,
+    };
+    let (name, mut stage, vocab) = match source {
+        Source::File(path) => {
+            let file = ModelFile::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+            let config = file.config();
+            let most = config.context;
+            if bench.prompt + bench.tokens + 2 > most {
+                return Err(format!(
+                    "expected a prompt and tokens within the model's context of {most}, found {} and {}; choose fewer",
+                    bench.prompt, bench.tokens
+                ));
+            }
+            let (layers, vocab) = (config.layers, config.vocab);
+            let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+            (name, kernels_gpu::load_profiled(Arc::clone(&file), options(layers), device).map_err(text)?, vocab)
+        }
+        Source::Random(shape, quant) => {
+            let stage = kernels_gpu::load_random(shape, quant, options(shape.layers), device).map_err(text)?;
+            (format!("{} {} (random weights)", shape.name, quant.name()), stage, shape.vocab)
+        }
+    };
+    let figures = Run { stage: stage.as_mut(), vocab, bench }.measure(copied.unwrap_or(0)).map_err(text)?;
+    let mut all = json!({"model": name, "device": device.to_string()});
+    if let (Value::Object(all), Value::Object(figures)) = (&mut all, figures) {
+        all.extend(figures);
+    }
+    Ok(all)
+}
+
+struct Run<'a> {
+    stage: &'a mut dyn Profiled,
+    vocab: usize,
+    bench: GpuBench,
+}
+
+impl Run<'_> {
+    fn measure(&mut self, copied: u64) -> Result<Value, StageError> {
+        let GpuBench { prompt, tokens, requests, .. } = self.bench;
+        self.prefill(0)?; // compiles, and touches every page
+        let prefill = self.median(|run| run.prefill(0))?;
+        let bytes = self.stage.bytes_per_token();
+        let phases = self.stage.load_phases();
+        let mut figures = json!({
+            "prompt": prompt,
+            "prefill_tok_s": prompt as f64 / prefill.as_secs_f64(),
+            "bytes_per_token": bytes,
+            "copy_bytes_per_second": copied,
+            "weights_bytes": self.stage.resident_bytes().weights,
+            "working_bytes": self.stage.resident_bytes().working,
+            "load_s": {
+                "open": phases.open_s, "convert": phases.convert_s, "upload": phases.upload_s, "proof": phases.proof_s,
+                "kernels": phases.kernels_s, "total": phases.total_s,
+            },
+            "prefill_us_a_layer": self.times(prompt, 0)?,
+        });
+        if tokens > 0 {
+            for request in 1..requests {
+                self.prefill(request as u64)?;
+            }
+            let mut waited = Duration::ZERO;
+            let took = self.median(|run| {
+                let before = run.stage.waited();
+                let took = run.decode()?;
+                waited = run.stage.waited().saturating_sub(before);
+                Ok(took)
+            })?;
+            let step_s = took.as_secs_f64() / tokens as f64;
+            let launches = self.stage.launches();
+            let per_second = requests as f64 / step_s;
+            figures["requests"] = json!(requests);
+            figures["tokens"] = json!(tokens);
+            figures["temperature"] = json!(self.bench.temperature);
+            figures["decode_tok_s"] = json!(per_second);
+            figures["step_us"] = json!(step_s * 1e6);
+            figures["host_us_a_step"] = json!(took.saturating_sub(waited).as_secs_f64() / tokens as f64 * 1e6);
+            figures["launches_a_layer"] = json!(launches.per_layer);
+            figures["launches_a_step"] = json!(launches.per_step);
+            figures["read_bytes_per_second"] = json!(bytes as f64 / step_s);
+            figures["share_of_copy"] = json!(if copied > 0 { bytes as f64 / step_s / copied as f64 } else { 0.0 });
+            figures["decode_us_a_layer"] = self.times(requests.min(8), prompt)?;
+        }
+        Ok(figures)
+    }
+
+    fn median(
+        &mut self,
+        mut of: impl FnMut(&mut Self) -> Result<Duration, StageError>,
+    ) -> Result<Duration, StageError> {
+        let mut all = (0..REPEATS).map(|_| of(self)).collect::<Result<Vec<_>, _>>()?;
+        all.sort_unstable();
+        Ok(all[REPEATS / 2])
+    }
+
+    /// Microseconds of each step of a layer.
+    fn times(&mut self, rows: usize, position: usize) -> Result<Value, StageError> {
+        // A pass has at most 512 rows.
+        let times = self.stage.step_times(rows.clamp(1, 512), position)?;
+        Ok(times.into_iter().map(|(step, seconds)| (format!("{step:?}"), json!(seconds * 1e6))).collect())
+    }
+
+    fn settings(&self) -> SamplerSettings {
+        SamplerSettings { temperature: self.bench.temperature, ..SamplerSettings::greedy() }
+    }
+
+    /// The whole prompt of a request, to its first token.
+    fn prefill(&mut self, sequence: u64) -> Result<Duration, StageError> {
+        let start = Instant::now();
+        let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
+        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, history: &[] };
+        self.stage.forward(&[Rows {
+            sequence,
+            position: 0,
+            input: RowsIn::Tokens(&tokens),
+            want: Want::Token(draw),
+        }])?;
+        Ok(start.elapsed())
+    }
+
+    /// Tokens of all requests, each step made of what the one before drew.
+    fn decode(&mut self) -> Result<Duration, StageError> {
+        let (prompt, requests) = (self.bench.prompt, self.bench.requests);
+        let mut last = vec![1u32; requests];
+        let start = Instant::now();
+        for i in 0..self.bench.tokens {
+            let settings = self.settings();
+            let row = |(sequence, token): (usize, &u32)| (sequence as u64, [*token]);
+            let tokens: Vec<(u64, [u32; 1])> = last.iter().enumerate().map(row).collect();
+            let position = prompt + i;
+            let draw = Draw { settings, position: position as u32 + 1, history: &[] };
+            let batch: Vec<Rows<'_>> = tokens
+                .iter()
+                .map(|(sequence, token)| Rows {
+                    sequence: *sequence,
+                    position,
+                    input: RowsIn::Tokens(token),
+                    want: Want::Token(draw),
+                })
+                .collect();
+            for (last, out) in last.iter_mut().zip(self.stage.forward(&batch)?) {
+                if let RowsOut::Token(token) = out {
+                    *last = token;
+                }
+            }
+        }
+        Ok(start.elapsed())
+    }
+}
+
+/// The figures of [`model`], human-readable.
+pub fn text(figures: &Value) -> String {
+    let number = |name: &str| figures[name].as_f64().unwrap_or(0.0);
+    let mut text = format!(
+        "{} on {}: {:.2} GB of weights, loaded in {:.2} s\nprefill of {}: {:.0} tok/s\n",
+        figures["model"].as_str().unwrap_or("?"),
+        figures["device"].as_str().unwrap_or("?"),
+        number("weights_bytes") / 1e9,
+        figures["load_s"]["total"].as_f64().unwrap_or(0.0),
+        figures["prompt"],
+        number("prefill_tok_s"),
+    );
+    if figures["decode_tok_s"].is_number() {
+        text.push_str(&format!(
+            "decode after it, {} at once, temperature {}: {:.1} tok/s, {:.0} µs a step, {:.0} of them on the host; {} launches a \
+             layer, {} a step; reads {:.0} GB/s, {:.0} % of a copy's {:.0}\n",
+            figures["requests"],
+            figures["temperature"],
+            number("decode_tok_s"),
+            number("step_us"),
+            number("host_us_a_step"),
+            figures["launches_a_layer"],
+            figures["launches_a_step"],
+            number("read_bytes_per_second") / 1e9,
+            number("share_of_copy") * 100.0,
+            number("copy_bytes_per_second") / 1e9,
+        ));
+    }
+    for (name, title) in [("decode_us_a_layer", "decode"), ("prefill_us_a_layer", "prefill")] {
+        let Some(times) = figures[name].as_object() else { continue };
+        let sum: f64 = times.values().filter_map(Value::as_f64).sum();
+        text.push_str(&format!("µs a layer, {title}: {sum:.1} of"));
+        for (step, us) in times {
+            text.push_str(&format!(" {step} {:.1}", us.as_f64().unwrap_or(0.0)));
+        }
+        text.push('\n');
+    }
+    text
+}
