@@ -20,6 +20,9 @@ pub(crate) struct Matrix {
     bytes: MmapMut,
 }
 
+/// Gives the tiles of some rows.
+type Fill<'a> = dyn Fn(Range<usize>, &mut [u8]) -> Result<(), StageError> + Sync + 'a;
+
 impl Matrix {
     /// Makes a matrix on all threads: `fill` gives the tiles of some rows, of which the first begins a tile.
     ///
@@ -29,7 +32,7 @@ impl Matrix {
         pool: &mut Pool,
         kind: QuantType,
         [rows, cols]: [usize; 2],
-        fill: &(dyn Fn(Range<usize>, &mut [u8]) -> Result<(), StageError> + Sync),
+        fill: &Fill<'_>,
     ) -> Result<Self, StageError> {
         let layout = Layout::of(kind);
         let size = layout.matrix_bytes(rows, cols);

@@ -139,7 +139,7 @@ pub(super) fn driver_version() -> Result<Version, String> {
     let there = unsafe { driver_sys::is_culib_present() };
     if !there {
         let library = |folder: &&str| Path::new(folder).join(DRIVER);
-        match DRIVER_FOLDERS.iter().map(|folder| library(&folder)).find(|path| path.is_file()) {
+        match DRIVER_FOLDERS.iter().map(library).find(|path| path.is_file()) {
             Some(path) => open(&path)?,
             None => return Err(open(Path::new(DRIVER)).err().unwrap_or_default()),
         }

@@ -112,7 +112,7 @@ fn run(global: &Global, args: &ModelArgs, numbers: &Numbers) -> Result<(), Failu
     let threads = args.threads.or(global.file.threads);
     if let (Some(shape), Some(path)) = (args.shape, &args.write) {
         write(shape, args.quant, path)?;
-        remark(&format!("{} holds random weights of {}", path.display(), shape.name));
+        remark(format!("{} holds random weights of {}", path.display(), shape.name));
     }
     if chosen == DeviceId::Cpu {
         let (path, _kept) = file(global, args)?;
