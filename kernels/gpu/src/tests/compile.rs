@@ -144,6 +144,9 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
+/// One cube a row once a token, of which the registers of some cards fall short by a few words.
+const MAY_SPILL: &str = "choose_kernel";
+
 /// Compiles a kernel for one architecture to machine code; gives what is wrong with it, if anything.
 fn assembled(
     label: &str,
@@ -166,6 +169,7 @@ fn assembled(
     let said = String::from_utf8_lossy(&run.stderr);
     let wrong = |line: &&str| {
         let spills = line.contains("spill") && !line.contains("0 bytes spill stores, 0 bytes spill loads");
+        let spills = spills && !source.name.starts_with(MAY_SPILL);
         spills || line.contains("error")
     };
     let wrong: String = said.lines().filter(wrong).collect();
