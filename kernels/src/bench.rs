@@ -190,7 +190,7 @@ fn bytes_of(memory: u64) -> usize {
     usize::try_from(memory).unwrap_or(usize::MAX)
 }
 
-/// Seconds of the fastest of several passes: whoever else uses the machine now makes it slower, and may be gone in a minute. No
+/// Seconds of the fastest of several passes: other programs make a pass slower, and may have ended a minute later. No
 /// pass begins after `limit`.
 fn fastest(limit: Duration, mut pass: impl FnMut()) -> f64 {
     let began = Instant::now();

@@ -33,7 +33,7 @@ use source::Source;
 
 /// An opened weights file; `Sync`. Its header is in memory, tensors are read when they are asked for.
 ///
-/// Whoever replaces a model file does so by a rename: then this one stays what it is. One that is written or cut in place is
+/// Model files are to be replaced by a rename: then the open one stays what it is. One that is written or cut in place is
 /// noticed ([`Self::check_unchanged`]), and reads behind its end are errors.
 #[derive(Debug)]
 pub struct ModelFile {
@@ -229,7 +229,7 @@ impl ModelFile {
     }
 
     /// Whether the file is still the one that was opened: its length, and unless chunks from peers are written into it the time
-    /// of the last write. Whoever has read from it and then finds it unchanged has read what the header promised.
+    /// of the last write. Bytes that were read before a check that succeeds are the ones that the header describes.
     ///
     /// # Errors
     /// [`WeightsError::Changed`] with what was expected and found, or the file cannot be asked.

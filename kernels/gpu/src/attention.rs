@@ -46,7 +46,7 @@ impl Heads {
         POSITIONS * self.head_dim / if self.half_cells { 2 } else { 1 }
     }
 
-    /// Query heads of a key head that one cube attends with, where there are so many pages of rows: fewer, so that there are cubes
+    /// Query heads of a key head that one cube attends with, by the number of pages of all rows: fewer, so that there are cubes
     /// for all of a device's processors. All units of a cube have values to sum up with these, and keys serve two heads, at least.
     fn share(&self, pages: usize, processors: Option<u32>) -> usize {
         let group = self.heads / self.kv_heads;

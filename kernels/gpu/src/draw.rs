@@ -2,7 +2,7 @@
 //!
 //! Three launches whatever the settings: `survey` finds the extremes of the logits, `weigh` adds the weights of tokens into buckets
 //! by logit, `choose` finds the bucket that a share of the weight falls into and orders its members. Weights are the integers of
-//! `kernels::sampler::order`, so sums are exact whoever adds. A row that these do not decide (unsound logits, or more tokens in one
+//! `kernels::sampler::order`, so sums are exact in any order. A row that these do not decide (unsound logits, or more tokens in one
 //! bucket than a cube orders) is left to the host.
 //!
 //! In CubeCL a variable that begins as a copy of a parameter may be the parameter itself: loops begin at `UNIT_POS_X`, not at `unit`.

@@ -52,7 +52,7 @@ pub trait Platform: Runtime {
         Ok(None)
     }
 
-    /// What copies weights to device `number` by slabs of so many bytes, where the runtime lets others copy.
+    /// What copies weights to device `number` in slabs of that many bytes, where the runtime gives access to its memory.
     ///
     /// # Errors
     /// The host has no memory for slabs, or the device failed.

@@ -118,7 +118,7 @@ impl Shape {
         file.flush()
     }
 
-    /// The model as a file without a name whose matrices are holes: whoever loads it makes them up. It takes some MiB of the disk
+    /// The model as a file without a name whose matrices are holes: the loader makes them up. It takes some MiB of the disk
     /// while it is open.
     ///
     /// # Errors

@@ -24,7 +24,7 @@ const BYTES_MAX: usize = 128 << 20;
 /// No further pass begins after this.
 const MEASURE: Duration = Duration::from_millis(100);
 /// Every page of the operating system is written: pages that never were are all read from one page of zeros, which is in the
-/// caches. Rows of values of so many positions are 2 KiB.
+/// caches. A row of values of that many positions is 2 KiB.
 const WRITTEN_EVERY: usize = 8;
 
 /// Bytes per second that all threads of the pool read together, as a stage's do in a step of one row: from a cache of about

@@ -47,7 +47,7 @@ impl Holding {
         let len = file.metadata().map_err(disk)?.len();
         if len != index.file_len() {
             if len != 0 {
-                // Whoever has it open keeps what it was: nothing is cut in place.
+                // A stage that has it open keeps the old content: nothing is cut in place.
                 std::fs::remove_file(path).map_err(disk)?;
                 file = open()?;
             }

@@ -329,7 +329,7 @@ async fn a_file_that_was_cut_is_made_up_for_by_peers() {
     assert_eq!(library.contents(), [bench.content]);
 }
 
-/// The cache's own file: cut, it is begun anew under its name, and who computes with the old one goes on.
+/// The cache's own file: once cut, it is written again under its name, and a stage that has the old one open goes on.
 #[tokio::test]
 async fn a_file_of_the_cache_that_was_cut_is_fetched_again() {
     let bench = bench(&[|_| {}]);

@@ -17,7 +17,7 @@ pub trait Profiled: Stage {
     /// Median seconds of each step of a layer, for `rows` rows of one sequence of which the first is at `position`.
     ///
     /// # Errors
-    /// The device failed, or the stage has no pages left for so many positions.
+    /// The device failed, or the stage has no pages left for that many positions.
     fn step_times(&mut self, rows: usize, position: usize) -> Result<Vec<(Step, f64)>, StageError>;
 
     /// Launches of a step of one row at the end of the context.

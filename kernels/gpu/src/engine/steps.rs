@@ -262,7 +262,7 @@ impl<R: Platform> GpuEngine<R> {
         })
     }
 
-    /// Whether steps of so many rows are drawn from on the device.
+    /// Whether the device draws the tokens of steps with this number of rows.
     pub(super) fn draws_rows(&self, rows: usize, settings: &SamplerSettings) -> bool {
         let able = self.steps.as_ref().is_some_and(|steps| steps.draws.is_some());
         able && rows <= FEW && draws(settings, self.config.vocab)

@@ -71,7 +71,7 @@ fn at_most(number: usize, #[comptime] most: usize) -> usize {
     select(number < most, number, most)
 }
 
-/// Numbers that a unit moves, of so many.
+/// Elements that a unit moves, of `of` in all.
 const fn each(of: usize) -> usize {
     of.div_ceil(UNITS)
 }
