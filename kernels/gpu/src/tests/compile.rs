@@ -144,7 +144,8 @@ fn toolkit() -> Option<(PathBuf, Toolkit)> {
     Some((ptxas.expect("ptxas in MESHNODE_CUDA"), load_from(&root).expect("NVRTC in MESHNODE_CUDA")))
 }
 
-/// One cube a row once a token, of which the registers of some cards fall short by a few words.
+/// CubeCL lays its shared memory out in another order each time it compiles it, and some orders make a card spill two words. It runs
+/// once a token in one cube a row.
 const MAY_SPILL: &str = "choose_kernel";
 
 /// Compiles a kernel for one architecture to machine code; gives what is wrong with it, if anything.
