@@ -7,6 +7,7 @@ use cubecl::server::Handle;
 use kernels::order::{LANES, POSITIONS};
 
 use crate::arithmetic::{Abilities, both_halves, exp, fused, inverse_sqrt, reciprocal, soft_cap, to_half};
+use crate::inline::{await_previous, release_next};
 use crate::product::Activations;
 use crate::rows::{UNITS, Wanted, put, square_sum};
 use crate::{Platform, array};
@@ -173,6 +174,8 @@ fn place_kernel(
     #[comptime] normed: bool,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let (head, row, unit) = (CUBE_POS_X as usize, CUBE_POS_Y as usize, UNIT_POS_X as usize);
     let dims = comptime!(heads.head_dim);
     let position = rows[2 * row] as usize;
@@ -414,6 +417,8 @@ fn attend_kernel(
     #[comptime] capped: bool,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let (dims, group) = comptime!((heads.head_dim, share));
     let (all, shares) = comptime!((heads.heads / heads.kv_heads, (heads.heads / heads.kv_heads).div_ceil(share)));
     let (block, unit) = (CUBE_POS_X as usize, UNIT_POS_X as usize);
@@ -615,6 +620,8 @@ fn combine_kernel(
     #[comptime] wanted: Wanted,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let (dims, cols) = comptime!((heads.head_dim, heads.heads * heads.head_dim));
     let (unit, row) = (UNIT_POS_X as usize, first_row as usize + CUBE_POS_Y as usize);
     let column = CUBE_POS_X as usize * comptime!(COMBINED) + 4 * unit;

@@ -30,7 +30,9 @@ use kernels::stage::StageError;
 
 use crate::Platform;
 use crate::compile::Compiler;
+use crate::device::cuda::capability;
 use crate::engine::failed;
+use crate::inline::AWAITS;
 
 /// A runtime that notes launches instead of making them.
 #[derive(Clone, Debug)]
@@ -302,6 +304,62 @@ struct Function {
     function: sys::CUfunction,
     units: (u32, u32, u32),
     shared_bytes: u32,
+    /// It waits for the kernel before it by itself.
+    awaits: bool,
+}
+
+/// A launch as it is captured.
+struct Call {
+    function: Function,
+    cubes: (u32, u32, u32),
+    /// Addresses of its buffers.
+    pointers: Vec<u64>,
+    /// Its scalars.
+    info: Vec<u64>,
+}
+
+impl Call {
+    /// Puts it on a stream. `early`: its cubes may start before the kernel before it is done.
+    ///
+    /// # Safety
+    /// The stream's context is current, and the parameters are those that the kernel was compiled for.
+    unsafe fn launch(&mut self, stream: sys::CUstream, early: bool) -> Result<(), result::DriverError> {
+        let Function { function, units, shared_bytes, .. } = self.function;
+        let mut parameters: Vec<*mut c_void> = self.pointers.iter_mut().map(|p| (p as *mut u64).cast()).collect();
+        parameters.push(self.info.as_mut_ptr().cast());
+        // SAFETY: of the caller; the attribute is read during the call, and zeros are a valid value of it.
+        unsafe {
+            if !early {
+                return result::launch_kernel(function, self.cubes, units, shared_bytes, stream, &mut parameters);
+            }
+            let mut attribute: sys::CUlaunchAttribute = std::mem::zeroed();
+            attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attribute.value.programmaticStreamSerializationAllowed = 1;
+            let config = sys::CUlaunchConfig {
+                gridDimX: self.cubes.0,
+                gridDimY: self.cubes.1,
+                gridDimZ: self.cubes.2,
+                blockDimX: units.0,
+                blockDimY: units.1,
+                blockDimZ: units.2,
+                sharedMemBytes: shared_bytes,
+                hStream: stream,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            sys::cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut()).result()
+        }
+    }
+}
+
+/// Whether graphs of a device keep launches that start before the one before them is done: Hopper and later, from CUDA 12.3 on.
+fn starts_early(device: sys::CUdevice) -> Result<bool, result::DriverError> {
+    const VERSION: i32 = 12_030;
+    const CAPABILITY: u32 = 90;
+    let mut version = 0;
+    // SAFETY: writes one number.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result()?;
+    Ok(version >= VERSION && capability(device)? >= CAPABILITY)
 }
 
 /// Records and replays on one device.
@@ -312,6 +370,8 @@ pub(crate) struct Graphs {
     stream: sys::CUstream,
     compiler: Compiler,
     functions: HashMap<KernelId, Function>,
+    /// Kernels that wait by themselves are launched before the kernel before them is done.
+    early: bool,
 }
 
 // SAFETY: the context is made current by each call; streams, functions and graphs may be used by any one thread at a time.
@@ -393,6 +453,7 @@ impl Graphs {
             stream,
             compiler,
             functions: HashMap::new(),
+            early: starts_early(found).map_err(failed)?,
         })
     }
 
@@ -420,26 +481,36 @@ impl Graphs {
             if info.dynamic_metadata_offset < info.data.len() || cubes == (0, 0, 0) {
                 return Err(StageError::Device("a launch with shapes or a count of the device's own".into()));
             }
-            calls.push((self.function(kernel)?, cubes, pointers, info.data));
+            calls.push(Call { function: self.function(kernel)?, cubes, pointers, info: info.data });
         }
-        // SAFETY: parameters are those that the kernel was compiled for: buffers in order, then scalars by value. They are copied
+        if self.early {
+            match self.capture(&mut calls, true) {
+                Ok(graph) => return Ok(graph),
+                Err(error) => {
+                    tracing::debug!("kernels of graphs do not start early here: {error}");
+                    self.early = false;
+                }
+            }
+        }
+        self.capture(&mut calls, false).map_err(failed)
+    }
+
+    /// A graph of launches. `early`: kernels that wait by themselves start early.
+    fn capture(&self, calls: &mut [Call], early: bool) -> Result<Graph, result::DriverError> {
+        // SAFETY: parameters are those that the kernels were compiled for: buffers in order, then scalars by value. They are copied
         // when a launch is captured. The graph is destroyed once it is instantiated.
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            result::stream::begin_capture(self.stream, mode).map_err(failed)?;
+            result::stream::begin_capture(self.stream, mode)?;
             let mut launched = Ok(());
-            for (Function { function, units, shared_bytes }, cubes, pointers, info) in &mut calls {
-                let mut parameters: Vec<*mut c_void> = pointers.iter_mut().map(|p| (p as *mut u64).cast()).collect();
-                parameters.push(info.as_mut_ptr().cast());
-                let done =
-                    result::launch_kernel(*function, *cubes, *units, *shared_bytes, self.stream, &mut parameters);
-                launched = launched.and(done);
+            for (i, call) in calls.iter_mut().enumerate() {
+                let awaits = call.function.awaits;
+                launched = launched.and(call.launch(self.stream, early && awaits && i > 0));
             }
-            let graph = result::stream::end_capture(self.stream).map_err(failed)?;
-            launched.map_err(failed)?;
-            let replayed = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let graph = result::stream::end_capture(self.stream)?;
+            let replayed = launched.and_then(|()| result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)));
             let _ = result::graph::destroy(graph);
-            Ok(Graph(replayed.map_err(failed)?))
+            replayed.map(Graph)
         }
     }
 
@@ -460,7 +531,7 @@ impl Graphs {
                 Ok(function)
             }
         })?;
-        let function = Function { function, units, shared_bytes };
+        let function = Function { function, units, shared_bytes, awaits: text.contains(AWAITS) };
         self.functions.insert(id, function);
         Ok(function)
     }

@@ -17,6 +17,7 @@ mod device;
 mod draw;
 mod engine;
 mod graph;
+mod inline;
 mod load;
 mod open;
 mod pages;

@@ -77,7 +77,7 @@ enum Road {
     Slabs(Upload),
     /// Converted as a whole, and given to the runtime.
     Whole,
-    /// Repeated on the device from 16 random rows of its format and columns.
+    /// Made on the device from 16 random rows of its format and columns.
     Random(BTreeMap<(QuantType, usize), Strip>),
 }
 

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::order::{CHUNKS, GROUP};
 use kernels::quant::QuantType;
-use kernels::tile::{Layout, ROWS};
+use kernels::tile::{Layout, ROWS, Scales};
 
 use crate::arithmetic::Abilities;
 use crate::tiles::NIBBLES;
@@ -18,7 +18,7 @@ mod matrices;
 mod panel;
 mod plain;
 
-use few::few_kernel;
+use few::{Shape, few_kernel};
 pub(crate) use gates::{gate_product, gates};
 use panel::{PANEL_ROWS, panel_kernel, panel_tokens};
 use plain::plain_kernel;
@@ -187,8 +187,9 @@ pub(crate) fn product<R: Platform>(
     let mut first = 0;
     while first < count {
         let rows = (count - first).min(FEW);
-        // Two strips share what is read of the activations, where there are enough of them for all of the device.
-        let each = if strips >= TWO_STRIPS { 2 } else { 1 };
+        // Two strips share what is read of the activations, where there are enough of them for all of the device, and registers.
+        let registers = rows == 1 || Layout::of(matrix.kind).scales != Scales::Sixteens;
+        let each = if strips >= TWO_STRIPS && registers { 2 } else { 1 };
         // SAFETY: rows beyond the last read the last and write nothing; strips are those of the grid.
         unsafe {
             few_kernel::launch_unchecked::<R>(
@@ -209,9 +210,7 @@ pub(crate) fn product<R: Platform>(
                 target.stride as u32,
                 target.offset as u32,
                 target.width as u32,
-                matrix.kind,
-                each,
-                if rows == 1 { Some(matrix.groups().div_ceil(CHUNKS)) } else { None },
+                Shape { kind: matrix.kind, each, halves: false, one: rows == 1 },
                 finish,
                 able,
             );

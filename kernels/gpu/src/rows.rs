@@ -8,6 +8,7 @@ use kernels::quant::QuantType;
 use kernels::tile::ROWS;
 
 use crate::arithmetic::{Abilities, fused, gate, inverse_sqrt, opaque_float, reciprocal};
+use crate::inline::{await_previous, release_next};
 use crate::product::{Activations, Matrix, chunk_range};
 use crate::tiles::{tile_words, weight};
 use crate::{Platform, array};
@@ -61,6 +62,8 @@ fn embed_kernel(
     #[comptime] scaled: bool,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let column = (CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X) as usize;
     let (cols, row) = (cols as usize, CUBE_POS_Y as usize);
     let token = tokens[row];
@@ -150,6 +153,8 @@ fn norm_kernel(
     #[comptime] wanted: Wanted,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let (cols, out) = (cols as usize, CUBE_POS_X as usize);
     let mut from = out;
     if comptime!(chosen) {
@@ -421,6 +426,8 @@ fn gated_kernel(
     #[comptime] wanted: Wanted,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let (cols, row) = (cols as usize, CUBE_POS_Y as usize);
     let column = (CUBE_POS_X * comptime!(SEGMENT as u32) + 4 * UNIT_POS_X) as usize;
     let mut shared = SharedMemory::<f32>::new(comptime!(2 * UNITS as usize));
@@ -474,6 +481,8 @@ fn norm_add_kernel(
     eps: f32,
     #[comptime] able: Abilities,
 ) {
+    release_next(able);
+    await_previous(able);
     let cols = cols as usize;
     let from = CUBE_POS_X as usize * cols;
     let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));

@@ -19,6 +19,11 @@ pub(crate) const fn tile_words(kind: QuantType) -> usize {
     Layout::of(kind).tile_bytes / 4
 }
 
+/// Words of a tile's scales.
+pub(crate) const fn scale_words(kind: QuantType) -> usize {
+    tile_words(kind) - code_words(kind)
+}
+
 /// The codes of a row in a slot of four columns, a byte each. `block` is the first word of the block's codes.
 #[cube]
 pub(crate) fn slot_codes(
@@ -131,13 +136,8 @@ pub(crate) struct LaneTile {
 
 #[cube]
 impl LaneTile {
-    /// Of the tile that begins at word `tile`.
-    pub(crate) fn new(tile: usize, lane: usize, #[comptime] kind: QuantType) -> Self {
-        Self::apart(tile / 2, tile + comptime!(code_words(kind)), lane)
-    }
-
     /// Of a tile whose codes begin at a pair, and whose scales at a word of another array.
-    pub(crate) fn apart(pair: usize, word: usize, lane: usize) -> Self {
+    pub(crate) fn new(pair: usize, word: usize, lane: usize) -> Self {
         let (g, t) = (lane / 4, lane % 4);
         let mut codes = pair;
         let mut planes = pair;
@@ -148,26 +148,6 @@ impl LaneTile {
         words += g;
         bytes += g / 2;
         LaneTile { codes, planes, scales: words, bytes }
-    }
-
-    /// Of a tile that many tiles further on.
-    pub(crate) fn after(&self, tiles: usize, #[comptime] kind: QuantType) -> Self {
-        let words = tiles * comptime!(tile_words(kind));
-        let pairs = tiles * comptime!(tile_words(kind) / 2);
-        LaneTile {
-            codes: self.codes + pairs,
-            planes: self.planes + pairs,
-            scales: self.scales + words,
-            bytes: self.bytes + words,
-        }
-    }
-
-    /// Goes on to the next tile.
-    pub(crate) fn advance(&mut self, #[comptime] kind: QuantType) {
-        self.codes += comptime!(tile_words(kind) / 2);
-        self.planes += comptime!(tile_words(kind) / 2);
-        self.scales += comptime!(tile_words(kind));
-        self.bytes += comptime!(tile_words(kind));
     }
 }
 

@@ -2,26 +2,80 @@
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
-use kernels::tile::{Layout, ROWS};
+use kernels::tile::ROWS;
 
 use super::matrices::multiply;
 use super::{FEW, Finish, chunk_range, finish_element};
 use crate::arithmetic::Abilities;
-use crate::tiles::{LaneTile, lane_scales, lane_vectors, read_lane, tile_words};
+use crate::inline::{await_previous, begin_copy, end_group, release_next, wait_groups};
+use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
-/// Pairs of words of tiles.
-type Words = Array<Vector<u32, Const<2>>>;
+/// Bytes of a plane's ring where it has more than three stages.
+const RING_BYTES: usize = 7 << 10;
+/// Bytes of a plane's ring at most: eight of them and the sums of a cube fit into the shared memory of every card.
+const RING_BYTES_MAX: usize = 10 << 10;
 
-/// Tiles of each strip that a plane has asked for before it uses the first of them: as many as registers hold on all cards.
-const fn ahead(kind: QuantType, strips: usize) -> usize {
-    let words = 2 * lane_vectors(kind) + lane_scales(kind);
-    let tiles = match words {
-        ..=6 => 6,
-        7..=8 => 5,
-        9..=10 if Layout::of(kind).bits < 8 => 4,
-        _ => 3,
-    };
-    if tiles / strips < 2 { 2 } else { tiles / strips }
+/// What a plane computes at once, and how that comes to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub(super) kind: QuantType,
+    /// Strips of 16 rows of the matrix.
+    pub(super) each: usize,
+    /// The second half of the strips lies further behind the first half.
+    pub(super) halves: bool,
+    /// Rows of activations: one, or up to [`FEW`].
+    pub(super) one: bool,
+}
+
+impl Shape {
+    /// Rows of activations that there is room for.
+    pub(super) const fn columns(self) -> usize {
+        if self.one { 1 } else { FEW }
+    }
+
+    /// Groups of columns of a stage: two tiles at once keep a plane busy that has neither more strips nor more rows.
+    const fn groups(self) -> usize {
+        if self.one && self.each == 1 { 2 } else { 1 }
+    }
+
+    /// Tiles of a stage.
+    const fn tiles(self) -> usize {
+        self.each * self.groups()
+    }
+
+    /// 16 bytes of codes of activations of a stage.
+    const fn codes(self) -> usize {
+        4 * self.columns() * self.groups()
+    }
+
+    /// Scales of activations of a stage, of 16 bytes each.
+    const fn scales(self) -> usize {
+        2 * self.columns() * self.groups()
+    }
+
+    /// Stages of the ring that tiles and activations come through.
+    const fn stages(self) -> usize {
+        let stage = self.tiles() * 4 * tile_words(self.kind) + 16 * (self.codes() + self.scales());
+        match RING_BYTES / stage {
+            0..=3 if 3 * stage <= RING_BYTES_MAX => 3,
+            0..=3 => 2,
+            fit @ 4..=7 => fit,
+            _ => 8,
+        }
+    }
+}
+
+/// What is on its way from global memory, of each plane apart.
+#[derive(CubeType)]
+struct Ring {
+    /// Codes of tiles, `[plane, stage, strip, group]`.
+    pairs: SharedMemory<Vector<u32, Const<2>>>,
+    /// Their scales.
+    singles: SharedMemory<u32>,
+    /// Codes of activations, `[plane, stage, row, group, 4]`.
+    codes: SharedMemory<Vector<u32, Const<4>>>,
+    /// Their scales, `[plane, stage, row, group, block]`.
+    scales: SharedMemory<Vector<f32, Const<4>>>,
 }
 
 #[cube(launch_unchecked, address_type = "u64")]
@@ -40,13 +94,11 @@ pub(super) fn few_kernel(
     stride: u32,
     offset: u32,
     width: u32,
-    #[comptime] kind: QuantType,
-    #[comptime] each: usize,
-    #[comptime] one: Option<usize>,
+    #[comptime] shape: Shape,
     #[comptime] finish: Finish,
     #[comptime] able: Abilities,
 ) {
-    let columns = comptime!(if one.is_some() { 1usize } else { FEW });
+    let (each, columns) = comptime!((shape.each, shape.columns()));
     let (lane, chunk) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (groups, strip) = (groups as usize, CUBE_POS_X as usize * each);
     let mut sums = Array::<f32>::new(comptime!(4 * each));
@@ -54,7 +106,6 @@ pub(super) fn few_kernel(
     for i in 0..comptime!(4 * each) {
         sums[i] = 0.0f32;
     }
-    let last = strips as usize - 1;
     strip_sums(
         pairs,
         singles,
@@ -62,18 +113,15 @@ pub(super) fn few_kernel(
         scales,
         nibbles,
         strip,
-        last,
-        0usize,
+        strips as usize - 1,
+        0u32,
         chunk,
         groups,
-        first as usize,
-        count as usize,
+        first,
+        count,
         lane,
         &mut sums,
-        each,
-        false,
-        one,
-        kind,
+        shape,
         able,
     );
     let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * each * ROWS * columns));
@@ -129,21 +177,104 @@ pub(super) fn share_sums(
     }
 }
 
-/// Tiles from a cube's first strip to its `s`-th.
+/// Tiles from a cube's first strip to its `s`-th. Where they lie in halves, the second half is `far` tiles behind the first.
 #[cube]
-fn tiles_to(
-    #[comptime] s: usize,
-    apart: usize,
-    far: usize,
-    #[comptime] each: usize,
-    #[comptime] halves: bool,
-) -> usize {
-    if comptime!(halves) { comptime!(s % (each / 2)) * apart + comptime!(s / (each / 2)) * far } else { s * apart }
+fn tiles_to(s: u32, apart: u32, far: u32, #[comptime] shape: Shape) -> u32 {
+    let half = comptime!(shape.each as u32 / 2);
+    if comptime!(shape.halves) { s % half * apart + s / half * far } else { s * apart }
 }
 
-/// One chunk of `each` strips, by one plane. Sums are `[strip][row][column]` of the lane. `one`: there is one row of activations,
-/// which goes through shared memory; the value is the most groups that a chunk has. `halves`: the second half of the strips lies `far`
-/// tiles behind the first.
+/// Begins to copy the tiles of a stage to stage `to` of all. `tile`: the first of them in the first strip; `left`: groups from there
+/// to the end of the chunk. A matrix has fewer than 2³² words.
+#[cube]
+fn begin_tiles(
+    pairs: &Array<Vector<u32, Const<2>>>,
+    singles: &Array<u32>,
+    ring: &Ring,
+    to: usize,
+    tile: u32,
+    left: u32,
+    apart: u32,
+    far: u32,
+    #[comptime] shape: Shape,
+) {
+    let (kind, lane) = (comptime!(shape.kind), UNIT_POS_X);
+    // Pieces are of 16 bytes: two pairs, or four words.
+    let (codes, scales) = comptime!((code_words(kind) / 4, scale_words(kind) / 4));
+    #[unroll]
+    for s in 0..comptime!(shape.each) {
+        #[unroll]
+        for i in 0..comptime!(shape.groups()) {
+            let from = tile + comptime!(i as u32) + tiles_to(comptime!(s as u32), apart, far, shape);
+            let at = (to * comptime!(shape.tiles()) + comptime!(s * shape.groups() + i)) * comptime!(2 * codes);
+            if comptime!(i == 0) || comptime!(i as u32) < left {
+                #[unroll]
+                for piece in 0..comptime!(codes.div_ceil(32)) {
+                    if comptime!(32 * (piece + 1) <= codes) || lane < comptime!((codes - 32 * piece) as u32) {
+                        let in_tile = 2 * lane + comptime!(64 * piece as u32);
+                        begin_copy::<Vector<u32, Const<2>>>(
+                            pairs,
+                            (from * comptime!(tile_words(kind) as u32 / 2) + in_tile) as usize,
+                            &ring.pairs,
+                            at + in_tile as usize,
+                        );
+                    }
+                }
+            }
+        }
+    }
+    // A lane copies four words of the scales of one tile.
+    let (of, piece) = (lane / comptime!(scales as u32), lane % comptime!(scales as u32));
+    let (s, i) = (of / comptime!(shape.groups() as u32), of % comptime!(shape.groups() as u32));
+    if of < comptime!(shape.tiles() as u32) && i < left {
+        let from = tile + i + tiles_to(s, apart, far, shape);
+        begin_copy::<u32>(
+            singles,
+            (from * comptime!(tile_words(kind) as u32) + comptime!(code_words(kind) as u32) + 4 * piece) as usize,
+            &ring.singles,
+            to * comptime!(shape.tiles() * scale_words(kind)) + 4 * lane as usize,
+        );
+    }
+}
+
+/// Begins to copy the activations of a stage, of which the first group is `group`.
+#[cube]
+fn begin_activations(
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<f32, Const<4>>>,
+    ring: &Ring,
+    to: usize,
+    group: u32,
+    left: u32,
+    groups: u32,
+    first: u32,
+    last: u32,
+    #[comptime] shape: Shape,
+) {
+    let lane = UNIT_POS_X;
+    // Rows beyond the last read it once more, and their sums are not written.
+    let (in_codes, in_scales) = comptime!((4 * shape.groups() as u32, 2 * shape.groups() as u32));
+    let (row, within) = (min(lane / in_codes, last), lane % in_codes);
+    if lane < comptime!(shape.codes() as u32) && within / 4 < left {
+        begin_copy::<Vector<u32, Const<4>>>(
+            codes,
+            (((first + row) * groups + group) * 4 + within) as usize,
+            &ring.codes,
+            to * comptime!(shape.codes()) + lane as usize,
+        );
+    }
+    let (row, within) = (min(lane / in_scales, last), lane % in_scales);
+    if lane < comptime!(shape.scales() as u32) && within / 2 < left {
+        begin_copy::<Vector<f32, Const<4>>>(
+            scales,
+            (((first + row) * groups + group) * 2 + within) as usize,
+            &ring.scales,
+            to * comptime!(shape.scales()) + lane as usize,
+        );
+    }
+}
+
+/// One chunk of the strips of a cube, by one plane. Sums are `[strip][row][column]` of the lane.
 #[cube]
 pub(super) fn strip_sums(
     pairs: &Array<Vector<u32, Const<2>>>,
@@ -153,111 +284,128 @@ pub(super) fn strip_sums(
     nibbles: u32,
     strip: usize,
     last_strip: usize,
-    far: usize,
+    far: u32,
     chunk: usize,
     groups: usize,
-    first: usize,
-    count: usize,
+    first: u32,
+    count: u32,
     lane: usize,
     sums: &mut Array<f32>,
-    #[comptime] each: usize,
-    #[comptime] halves: bool,
-    #[comptime] one: Option<usize>,
-    #[comptime] kind: QuantType,
+    #[comptime] shape: Shape,
     #[comptime] able: Abilities,
 ) {
-    let depth = comptime!(ahead(kind, each));
+    release_next(able);
+    let (kind, depth) = comptime!((shape.kind, shape.stages()));
+    let step_groups = comptime!(shape.groups() as u32);
     let (g, t) = (lane / 4, lane % 4);
     let (from, to) = chunk_range(groups, chunk);
     // Tiles from one strip to the next: none where there is no next one, whose sums nobody wants then.
-    let apart = select(strip < last_strip, groups, 0usize);
-    let last = count - 1;
-    let x = (first + min(g, last)) * groups * 4 + from * 4 + t;
-    let left = (first + min(2 * t, last)) * groups * 2 + from * 2;
-    let right = (first + min(2 * t + 1, last)) * groups * 2 + from * 2;
-    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(depth * each * lane_vectors(kind)));
-    let mut raw_scales = Array::<u32>::new(comptime!(depth * each * lane_scales(kind)));
-    let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize);
-    let steps = u32::cast_from(to - from);
-    let mut next = LaneTile::new((strip * groups + from) * comptime!(tile_words(kind)), lane, kind);
+    let apart = u32::cast_from(select(strip < last_strip, groups, 0usize));
+    let ring = Ring {
+        pairs: SharedMemory::<Vector<u32, Const<2>>>::new_aligned(
+            comptime!(CHUNKS * depth * shape.tiles() * code_words(kind) / 2),
+            16usize,
+        ),
+        singles: SharedMemory::<u32>::new_aligned(
+            comptime!(CHUNKS * depth * shape.tiles() * scale_words(kind)),
+            16usize,
+        ),
+        codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(CHUNKS * depth * shape.codes())),
+        scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(CHUNKS * depth * shape.scales())),
+    };
+    let ring_at = chunk * depth;
+    let (all_groups, from, end) = (groups as u32, from as u32, to as u32);
+    let first_tile = u32::cast_from(strip) * all_groups;
     #[unroll]
-    for i in 0..depth {
-        if comptime!(i as u32) < steps {
-            #[unroll]
-            for s in 0..each {
-                let tile = next.after(tiles_to(s, apart, far, each, halves), kind);
-                read_lane::<Words, Array<u32>>(
-                    pairs,
-                    singles,
-                    tile,
-                    &mut raw,
-                    &mut raw_scales,
-                    comptime!(i * each + s),
-                    kind,
-                );
-            }
+    for i in 0..comptime!(depth - 1) {
+        let group = from + comptime!((i * shape.groups()) as u32);
+        if group < end {
+            begin_tiles(pairs, singles, &ring, ring_at + i, first_tile + group, end - group, apart, far, shape);
         }
-        next.advance(kind);
     }
-    let room = comptime!(one.unwrap_or(1));
-    let mut one_codes = SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(CHUNKS * room * 4));
-    let mut one_scales = SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(CHUNKS * room * 2));
-    let mine = chunk * room;
-    if comptime!(one.is_some()) {
-        let mut i = lane;
-        while i < 4 * (to - from) {
-            one_codes[4 * mine + i] = codes[(first * groups + from) * 4 + i];
-            i += 32;
+    // Weights are on their way while the kernel before ends. They count to the group of the first stage.
+    await_previous(able);
+    let last = count - 1;
+    #[unroll]
+    for i in 0..comptime!(depth - 1) {
+        let group = from + comptime!((i * shape.groups()) as u32);
+        if group < end {
+            begin_activations(codes, scales, &ring, ring_at + i, group, end - group, all_groups, first, last, shape);
         }
-        let mut i = lane;
-        while i < 2 * (to - from) {
-            one_scales[2 * mine + i] = scales[left + i];
-            i += 32;
-        }
-        sync_cube();
+        end_group();
     }
-    let mut step = 0u32;
-    while step < steps {
+    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(lane_vectors(kind)));
+    let mut raw_scales = Array::<u32>::new(comptime!(lane_scales(kind)));
+    let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize); // `[block][left, right]`
+    let (mut stage, mut group) = (0u32, from + 0u32);
+    while group < end {
+        // The lanes of a plane see what each of them copied, and are done with the stage before.
+        wait_groups(comptime!(depth - 2));
+        sync_plane();
+        let next = group + comptime!(((depth - 1) * shape.groups()) as u32);
+        if next < end {
+            let to = ring_at + select(stage == 0, comptime!(depth as u32 - 1), stage - 1) as usize;
+            begin_tiles(pairs, singles, &ring, to, first_tile + next, end - next, apart, far, shape);
+            begin_activations(codes, scales, &ring, to, next, end - next, all_groups, first, last, shape);
+        }
+        end_group();
+        let at = ring_at + stage as usize;
         #[unroll]
-        for i in 0..depth {
-            if step + comptime!(i as u32) < steps {
-                let now = step as usize + i;
+        for i in 0..comptime!(shape.groups()) {
+            if comptime!(i == 0) || group + comptime!(i as u32) < end {
+                // All lanes read the only row.
+                let many = comptime!(usize::from(!shape.one));
+                let (row, left, right) = (g * many, 2 * t * many, (2 * t + 1) * many);
                 #[unroll]
                 for block in 0..2usize {
-                    if comptime!(one.is_some()) {
-                        x_scales[comptime!(2 * block)] = one_scales[2 * (mine + now) + block];
-                        x_scales[comptime!(2 * block + 1)] = x_scales[comptime!(2 * block)];
-                    } else {
-                        x_scales[comptime!(2 * block)] = scales[left + 2 * now + block];
-                        x_scales[comptime!(2 * block + 1)] = scales[right + 2 * now + block];
-                    }
+                    let x = at * comptime!(shape.scales()) + comptime!(2 * i + block);
+                    x_scales[comptime!(2 * block)] = ring.scales[x + left * comptime!(2 * shape.groups())];
+                    x_scales[comptime!(2 * block + 1)] = ring.scales[x + right * comptime!(2 * shape.groups())];
                 }
-                let x_codes =
-                    if comptime!(one.is_some()) { one_codes[4 * (mine + now) + t] } else { codes[x + 4 * now] };
-                let alone = comptime!(one.is_some());
+                let x = ring.codes
+                    [at * comptime!(shape.codes()) + row * comptime!(4 * shape.groups()) + comptime!(4 * i) + t];
                 #[unroll]
-                for s in 0..each {
-                    let (at, to) = comptime!((i * each + s, 4 * s));
-                    multiply(&raw, &raw_scales, x_codes, &x_scales, nibbles, lane, sums, at, to, alone, kind, able);
-                }
-                if step + comptime!((i + depth) as u32) < steps {
+                for s in 0..comptime!(shape.each) {
+                    let tile = at * comptime!(shape.tiles()) + comptime!(s * shape.groups() + i);
+                    let tile = LaneTile::new(
+                        tile * comptime!(code_words(kind) / 2),
+                        tile * comptime!(scale_words(kind)),
+                        lane,
+                    );
+                    read_lane::<SharedMemory<Vector<u32, Const<2>>>, SharedMemory<u32>>(
+                        &ring.pairs,
+                        &ring.singles,
+                        tile,
+                        &mut raw,
+                        &mut raw_scales,
+                        0usize,
+                        kind,
+                    );
+                    let (to, one) = comptime!((4 * s, shape.one));
                     #[unroll]
-                    for s in 0..each {
-                        let tile = next.after(tiles_to(s, apart, far, each, halves), kind);
-                        read_lane::<Words, Array<u32>>(
-                            pairs,
-                            singles,
-                            tile,
-                            &mut raw,
-                            &mut raw_scales,
-                            comptime!(i * each + s),
+                    for block in 0..2usize {
+                        let (left, right) = (x_scales[comptime!(2 * block)], x_scales[comptime!(2 * block + 1)]);
+                        multiply(
+                            &raw,
+                            &raw_scales,
+                            x,
+                            left,
+                            right,
+                            nibbles,
+                            lane,
+                            sums,
+                            0usize,
+                            to,
+                            block,
+                            one,
                             kind,
+                            able,
                         );
                     }
                 }
-                next.advance(kind);
             }
         }
-        step += comptime!(depth as u32);
+        stage = select(stage == comptime!(depth as u32 - 1), 0u32, stage + 1);
+        group += step_groups;
     }
 }

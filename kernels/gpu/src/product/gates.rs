@@ -1,14 +1,13 @@
 //! Gate and up of up to eight rows in one launch: activation(gate) · up leaves it as the integers that the next product reads.
 use cubecl::prelude::*;
 use kernels::order::{Activation, CHUNKS};
-use kernels::quant::QuantType;
-use kernels::tile::{Layout, ROWS, Scales};
+use kernels::tile::{Layout, ROWS};
 
-use super::few::{share_sums, strip_sums};
+use super::few::{Shape, share_sums, strip_sums};
 use super::{Activations, FEW, Matrix};
 use crate::arithmetic::{Abilities, gate};
 use crate::rows::{Wanted, put};
-use crate::tiles::{NIBBLES, lane_scales, lane_vectors};
+use crate::tiles::NIBBLES;
 use crate::{Platform, array};
 
 /// Strips of a cube: two of the gate, two of up. They give one block of 32 columns.
@@ -16,17 +15,9 @@ const STRIPS: usize = 4;
 /// Columns of a cube.
 const COLUMNS: usize = STRIPS / 2 * ROWS;
 
-/// How often a plane goes through the columns: the gate and up at once only where registers hold tiles of both.
-const fn passes(kind: QuantType, one: Option<usize>) -> usize {
-    if one.is_some() && 2 * lane_vectors(kind) + lane_scales(kind) <= 6 { 1 } else { 2 }
-}
-
 /// Whether [`gate_product`] computes `count` rows of a matrix that holds the gate above up.
 pub(crate) fn gates(matrix: &Matrix, count: usize, able: Abilities) -> bool {
-    let layout = Layout::of(matrix.kind);
-    // Tiles with a scale for each 16 columns leave too few registers on some cards.
-    let fits = layout.bits > 0 && layout.scales != Scales::Sixteens;
-    able.matrices && fits && count <= FEW && matrix.rows.is_multiple_of(2 * COLUMNS)
+    able.matrices && Layout::of(matrix.kind).bits > 0 && count <= FEW && matrix.rows.is_multiple_of(2 * COLUMNS)
 }
 
 /// `count` rows of `x` times a matrix that holds the gate above up, gated, to the integers of `gated`.
@@ -57,8 +48,7 @@ pub(crate) fn gate_product<R: Platform>(
             matrix.groups() as u32,
             cols as u32,
             count as u32,
-            matrix.kind,
-            if count == 1 { Some(matrix.groups().div_ceil(CHUNKS)) } else { None },
+            Shape { kind: matrix.kind, each: STRIPS, halves: true, one: count == 1 },
             activation,
             able,
         );
@@ -78,53 +68,44 @@ fn gate_kernel(
     groups: u32,
     cols: u32,
     count: u32,
-    #[comptime] kind: QuantType,
-    #[comptime] one: Option<usize>,
+    #[comptime] shape: Shape,
     #[comptime] activation: Activation,
     #[comptime] able: Abilities,
 ) {
-    let columns = comptime!(if one.is_some() { 1usize } else { FEW });
+    let columns = comptime!(shape.columns());
     let (lane, plane) = (UNIT_POS_X as usize, UNIT_POS_Y as usize);
     let (groups, cols) = (groups as usize, cols as usize);
     let strip = CUBE_POS_X as usize * comptime!(STRIPS / 2);
     // From the gate to up in tiles.
-    let far = cols / comptime!(ROWS) * groups;
+    let far = u32::cast_from(cols / comptime!(ROWS) * groups);
     let end = cols / comptime!(ROWS);
     let mut shared = SharedMemory::<f32>::new(comptime!(CHUNKS * STRIPS * ROWS * columns));
-    let each = comptime!(STRIPS / passes(kind, one));
+    let mut sums = Array::<f32>::new(comptime!(4 * STRIPS));
     #[unroll]
-    for pass in 0..comptime!(passes(kind, one)) {
-        let mut sums = Array::<f32>::new(comptime!(4 * each));
-        #[unroll]
-        for i in 0..comptime!(4 * each) {
-            sums[i] = 0.0f32;
-        }
-        strip_sums(
-            pairs,
-            singles,
-            codes,
-            scales,
-            nibbles,
-            strip + pass * end,
-            end + end,
-            far,
-            plane,
-            groups,
-            0usize,
-            count as usize,
-            lane,
-            &mut sums,
-            each,
-            comptime!(each == STRIPS),
-            one,
-            kind,
-            able,
-        );
-        #[unroll]
-        for s in 0..each {
-            let to = comptime!(pass * each + s);
-            share_sums(&sums, &mut shared, lane, plane, s, to, STRIPS, columns);
-        }
+    for i in 0..comptime!(4 * STRIPS) {
+        sums[i] = 0.0f32;
+    }
+    strip_sums(
+        pairs,
+        singles,
+        codes,
+        scales,
+        nibbles,
+        strip,
+        end + end,
+        far,
+        plane,
+        groups,
+        0u32,
+        count,
+        lane,
+        &mut sums,
+        shape,
+        able,
+    );
+    #[unroll]
+    for s in 0..STRIPS {
+        share_sums(&sums, &mut shared, lane, plane, s, s, STRIPS, columns);
     }
     sync_cube();
     // A plane finishes a row; eight of its units hold four columns each.

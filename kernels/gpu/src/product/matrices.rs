@@ -20,18 +20,21 @@ fn code_sum(scales: Vector<f32, Const<4>>, #[comptime] half: usize, #[comptime] 
     }
 }
 
-/// Adds a tile's two blocks to the sums of a lane: rows 2 g and 2 g + 1 of the tile, columns 2 t and 2 t + 1 of the activations.
+/// Adds a block of a tile to the sums of a lane: rows 2 g and 2 g + 1 of the tile, columns 2 t and 2 t + 1 of the activations, whose
+/// scales are `left` and `right`.
 #[cube]
 pub(super) fn multiply(
     codes: &Array<Vector<u32, Const<2>>>,
     scales: &Array<u32>,
     x: Vector<u32, Const<4>>,
-    x_scales: &Array<Vector<f32, Const<4>>>,
+    left: Vector<f32, Const<4>>,
+    right: Vector<f32, Const<4>>,
     nibbles: u32,
     lane: usize,
     sums: &mut Array<f32>,
     #[comptime] at: usize,
     #[comptime] sums_at: usize,
+    #[comptime] block: usize,
     #[comptime] one: bool,
     #[comptime] kind: QuantType,
     #[comptime] able: Abilities,
@@ -42,58 +45,54 @@ pub(super) fn multiply(
     let mut a = Array::<Vector<u8, Const<4>>>::new(4usize);
     let mut b = Array::<Vector<i8, Const<4>>>::new(2usize);
     let mut s = Array::<f32>::new(6usize);
+    fragment(codes, nibbles, lane, at, block, kind, &mut a);
+    lane_block_scales(scales, lane, at, block, kind, able, &mut s);
+    b[0] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block)]);
+    b[1] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block + 1)]);
     #[unroll]
-    for block in 0..2usize {
-        fragment(codes, nibbles, lane, at, block, kind, &mut a);
-        lane_block_scales(scales, lane, at, block, kind, able, &mut s);
-        b[0] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block)]);
-        b[1] = Vector::<i8, Const<4>>::reinterpret(x[comptime!(2 * block + 1)]);
-        let (left, right) = (x_scales[comptime!(2 * block)], x_scales[comptime!(2 * block + 1)]);
+    for half in 0..comptime!(if split { 2usize } else { 1usize }) {
+        let mut start = Array::<Vector<i32, Const<2>>>::new(2usize);
+        let mut begin = Vector::<i32, Const<2>>::empty();
+        let mut bias = biased(0i32);
+        if comptime!(layout.offset > 0) {
+            bias = biased(-(comptime!(layout.offset) * code_sum(left, half, split)));
+        }
+        // One column needs no numbers in four registers before the instruction.
+        begin[0] = if comptime!(one) { 0i32.runtime() } else { bias };
+        begin[1] = begin[0];
+        if comptime!(!one && layout.offset > 0) {
+            begin[1] = biased(-(comptime!(layout.offset) * code_sum(right, half, split)));
+        }
+        start[0] = begin;
+        start[1] = begin;
+        let mut part = Array::<Vector<u8, Const<4>>>::new(4usize);
+        let zero = RuntimeCell::<u32>::new(0u32); // a literal cannot be reinterpreted
         #[unroll]
-        for half in 0..comptime!(if split { 2usize } else { 1usize }) {
-            let mut start = Array::<Vector<i32, Const<2>>>::new(2usize);
-            let mut begin = Vector::<i32, Const<2>>::empty();
-            let mut bias = biased(0i32);
-            if comptime!(layout.offset > 0) {
-                bias = biased(-(comptime!(layout.offset) * code_sum(left, half, split)));
-            }
-            // One column needs no numbers in four registers before the instruction.
-            begin[0] = if comptime!(one) { 0i32.runtime() } else { bias };
-            begin[1] = begin[0];
-            if comptime!(!one && layout.offset > 0) {
-                begin[1] = biased(-(comptime!(layout.offset) * code_sum(right, half, split)));
-            }
-            start[0] = begin;
-            start[1] = begin;
-            let mut part = Array::<Vector<u8, Const<4>>>::new(4usize);
-            let zero = RuntimeCell::<u32>::new(0u32); // a literal cannot be reinterpreted
-            #[unroll]
-            for i in 0..4usize {
-                if comptime!(split && i / 2 != half) {
-                    part[i] = Vector::<u8, Const<4>>::reinterpret(zero.read());
-                } else {
-                    part[i] = a[i];
-                }
-            }
-            let dots = definition.execute(&part, &b, &start);
-            #[unroll]
-            for row in 0..2usize {
-                let (to, weight) = (comptime!(sums_at + 2 * row), s[comptime!(2 * half + row)]);
-                let dot = if comptime!(one) { dots[row][0] + bias } else { dots[row][0] };
-                sums[to] = fused(from_biased(dot), weight * left[0], sums[to], able);
-                if comptime!(!one) {
-                    sums[to + 1] = fused(from_biased(dots[row][1]), weight * right[0], sums[to + 1], able);
-                }
+        for i in 0..4usize {
+            if comptime!(split && i / 2 != half) {
+                part[i] = Vector::<u8, Const<4>>::reinterpret(zero.read());
+            } else {
+                part[i] = a[i];
             }
         }
-        if comptime!(layout.scales.minimum()) {
-            #[unroll]
-            for row in 0..2usize {
-                let to = comptime!(sums_at + 2 * row);
-                sums[to] = fused(s[comptime!(4 + row)], left[1], sums[to], able);
-                if comptime!(!one) {
-                    sums[to + 1] = fused(s[comptime!(4 + row)], right[1], sums[to + 1], able);
-                }
+        let dots = definition.execute(&part, &b, &start);
+        #[unroll]
+        for row in 0..2usize {
+            let (to, weight) = (comptime!(sums_at + 2 * row), s[comptime!(2 * half + row)]);
+            let dot = if comptime!(one) { dots[row][0] + bias } else { dots[row][0] };
+            sums[to] = fused(from_biased(dot), weight * left[0], sums[to], able);
+            if comptime!(!one) {
+                sums[to + 1] = fused(from_biased(dots[row][1]), weight * right[0], sums[to + 1], able);
+            }
+        }
+    }
+    if comptime!(layout.scales.minimum()) {
+        #[unroll]
+        for row in 0..2usize {
+            let to = comptime!(sums_at + 2 * row);
+            sums[to] = fused(s[comptime!(4 + row)], left[1], sums[to], able);
+            if comptime!(!one) {
+                sums[to + 1] = fused(s[comptime!(4 + row)], right[1], sums[to + 1], able);
             }
         }
     }

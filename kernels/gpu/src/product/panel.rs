@@ -1,139 +1,136 @@
-//! Products of many rows on matrix instructions: a cube computes 64 rows of the matrix for up to 128 tokens, a plane 32 for 32.
+//! Products of many rows on matrix instructions: a cube computes 128 rows of the matrix for up to 64 tokens, a plane 32 for 32.
 //!
-//! What the planes read of a group of columns lies in shared memory, twice: while one copy is multiplied, the next group is on its way
-//! to registers, and from there to the other copy.
+//! What the planes read of a group of columns lies in shared memory: while one group is multiplied, the next two are on their way.
 use cubecl::prelude::*;
 use kernels::order::CHUNKS;
 use kernels::quant::QuantType;
 use kernels::tile::{Layout, ROWS, Scales};
 
 use super::matrices::multiply;
-use super::{Finish, chunk_range, finish_element};
+use super::{Finish, finish_element};
 use crate::arithmetic::Abilities;
-use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, tile_words};
+use crate::inline::{begin_copy, end_group, wait_groups};
+use crate::tiles::{LaneTile, code_words, lane_scales, lane_vectors, read_lane, scale_words, tile_words};
 
 /// Pairs of words in shared memory.
 type Words = SharedMemory<Vector<u32, Const<2>>>;
 
 /// Tokens of a cube.
 pub(super) const fn panel_tokens(kind: QuantType) -> usize {
-    4 * 8 * eights(kind)
+    TOKEN_PLANES * 8 * eights(kind)
 }
 
 /// Matrix rows of a cube.
-pub(super) const PANEL_ROWS: usize = 64;
+pub(super) const PANEL_ROWS: usize = 128;
 /// Strips of 16 rows of a cube.
 const CUBE_STRIPS: usize = PANEL_ROWS / ROWS;
 /// Strips that a plane computes.
 const PANEL_STRIPS: usize = 2;
+/// Planes that compute the same strips for other tokens.
+const TOKEN_PLANES: usize = PLANES * PANEL_STRIPS / CUBE_STRIPS;
+/// Planes of a cube.
+const PLANES: usize = 8;
 /// Units of a cube.
-const UNITS: usize = 256;
+const UNITS: usize = 32 * PLANES;
 /// Times eight tokens that a plane of a panel computes: fewer where a tile takes more registers.
 const fn eights(kind: QuantType) -> usize {
     if matches!(Layout::of(kind).scales, Scales::Sixteens) { 2 } else { 4 }
 }
 
-/// Pairs of words of a strip's codes in one group.
-const fn pairs_of(kind: QuantType) -> usize {
-    code_words(kind) / 2
-}
+/// Groups of columns that are in shared memory or on their way there.
+const STAGES: usize = 3;
 
-/// Words of a strip's scales in one group.
-const fn scales_of(kind: QuantType) -> usize {
-    tile_words(kind) - code_words(kind)
-}
-
-/// What all planes of a cube read of one group, twice.
+/// What all planes of a cube read of a group.
 #[derive(CubeType)]
 struct Staged {
-    /// `[copy, strip, pairs]`
+    /// `[stage, strip, pairs]`
     pairs: SharedMemory<Vector<u32, Const<2>>>,
-    /// `[copy, strip, words]`
+    /// `[stage, strip, words]`
     singles: SharedMemory<u32>,
-    /// `[copy, token, 4]`
+    /// `[stage, token, 4]`
     codes: SharedMemory<Vector<u32, Const<4>>>,
-    /// `[copy, block, token]`: so that lanes read neighbours.
+    /// `[stage, block, token]`: so that lanes read neighbours.
     scales: SharedMemory<Vector<f32, Const<4>>>,
 }
 
-/// A unit's part of a group on its way to shared memory.
+/// Where the 16 bytes begin that a unit copies of the first group. A matrix has fewer than 2³² words, and so have the tokens.
 #[derive(CubeType)]
-struct Fetched {
-    pairs: Array<Vector<u32, Const<2>>>,
-    single: Array<u32>,
-    codes: Array<Vector<u32, Const<4>>>,
-    scales: Array<Vector<f32, Const<4>>>,
+struct Sources {
+    pair: u32,
+    single: u32,
+    code: u32,
+    scale: u32,
 }
 
-/// The number, or the most that it may be. (CUDA's `min` does not take a constant beside a number of 64 bits.)
+/// Where the 16 bytes of piece `piece` of all strips' codes begin.
 #[cube]
-fn at_most(number: usize, #[comptime] most: usize) -> usize {
-    select(number < most, number, most)
+fn pair_source(piece: u32, first_strip: u32, last_strip: u32, groups: u32, #[comptime] kind: QuantType) -> u32 {
+    let each = comptime!(code_words(kind) as u32 / 4);
+    let strip = min(first_strip + piece / each, last_strip);
+    strip * groups * comptime!(tile_words(kind) as u32 / 2) + piece % each * 2
 }
 
-/// Elements that a unit moves, of `of` in all.
-const fn each(of: usize) -> usize {
-    of.div_ceil(UNITS)
+/// Pieces of 16 bytes of all strips' codes in one group.
+const fn code_pieces(kind: QuantType) -> usize {
+    CUBE_STRIPS * code_words(kind) / 4
 }
 
 #[cube]
-fn fetch(
-    fetched: &mut Fetched,
+fn begin_group(
     pairs: &Array<Vector<u32, Const<2>>>,
     singles: &Array<u32>,
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<Vector<f32, Const<4>>>,
-    strip: usize,
-    last_strip: usize,
-    token: usize,
-    last_token: usize,
-    groups: usize,
-    group: usize,
+    sources: &Sources,
+    staged: &Staged,
+    group: u32,
+    stage: usize,
     unit: usize,
+    last_strip: u32,
+    groups: u32,
     #[comptime] kind: QuantType,
 ) {
-    let all_pairs = comptime!(CUBE_STRIPS * pairs_of(kind));
+    let (tokens, pieces) = comptime!((panel_tokens(kind), code_pieces(kind)));
     #[unroll]
-    for i in 0..comptime!(each(all_pairs)) {
-        // Units beyond the last pair read it once more.
-        let at = at_most(unit + comptime!(i * UNITS), comptime!(all_pairs - 1));
-        let tile = min(strip + at / comptime!(pairs_of(kind)), last_strip) * groups + group;
-        fetched.pairs[i] = pairs[tile * comptime!(tile_words(kind) / 2) + at % comptime!(pairs_of(kind))];
-    }
-    let all_scales = comptime!(CUBE_STRIPS * scales_of(kind));
-    let at = at_most(unit, comptime!(all_scales - 1));
-    let tile = min(strip + at / comptime!(scales_of(kind)), last_strip) * groups + group;
-    fetched.single[0] =
-        singles[tile * comptime!(tile_words(kind)) + comptime!(code_words(kind)) + at % comptime!(scales_of(kind))];
-    #[unroll]
-    for i in 0..comptime!(each(4 * panel_tokens(kind))) {
-        let at = unit + comptime!(i * UNITS);
-        fetched.codes[i] = codes[(min(token + at / 4, last_token) * groups + group) * 4 + at % 4];
-    }
-    let at = at_most(unit, comptime!(2 * panel_tokens(kind) - 1));
-    fetched.scales[0] = scales[(min(token + at / 2, last_token) * groups + group) * 2 + at % 2];
-}
-
-#[cube]
-fn store(fetched: &Fetched, staged: &mut Staged, copy: usize, unit: usize, #[comptime] kind: QuantType) {
-    let (all_pairs, all_scales) = comptime!((CUBE_STRIPS * pairs_of(kind), CUBE_STRIPS * scales_of(kind)));
-    let tokens = comptime!(panel_tokens(kind));
-    #[unroll]
-    for i in 0..comptime!(each(all_pairs)) {
-        let at = unit + comptime!(i * UNITS);
-        if comptime!((i + 1) * UNITS <= all_pairs) || at < all_pairs {
-            staged.pairs[copy * all_pairs + at] = fetched.pairs[i];
+    for i in 0..comptime!(pieces.div_ceil(UNITS)) {
+        if comptime!((i + 1) * UNITS <= pieces) || unit < comptime!(pieces - i * UNITS) {
+            // The others are computed when they are needed: they would take registers.
+            let mut from = sources.pair;
+            if comptime!(i > 0) {
+                let piece = unit as u32 + comptime!((i * UNITS) as u32);
+                from = pair_source(piece, CUBE_POS_Y * comptime!(CUBE_STRIPS as u32), last_strip, groups, kind);
+            }
+            begin_copy::<Vector<u32, Const<2>>>(
+                pairs,
+                (from + group * comptime!(tile_words(kind) as u32 / 2)) as usize,
+                &staged.pairs,
+                stage * comptime!(2 * pieces) + 2 * unit + comptime!(2 * i * UNITS),
+            );
         }
     }
-    if unit < all_scales {
-        staged.singles[copy * all_scales + unit] = fetched.single[0];
+    if unit < comptime!(CUBE_STRIPS * scale_words(kind) / 4) {
+        begin_copy::<u32>(
+            singles,
+            (sources.single + group * comptime!(tile_words(kind) as u32)) as usize,
+            &staged.singles,
+            stage * comptime!(CUBE_STRIPS * scale_words(kind)) + 4 * unit,
+        );
     }
-    #[unroll]
-    for i in 0..comptime!(each(4 * tokens)) {
-        staged.codes[copy * comptime!(4 * tokens) + unit + comptime!(i * UNITS)] = fetched.codes[i];
+    if unit < 4 * tokens {
+        begin_copy::<Vector<u32, Const<4>>>(
+            codes,
+            (sources.code + 4 * group) as usize,
+            &staged.codes,
+            stage * comptime!(4 * tokens) + unit,
+        );
     }
-    if unit < comptime!(2 * tokens) {
-        staged.scales[copy * comptime!(2 * tokens) + unit % 2 * tokens + unit / 2] = fetched.scales[0];
+    if unit < 2 * tokens {
+        begin_copy::<Vector<f32, Const<4>>>(
+            scales,
+            (sources.scale + 2 * group) as usize,
+            &staged.scales,
+            stage * comptime!(2 * tokens) + unit % 2 * tokens + unit / 2,
+        );
     }
 }
 
@@ -161,76 +158,91 @@ pub(super) fn panel_kernel(
     let (plane, groups, count) = (UNIT_POS_Y as usize, groups as usize, count as usize);
     let (g, t, unit) = (lane / 4, lane % 4, plane * 32 + lane);
     let (first_strip, first_token) = (CUBE_POS_Y as usize * CUBE_STRIPS, CUBE_POS_X as usize * tokens);
-    let (strip, token) = (plane / 4 * PANEL_STRIPS, plane % 4 * comptime!(8 * across));
+    let (strip, token) = (plane / TOKEN_PLANES * PANEL_STRIPS, plane % TOKEN_PLANES * comptime!(8 * across));
     let last_strip = strips as usize - 1;
     let elements = comptime!(PANEL_STRIPS * across * 4);
     let mut sums = Array::<f32>::new(elements);
-    let mut totals = Array::<f32>::new(elements);
+    // Sums of whole chunks, `[element, unit]`: in registers they would leave room for half as many cubes.
+    let mut totals = SharedMemory::<f32>::new(comptime!(elements * UNITS));
     #[unroll]
     for i in 0..elements {
         sums[i] = 0.0f32;
-        totals[i] = 0.0f32;
+        totals[comptime!(i * UNITS) + unit] = 0.0f32;
     }
-    let mut staged = Staged {
-        pairs: SharedMemory::<Vector<u32, Const<2>>>::new(comptime!(2 * CUBE_STRIPS * pairs_of(kind))),
-        singles: SharedMemory::<u32>::new(comptime!(2 * CUBE_STRIPS * scales_of(kind))),
-        codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(2 * 4 * tokens)),
-        scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(2 * 2 * tokens)),
+    let staged = Staged {
+        pairs: SharedMemory::<Vector<u32, Const<2>>>::new_aligned(
+            comptime!(STAGES * CUBE_STRIPS * code_words(kind) / 2),
+            16usize,
+        ),
+        singles: SharedMemory::<u32>::new_aligned(comptime!(STAGES * CUBE_STRIPS * scale_words(kind)), 16usize),
+        codes: SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(STAGES * 4 * tokens)),
+        scales: SharedMemory::<Vector<f32, Const<4>>>::new(comptime!(STAGES * 2 * tokens)),
     };
-    let mut fetched = Fetched {
-        pairs: Array::<Vector<u32, Const<2>>>::new(comptime!(each(CUBE_STRIPS * pairs_of(kind)))),
-        single: Array::<u32>::new(1usize),
-        codes: Array::<Vector<u32, Const<4>>>::new(comptime!(each(4 * tokens))),
-        scales: Array::<Vector<f32, Const<4>>>::new(1usize),
-    };
+    // Units read the last strip and the last token once more in place of those beyond them.
     let last_token = count - 1;
-    fetch(
-        &mut fetched,
-        pairs,
-        singles,
-        codes,
-        scales,
-        first_strip,
-        last_strip,
-        first_token,
-        last_token,
-        groups,
-        0usize,
-        unit,
-        kind,
-    );
-    store(&fetched, &mut staged, 0usize, unit, kind);
-    sync_cube();
-    let active = first_token + token < count && first_strip + strip <= last_strip;
-    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(PANEL_STRIPS * lane_vectors(kind)));
-    let mut raw_scales = Array::<u32>::new(comptime!(PANEL_STRIPS * lane_scales(kind)));
-    let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize);
-    for chunk in 0..CHUNKS {
-        let (from, to) = chunk_range(groups, chunk);
-        for group in from..to {
-            let copy = group % 2;
-            // Behind the last group it is read once more.
-            let next = select(group + 1 < groups, group + 1, group);
-            fetch(
-                &mut fetched,
+    let in_scales = comptime!(scale_words(kind) / 4);
+    let tile = min(first_strip + unit / in_scales, last_strip) * groups;
+    let sources = Sources {
+        pair: pair_source(unit as u32, first_strip as u32, last_strip as u32, groups as u32, kind),
+        single: u32::cast_from(tile * comptime!(tile_words(kind)) + comptime!(code_words(kind)) + unit % in_scales * 4),
+        code: u32::cast_from(min(first_token + unit / 4, last_token) * groups * 4 + unit % 4),
+        scale: u32::cast_from(min(first_token + unit / 2, last_token) * groups * 2 + unit % 2),
+    };
+    #[unroll]
+    for i in 0..comptime!(STAGES - 1) {
+        if i < groups {
+            begin_group(
                 pairs,
                 singles,
                 codes,
                 scales,
-                first_strip,
-                last_strip,
-                first_token,
-                last_token,
-                groups,
-                next,
+                &sources,
+                &staged,
+                comptime!(i as u32),
+                i,
                 unit,
+                last_strip as u32,
+                groups as u32,
                 kind,
             );
+        }
+        end_group();
+    }
+    let active = first_token + token < count && first_strip + strip <= last_strip;
+    let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(PANEL_STRIPS * lane_vectors(kind)));
+    let mut raw_scales = Array::<u32>::new(comptime!(PANEL_STRIPS * lane_scales(kind)));
+    let (groups, mut group, mut stage) = (groups as u32, 0u32, 0u32);
+    for chunk in 0..comptime!(CHUNKS as u32) {
+        let to = (chunk + 1) * groups / comptime!(CHUNKS as u32);
+        while group < to {
+            // What all units copied of this group is there, and all are done with the group before.
+            wait_groups(comptime!(STAGES - 2));
+            sync_cube();
+            let next = group + comptime!(STAGES as u32 - 1);
+            if next < groups {
+                let to = select(stage == 0, comptime!(STAGES as u32 - 1), stage - 1) as usize;
+                begin_group(
+                    pairs,
+                    singles,
+                    codes,
+                    scales,
+                    &sources,
+                    &staged,
+                    next,
+                    to,
+                    unit,
+                    last_strip as u32,
+                    groups,
+                    kind,
+                );
+            }
+            end_group();
             if active {
                 #[unroll]
                 for i in 0..PANEL_STRIPS {
-                    let at = copy * CUBE_STRIPS + strip + i;
-                    let tile = LaneTile::apart(at * comptime!(pairs_of(kind)), at * comptime!(scales_of(kind)), lane);
+                    let at = (stage * comptime!(CUBE_STRIPS as u32) + strip as u32) as usize + i;
+                    let tile =
+                        LaneTile::new(at * comptime!(code_words(kind) / 2), at * comptime!(scale_words(kind)), lane);
                     read_lane::<Words, SharedMemory<u32>>(
                         &staged.pairs,
                         &staged.singles,
@@ -241,30 +253,47 @@ pub(super) fn panel_kernel(
                         kind,
                     );
                 }
+                // Block by block: fragments of both would take registers.
                 #[unroll]
-                for n in 0..across {
-                    let eight = token + comptime!(8 * n);
-                    let x = staged.codes[(copy * tokens + eight + g) * 4 + t];
+                for block in 0..2usize {
                     #[unroll]
-                    for block in 0..2usize {
-                        let at = (copy * 2 + block) * tokens + eight + 2 * t;
-                        x_scales[comptime!(2 * block)] = staged.scales[at];
-                        x_scales[comptime!(2 * block + 1)] = staged.scales[at + 1];
-                    }
-                    #[unroll]
-                    for i in 0..PANEL_STRIPS {
-                        let at = comptime!((i * across + n) * 4);
-                        multiply(&raw, &raw_scales, x, &x_scales, nibbles, lane, &mut sums, i, at, false, kind, able);
+                    for n in 0..across {
+                        let eight = token as u32 + comptime!(8 * n as u32);
+                        let row = stage * comptime!(tokens as u32) + eight + g as u32;
+                        let x = staged.codes[(row * 4 + t as u32) as usize];
+                        let at = (stage * 2 + comptime!(block as u32)) * comptime!(tokens as u32) + eight;
+                        let at = (at + 2 * t as u32) as usize;
+                        let (left, right) = (staged.scales[at], staged.scales[at + 1]);
+                        #[unroll]
+                        for i in 0..PANEL_STRIPS {
+                            let at = comptime!((i * across + n) * 4);
+                            multiply(
+                                &raw,
+                                &raw_scales,
+                                x,
+                                left,
+                                right,
+                                nibbles,
+                                lane,
+                                &mut sums,
+                                i,
+                                at,
+                                block,
+                                false,
+                                kind,
+                                able,
+                            );
+                        }
                     }
                 }
             }
-            // All units were done with the other copy before they met last.
-            store(&fetched, &mut staged, 1 - copy, unit, kind);
-            sync_cube();
+            stage = select(stage == comptime!(STAGES as u32 - 1), 0u32, stage + 1);
+            group += 1u32;
         }
         #[unroll]
         for i in 0..elements {
-            totals[i] += sums[i];
+            let at = comptime!(i * UNITS) + unit;
+            totals[at] = totals[at] + sums[i];
             sums[i] = 0.0f32;
         }
     }
@@ -279,7 +308,8 @@ pub(super) fn panel_kernel(
                     let to = first_token + token + comptime!(8 * n) + 2 * t + comptime!(element % 2);
                     if to < count && row < width as usize {
                         let at = to * stride as usize + offset as usize + row;
-                        finish_element(y, at, totals[comptime!((i * across + n) * 4 + element)], bias, row, finish);
+                        let total = totals[comptime!(((i * across + n) * 4 + element) * UNITS) + unit];
+                        finish_element(y, at, total, bias, row, finish);
                     }
                 }
             }

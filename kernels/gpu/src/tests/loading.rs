@@ -52,8 +52,33 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
     let mut bytes = all(&sketch);
     for tensor in sketch.tensors().iter().filter(|tensor| tensor.rows > 1) {
         let strip = random::rows(tensor.quant, tensor.cols);
-        let range = tensor.range.start as usize..tensor.range.end as usize;
-        bytes[range].iter_mut().zip(strip.iter().cycle()).for_each(|(byte, random)| *byte = *random);
+        let (block_bytes, block_len) = (tensor.quant.block_bytes(), tensor.quant.block_len());
+        let in_row = tensor.cols / block_len;
+        // Where the low four bits of a block's codes lie: two codes a byte, or one.
+        let (codes, both) = match tensor.quant {
+            QuantType::Q4_0 => (2..18, 0x11),
+            QuantType::Q8_0 => (2..34, 1),
+            QuantType::Q6K => (0..128, 0x11),
+            other => panic!("{other:?} has codes elsewhere"),
+        };
+        // The device holds these matrices as one.
+        let before: &[&str] = match tensor.name.rsplit_once('.').and_then(|(name, _)| name.rsplit_once('.')) {
+            Some((_, "attn_k")) => &["attn_q"],
+            Some((_, "attn_v")) => &["attn_q", "attn_k"],
+            Some((_, "ffn_up")) => &["ffn_gate"],
+            _ => &[],
+        };
+        let block_name = tensor.name.rsplitn(3, '.').last().unwrap();
+        let rows_of = |name| sketch.tensor(&format!("{block_name}.{name}.weight")).unwrap().rows;
+        let first_row: usize = before.iter().map(|name| rows_of(name)).sum();
+        let file = &mut bytes[tensor.range.start as usize..tensor.range.end as usize];
+        for (i, block) in file.chunks_exact_mut(block_bytes).enumerate() {
+            let (row, column) = (first_row + i / in_row, i % in_row * block_len);
+            let from = i % (ROWS * in_row) * block_bytes;
+            block.copy_from_slice(&strip[from..from + block_bytes]);
+            let flips = random::flips(row / ROWS, column / 256) as u8 * both;
+            block[codes.clone()].iter_mut().for_each(|byte| *byte ^= flips);
+        }
     }
     ModelFile::from_bytes(bytes.into()).unwrap()
 }
