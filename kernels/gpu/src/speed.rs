@@ -47,6 +47,10 @@ const PASSES: usize = 4;
 const PREFILL_ROWS: [usize; 3] = [4, 32, 256];
 /// A product of more rows, eight times as many, is not tried after one that took this long.
 const PREFILL_SLOW: Duration = Duration::from_millis(5);
+/// A product of the most rows that is as quick as this is measured several times over: waiting for the device would count.
+const PREFILL_QUICK: Duration = Duration::from_millis(2);
+/// Products between two looks at the clock then.
+const PREFILL_PRODUCTS: usize = 8;
 /// No further measurement of a kind begins after this, if there are [`REPEATS_MIN`].
 const MEASURE: Duration = Duration::from_millis(60);
 /// Measurements of a kind at least.
@@ -89,7 +93,12 @@ pub(crate) fn speed<R: Platform>(client: &ComputeClient<R>, number: usize, small
     let mut flops_s = 0.0;
     for rows in PREFILL_ROWS {
         let x = Activations::new(client, rows, gate.cols);
-        let took = timed(client, || multiply(client, able, gate, &x, rows, &y))?;
+        let time =
+            |products: usize| timed(client, || (0..products).for_each(|_| multiply(client, able, gate, &x, rows, &y)));
+        let mut took = time(1)?;
+        if took < PREFILL_QUICK && rows == PREFILL_ROWS[2] {
+            took = time(PREFILL_PRODUCTS)? / PREFILL_PRODUCTS as u32;
+        }
         flops_s = (2 * gate.rows * gate.cols * rows) as f64 / took.as_secs_f64();
         if took > PREFILL_SLOW {
             break;
