@@ -309,7 +309,7 @@ impl<E: Engine> Decoder<E> {
     }
 
     fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<u32, StageError> {
-        let drawn = self.sampler.sample(logits, &draw.settings, draw.position, draw.history);
+        let drawn = self.sampler.sample(logits, &draw.settings, draw.position, &draw.changes);
         drawn.map_err(|what| StageError::Logits { layers: self.layers.clone(), position, what })
     }
 }

@@ -25,6 +25,10 @@ pub struct SamplerSettings {
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of tokens in the history; 1 does nothing.
     pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that were generated; 0 does nothing. -2 to 2.
+    pub presence_penalty: f32,
+    /// Subtracted as often as the token was generated; 0 does nothing. -2 to 2.
+    pub frequency_penalty: f32,
     /// Key of the random numbers.
     pub seed: u64,
 }
@@ -33,7 +37,22 @@ impl SamplerSettings {
     /// The most likely token, always.
     #[must_use]
     pub fn greedy() -> Self {
-        Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 }
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+        }
+    }
+
+    /// Whether the tokens so far change what is drawn.
+    #[must_use]
+    pub fn looks_back(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
     /// Whether every field is in its range.
@@ -46,6 +65,8 @@ impl SamplerSettings {
             ("top_p", self.top_p, 0.0..=1.0),
             ("min_p", self.min_p, 0.0..=1.0),
             ("repetition_penalty", self.repetition_penalty, 1e-3..=1e3),
+            ("presence_penalty", self.presence_penalty, -2.0..=2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0..=2.0),
         ];
         for (name, found, range) in checks {
             if !range.contains(&found) {
@@ -56,11 +77,33 @@ impl SamplerSettings {
     }
 }
 
+/// What changes logits before a token is drawn, beside the settings.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Changes<'a> {
+    /// Prompt and tokens so far; may be empty where the settings do not look back.
+    pub history: &'a [u32],
+    /// How many tokens of the history are the prompt's. The others were generated.
+    pub prompt: usize,
+    /// Tokens, and what is added to their logits, in millionths.
+    pub bias: &'a [(u32, i32)],
+}
+
+impl Changes<'_> {
+    /// Whether logits are drawn from as they are.
+    #[must_use]
+    pub fn none(&self, settings: &SamplerSettings) -> bool {
+        self.bias.is_empty() && (self.history.is_empty() || !settings.looks_back())
+    }
+}
+
 /// Chooses tokens. Holds only scratch memory: what it returns depends on its arguments alone.
 #[derive(Debug)]
 pub struct Sampler {
     scratch: Scratch,
-    penalised: Vec<f32>,
+    /// Logits with their changes.
+    changed: Vec<f32>,
+    /// Tokens of the history by id, each with 1 where it was generated.
+    seen: Vec<(u32, u32)>,
     /// The most likely tokens by id, where `top_k` cuts.
     kept: Vec<f32>,
     kept_ids: Vec<u32>,
@@ -80,11 +123,16 @@ impl Sampler {
     }
 
     fn on(isa: Isa) -> Self {
-        Self { scratch: Scratch::new(isa), penalised: Vec::new(), kept: Vec::new(), kept_ids: Vec::new() }
+        Self {
+            scratch: Scratch::new(isa),
+            changed: Vec::new(),
+            seen: Vec::new(),
+            kept: Vec::new(),
+            kept_ids: Vec::new(),
+        }
     }
 
-    /// The token at `position` after `history` (prompt and generated tokens). Filters apply in the order penalty,
-    /// temperature, top-k, top-p, min-p; of equally likely tokens the lowest id comes first. A token less than 2^-44 as
+    /// The token at `position`. Filters apply in the order bias, penalties, temperature, top-k, top-p, min-p; of equally likely tokens the lowest id comes first. A token less than 2^-44 as
     /// likely as the most likely one is never drawn.
     ///
     /// # Errors
@@ -94,14 +142,14 @@ impl Sampler {
         logits: &[f32],
         settings: &SamplerSettings,
         position: u32,
-        history: &[u32],
+        changes: &Changes<'_>,
     ) -> Result<u32, SampleError> {
         settings.check()?;
         let mut seen = check(logits, &self.scratch)?;
         let mut logits = logits;
-        if settings.repetition_penalty != 1.0 && !history.is_empty() {
-            penalise(logits, settings.repetition_penalty, history, &mut self.penalised);
-            logits = &self.penalised;
+        if !changes.none(settings) {
+            change(logits, settings, changes, &mut self.seen, &mut self.changed);
+            logits = &self.changed;
             seen = self.scratch.survey(logits);
         }
         if settings.temperature == 0.0 {
@@ -148,18 +196,38 @@ fn check(logits: &[f32], scratch: &Scratch) -> Result<Survey, SampleError> {
     Ok(seen)
 }
 
-/// The logits, those of tokens in the history changed: less likely for a penalty above 1.
-fn penalise(logits: &[f32], penalty: f32, history: &[u32], out: &mut Vec<f32>) {
+/// The logits with bias and penalties; those that are not finite stay. Tokens outside the vocabulary are none.
+fn change(
+    logits: &[f32],
+    settings: &SamplerSettings,
+    changes: &Changes<'_>,
+    seen: &mut Vec<(u32, u32)>,
+    out: &mut Vec<f32>,
+) {
     out.clear();
     out.extend_from_slice(logits);
-    let penalty = f64::from(penalty);
-    for &id in history {
-        let Some(&logit) = logits.get(id as usize) else { continue };
-        if logit.is_finite() {
-            let wide = f64::from(logit);
-            let changed = if logit > 0.0 { wide / penalty } else { wide * penalty };
-            out[id as usize] = (changed as f32).clamp(f32::MIN, f32::MAX);
+    let mut set = |id: u32, of: &dyn Fn(f64) -> f64| {
+        if let Some(logit) = out.get_mut(id as usize).filter(|logit| logit.is_finite()) {
+            *logit = (of(f64::from(*logit)) as f32).clamp(f32::MIN, f32::MAX);
         }
+    };
+    for &(id, millionths) in changes.bias {
+        set(id, &|logit| logit + f64::from(millionths) / 1e6);
+    }
+    if !settings.looks_back() {
+        return;
+    }
+    let [repetition, presence, frequency] =
+        [settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty].map(f64::from);
+    seen.clear();
+    seen.extend(changes.history.iter().enumerate().map(|(i, id)| (*id, u32::from(i >= changes.prompt))));
+    seen.sort_unstable();
+    for same in seen.chunk_by(|a, b| a.0 == b.0) {
+        let generated: u32 = same.iter().map(|(_, generated)| generated).sum();
+        set(same[0].0, &|logit| {
+            let repeated = if logit > 0.0 { logit / repetition } else { logit * repetition };
+            repeated - f64::from(generated) * frequency - f64::from(generated.min(1)) * presence
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 //! A contiguous range of a model's layers with its key and value caches: the one thing that computes for a mesh.
 use std::ops::Range;
 
-use crate::sampler::{SampleError, SamplerSettings};
+use crate::sampler::{Changes, SampleError, SamplerSettings};
 
 /// What to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,8 +82,8 @@ pub struct Draw<'a> {
     pub settings: SamplerSettings,
     /// Position of the token that is drawn: with the seed, the key of the random number.
     pub position: u32,
-    /// Prompt and tokens so far; empty where the settings do not look back.
-    pub history: &'a [u32],
+    /// What changes the logits first.
+    pub changes: Changes<'a>,
 }
 
 /// Rows in.

@@ -3,7 +3,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::quant::QuantType;
-use kernels::sampler::SamplerSettings;
+use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
 use kernels::weights::testing::{GgufWriter, TinyModel};
 use kernels::weights::{Architecture, ModelFile};
@@ -176,7 +176,7 @@ fn no_token_is_drawn_from_what_is_not_finite() {
 
 /// Draws the token after a prompt.
 fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Result<RowsOut, StageError> {
-    let draw = Draw { settings: SamplerSettings::greedy(), position: prompt.len() as u32, history: &[] };
+    let draw = Draw { settings: SamplerSettings::greedy(), position: prompt.len() as u32, changes: Changes::default() };
     let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
         Ok::<_, StageError>(stage.forward(&[Rows { sequence, position: 0, input, want: Want::Token(draw) }])?.remove(0))
     };
@@ -199,7 +199,7 @@ fn hidden_rows_that_are_not_finite_are_found_where_a_token_is_drawn() {
             let mut stage = load(&file, 1..3, 64, activations).unwrap();
             let mut hidden = vec![0.25; 3 * file.config().width];
             hidden[2 * file.config().width + 100] = bad;
-            let draw = Draw { settings: SamplerSettings::greedy(), position: 3, history: &[] };
+            let draw = Draw { settings: SamplerSettings::greedy(), position: 3, changes: Changes::default() };
             let rows = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), want: Want::Token(draw) };
             let error = stage.forward(&[rows]).unwrap_err().to_string();
             assert!(error.starts_with("layers 1-2, position 2: "), "{bad} {activations:?}: {error}");

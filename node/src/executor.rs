@@ -2,7 +2,7 @@
 use crate::driver::DriverHandle;
 use crate::residency::Residency;
 use crate::tensors::{Tensor, Tensors};
-use kernels::sampler::SamplerSettings;
+use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Want};
 use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
 use node_core::input::{Input, ItemResult, LoadedStage};
@@ -265,7 +265,9 @@ fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, Strin
 }
 
 fn want(sample: &SampleSpec) -> Want<'_> {
-    Want::Token(Draw { settings: settings(&sample.sampling), position: sample.position, history: &sample.history })
+    let changes =
+        Changes { history: &sample.history, prompt: sample.prompt as usize, bias: &sample.sampling.logit_bias_e6 };
+    Want::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
 }
 
 fn settings(s: &Sampling) -> SamplerSettings {
@@ -276,6 +278,8 @@ fn settings(s: &Sampling) -> SamplerSettings {
         top_k: s.top_k,
         min_p: share(s.min_p_e6),
         repetition_penalty: share(s.repetition_penalty_e6),
+        presence_penalty: s.presence_penalty_e6 as f32 / 1e6,
+        frequency_penalty: s.frequency_penalty_e6 as f32 / 1e6,
         seed: s.seed,
     }
 }

@@ -9,7 +9,7 @@ use crate::submissions::Submissions;
 use crate::tensors::{Tensor, Tensors};
 use crate::transfer::{Ask, Library};
 use crate::views::Names;
-use kernels::sampler::SamplerSettings;
+use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageOptions, Want};
 use node_core::id::{Epoch, JobId, LoadId, NodeId};
 use node_core::input::Input;
@@ -410,7 +410,7 @@ fn load_stage(
 fn warm(stage: &mut dyn Stage, spec: &StageSpec) -> Result<(), kernels::stage::StageError> {
     let zeros = vec![0.0; stage.width()];
     let input = if spec.layers.start == 0 { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
-    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, history: &[] };
+    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: Changes::default() };
     let row = Rows { sequence: u64::MAX, position: 0, input, want: Want::Token(draw) };
     stage.forward(&[row])?;
     stage.release(u64::MAX);

@@ -401,7 +401,7 @@ pub fn solo(content: &ContentId, layers: u32, prompt: &[u32], max_tokens: u32, s
             run_layer(chain, layer as u32, position, &mut rows).expect("positions of one run follow each other");
         }
         position += input.len() as u32;
-        let sample = SampleSpec { sampling: *sampling, position, history: Vec::new() };
+        let sample = SampleSpec { sampling: sampling.clone(), position, history: Vec::new(), prompt: 0 };
         let token = choose(rows.last().copied().unwrap_or(0), &sample);
         answer.push(token);
         input = vec![token];

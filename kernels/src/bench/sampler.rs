@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::{median, no_threads, read_bandwidth};
 use crate::cpu::Isa;
 use crate::pool::Pool;
-use crate::sampler::{NUMERICS, SampleError, Sampler, SamplerSettings};
+use crate::sampler::{Changes, NUMERICS, SampleError, Sampler, SamplerSettings};
 use crate::stage::StageError;
 
 /// What was measured.
@@ -51,7 +51,7 @@ pub fn sampler(vocabulary: usize, settings: &SamplerSettings, draws: usize) -> R
     let (mut times, mut reads) = (Vec::new(), Vec::new());
     for (position, logits) in logits.iter().cycle().take(draws.max(logits.len())).enumerate() {
         let start = Instant::now();
-        let token = sampler.sample(logits, settings, position as u32, &[]).map_err(failed)?;
+        let token = sampler.sample(logits, settings, position as u32, &Changes::default()).map_err(failed)?;
         times.push(start.elapsed().as_secs_f64());
         std::hint::black_box(token);
     }

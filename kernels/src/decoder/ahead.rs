@@ -41,8 +41,10 @@ impl<E: Engine> Decoder<E> {
         let (mut step, mut tokens) = (Step { rows: Vec::new(), draws: Vec::new() }, Vec::new());
         for rows in batch {
             let (RowsIn::Tokens([token]), Want::Token(draw)) = (rows.input, rows.want) else { return None };
-            let alone = draw.settings.repetition_penalty == 1.0 || draw.history.is_empty();
-            if !alone || draw.settings.check().is_err() || !self.engine.draws(batch.len(), &draw.settings) {
+            if !draw.changes.none(&draw.settings)
+                || draw.settings.check().is_err()
+                || !self.engine.draws(batch.len(), &draw.settings)
+            {
                 return None;
             }
             step.rows.push(RowAt { sequence: rows.sequence, position: rows.position });

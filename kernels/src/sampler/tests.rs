@@ -1,7 +1,7 @@
 //! The sampler beside a simple one that sorts, beside the exact distribution, one setting after the other, at extremes, and
 //! with logits that are not numbers.
 use super::order::{LOGITS_MAX, Scale};
-use super::{SampleError, Sampler, SamplerSettings, random};
+use super::{Changes, SampleError, Sampler, SamplerSettings, random};
 use crate::cpu::Isa;
 
 fn settings() -> SamplerSettings {
@@ -9,7 +9,7 @@ fn settings() -> SamplerSettings {
 }
 
 fn sample(logits: &[f32], s: &SamplerSettings, position: u32) -> u32 {
-    Sampler::new().sample(logits, s, position, &[]).expect("sound logits")
+    Sampler::new().sample(logits, s, position, &Changes::default()).expect("sound logits")
 }
 
 /// Sums of four uniform numbers, as logits of a language model are spread.
@@ -119,7 +119,7 @@ fn buckets_draw_what_a_sort_draws_on_every_instruction_set() {
                 let s = SamplerSettings { seed: i as u64, ..*s };
                 let expected = sorted_draw(logits, &s, position);
                 for isa in Isa::all() {
-                    let found = Sampler::on(isa).sample(logits, &s, position, &[]).expect("sound");
+                    let found = Sampler::on(isa).sample(logits, &s, position, &Changes::default()).expect("sound");
                     assert_eq!(found, expected, "logits {number}, {s:?}, position {position}, {isa:?}");
                 }
             }
@@ -134,7 +134,7 @@ fn the_largest_vocabulary_is_drawn_from_and_a_larger_one_is_an_error() {
             assert_eq!(sample(&logits, &s, 3), sorted_draw(&logits, &s, 3), "{s:?}");
         }
     }
-    let error = Sampler::new().sample(&vec![0.0; LOGITS_MAX + 1], &settings(), 0, &[]);
+    let error = Sampler::new().sample(&vec![0.0; LOGITS_MAX + 1], &settings(), 0, &Changes::default());
     assert_eq!(error, Err(SampleError::TooMany { count: LOGITS_MAX + 1 }));
 }
 
@@ -217,7 +217,7 @@ fn draws_follow_the_exact_distribution() {
             let draws = 40_000u32;
             let mut counts = vec![0u32; logits.len()];
             for position in 0..draws {
-                counts[sampler.sample(&logits, &s, position, &[]).expect("sound") as usize] += 1;
+                counts[sampler.sample(&logits, &s, position, &Changes::default()).expect("sound") as usize] += 1;
             }
             assert_follows(&counts, &exact(&logits, &s), draws, &format!("{} logits, {s:?}", logits.len()));
         }
@@ -244,7 +244,7 @@ fn the_same_seed_and_position_draw_the_same() {
     let forward: Vec<u32> = (0..100).map(|p| sample(&logits, &s, p)).collect();
     let mut sampler = Sampler::new();
     for p in (0..100u32).rev() {
-        assert_eq!(sampler.sample(&logits, &s, p, &[]).expect("sound"), forward[p as usize]);
+        assert_eq!(sampler.sample(&logits, &s, p, &Changes::default()).expect("sound"), forward[p as usize]);
     }
     let other: Vec<u32> = (0..100).map(|p| sample(&logits, &SamplerSettings { seed: 6, ..s }, p)).collect();
     assert_ne!(forward, other);
@@ -265,16 +265,16 @@ fn ties_go_to_the_lowest_id() {
         for (first, second) in [(0.0, -0.0), (-0.0, 0.0)] {
             let mut logits = vec![-1.0; 10_000];
             (logits[4095], logits[9000]) = (first, second);
-            assert_eq!(sampler.sample(&logits, &greedy, 0, &[]), Ok(4095));
+            assert_eq!(sampler.sample(&logits, &greedy, 0, &Changes::default()), Ok(4095));
             let one = SamplerSettings { top_k: 1, ..settings() };
-            assert_eq!(sampler.sample(&logits, &one, 0, &[]), Ok(4095));
+            assert_eq!(sampler.sample(&logits, &one, 0, &Changes::default()), Ok(4095));
         }
         for count in [1, 31, 32, 33, 4095, 4096, 4097, 12_000] {
             let mut logits = some_logits(count, 11, 1.0);
             logits[count - 1] = 3.0;
-            assert_eq!(sampler.sample(&logits, &greedy, 0, &[]), Ok(count as u32 - 1));
+            assert_eq!(sampler.sample(&logits, &greedy, 0, &Changes::default()), Ok(count as u32 - 1));
             logits[count / 2] = 3.0;
-            assert_eq!(sampler.sample(&logits, &greedy, 0, &[]), Ok(count as u32 / 2));
+            assert_eq!(sampler.sample(&logits, &greedy, 0, &Changes::default()), Ok(count as u32 / 2));
         }
     }
     for position in 0..50 {
@@ -290,7 +290,10 @@ fn ties_go_to_the_lowest_id() {
 fn repetition_costs() {
     let greedy = SamplerSettings { repetition_penalty: 2.0, ..SamplerSettings::greedy() };
     let mut sampler = Sampler::new();
-    let mut choose = |logits: &[f32], history: &[u32]| sampler.sample(logits, &greedy, 0, history).expect("sound");
+    let mut choose = |logits: &[f32], history: &[u32]| {
+        let changes = Changes { history, ..Changes::default() };
+        sampler.sample(logits, &greedy, 0, &changes).expect("sound")
+    };
     assert_eq!(choose(&[4.0, 3.0, 1.0], &[]), 0);
     assert_eq!(choose(&[4.0, 3.0, 1.0], &[0]), 1);
     // Once, however often it came; a token outside the vocabulary is nothing.
@@ -298,7 +301,41 @@ fn repetition_costs() {
     assert_eq!(choose(&[-1.0, -1.5], &[0]), 1);
     // What a penalty takes beyond the numbers stays a number.
     let harsh = SamplerSettings { repetition_penalty: 1e-3, ..settings() };
-    assert_eq!(Sampler::new().sample(&[f32::MAX, f32::NEG_INFINITY], &harsh, 0, &[0, 1]), Ok(0));
+    let changes = Changes { history: &[0, 1], ..Changes::default() };
+    assert_eq!(Sampler::new().sample(&[f32::MAX, f32::NEG_INFINITY], &harsh, 0, &changes), Ok(0));
+}
+
+#[test]
+fn presence_costs_once_and_frequency_each_time_but_not_for_the_prompt() {
+    let mut sampler = Sampler::new();
+    let mut choose = |presence_penalty, frequency_penalty, history: &[u32], prompt| {
+        let s = SamplerSettings { presence_penalty, frequency_penalty, ..SamplerSettings::greedy() };
+        let changes = Changes { history, prompt, ..Changes::default() };
+        sampler.sample(&[4.0, 3.0, 1.9], &s, 0, &changes).expect("sound")
+    };
+    assert_eq!(choose(1.5, 0.0, &[0, 0], 2), 0, "the prompt's");
+    assert_eq!(choose(1.5, 0.0, &[0, 0], 1), 1);
+    assert_eq!(choose(0.9, 0.0, &[0, 0, 0, 0], 0), 0, "once");
+    assert_eq!(choose(0.0, 0.9, &[0], 0), 0);
+    assert_eq!(choose(0.0, 0.9, &[0, 0], 0), 1);
+    assert_eq!(choose(0.0, 0.6, &[0, 1, 0, 1, 0, 1, 0], 0), 2);
+    // A negative one favours what came.
+    assert_eq!(choose(-1.2, 0.0, &[1], 0), 1);
+}
+
+#[test]
+fn a_bias_is_added_before_penalties() {
+    let mut sampler = Sampler::new();
+    let mut choose = |bias: &[(u32, i32)], repetition_penalty| {
+        let s = SamplerSettings { repetition_penalty, ..SamplerSettings::greedy() };
+        let changes = Changes { history: &[1], prompt: 0, bias };
+        sampler.sample(&[4.0, 3.0, f32::NEG_INFINITY], &s, 0, &changes).expect("sound")
+    };
+    assert_eq!(choose(&[(1, 1_000_001)], 1.0), 1);
+    assert_eq!(choose(&[(1, 999_999)], 1.0), 0);
+    assert_eq!(choose(&[(1, 1_000_001)], 1.5), 0);
+    assert_eq!(choose(&[(1, 1_000_001), (0, -100_000_000), (77, 5)], 1.5), 1);
+    assert_eq!(choose(&[(2, 100_000_000)], 1.0), 0, "what cannot be stays so");
 }
 
 #[test]
@@ -311,7 +348,7 @@ fn unsound_logits_and_settings_are_errors() {
                 let mut logits = vec![0.5; count];
                 logits[at] = wrong;
                 for s in [greedy, settings()] {
-                    let error = sampler.sample(&logits, &s, 0, &[]);
+                    let error = sampler.sample(&logits, &s, 0, &Changes::default());
                     assert!(
                         matches!(error, Err(SampleError::Logit { id, .. }) if id == at),
                         "{wrong} at {at}: {error:?}"
@@ -321,17 +358,19 @@ fn unsound_logits_and_settings_are_errors() {
         }
     }
     let mut sampler = Sampler::new();
-    assert_eq!(sampler.sample(&[], &greedy, 0, &[]), Err(SampleError::Empty { count: 0 }));
+    assert_eq!(sampler.sample(&[], &greedy, 0, &Changes::default()), Err(SampleError::Empty { count: 0 }));
     let none = [f32::NEG_INFINITY; 3];
-    assert_eq!(sampler.sample(&none, &greedy, 0, &[]), Err(SampleError::Empty { count: 3 }));
+    assert_eq!(sampler.sample(&none, &greedy, 0, &Changes::default()), Err(SampleError::Empty { count: 3 }));
     for wrong in [
         SamplerSettings { temperature: -1.0, ..greedy },
         SamplerSettings { temperature: f32::NAN, ..greedy },
         SamplerSettings { top_p: 1.5, ..greedy },
         SamplerSettings { min_p: -0.1, ..greedy },
         SamplerSettings { repetition_penalty: 0.0, ..greedy },
+        SamplerSettings { presence_penalty: 2.5, ..greedy },
+        SamplerSettings { frequency_penalty: f32::NAN, ..greedy },
     ] {
-        assert!(matches!(sampler.sample(&[0.0], &wrong, 0, &[]), Err(SampleError::Setting { .. })));
+        assert!(matches!(sampler.sample(&[0.0], &wrong, 0, &Changes::default()), Err(SampleError::Setting { .. })));
     }
 }
 

@@ -46,8 +46,9 @@ pub enum Message {
     Held { job: JobId, epoch: Epoch, held: Vec<(RequestId, u32)> },
     /// Head to all participants: the job is over.
     End { job: JobId, epoch: Epoch },
-    /// Head to the last stage: settings of a request, and its tokens so far where choosing looks back at them.
-    Open { job: JobId, epoch: Epoch, request: RequestId, sampling: Sampling, tokens: Vec<u32> },
+    /// Head to the last stage: settings of a request, and its tokens so far where choosing looks back at them, of which the
+    /// first `prompt` are the prompt's.
+    Open { job: JobId, epoch: Epoch, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
     /// Head to all stages: the request is over, free its cache.
     Close { job: JobId, epoch: Epoch, request: RequestId },
     /// Last stage to head: the token chosen for `position`.
@@ -119,8 +120,11 @@ impl Prepare {
     }
 }
 
+/// Tokens with a bias that a request may have. OpenAI allows some hundreds.
+pub const LOGIT_BIASES_MAX: usize = 1024;
+
 /// Sampler settings. Fixed-point so that equality and encoding are exact: value × 1,000,000.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature_e6: u32,
@@ -132,6 +136,12 @@ pub struct Sampling {
     pub min_p_e6: u32,
     /// 1,000,000 is off.
     pub repetition_penalty_e6: u32,
+    /// 0 is off.
+    pub presence_penalty_e6: i32,
+    /// 0 is off.
+    pub frequency_penalty_e6: i32,
+    /// Tokens, and what is added to their logits; at most [`LOGIT_BIASES_MAX`].
+    pub logit_bias_e6: Vec<(u32, i32)>,
     /// Key of the random numbers.
     pub seed: u64,
 }
@@ -144,12 +154,17 @@ impl Sampling {
         top_k: 0,
         min_p_e6: 0,
         repetition_penalty_e6: 1_000_000,
+        presence_penalty_e6: 0,
+        frequency_penalty_e6: 0,
+        logit_bias_e6: Vec::new(),
         seed: 0,
     };
 
     /// Whether choosing a token needs the tokens before it.
     pub fn looks_back(&self) -> bool {
         self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
+            || self.presence_penalty_e6 != 0
+            || self.frequency_penalty_e6 != 0
     }
 }
 

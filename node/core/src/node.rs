@@ -306,9 +306,9 @@ impl Node {
             }
             Message::Go { job, epoch, resume } => self.placement.handle_go(now, from, job, epoch, resume),
             Message::End { job, epoch } => self.placement.handle_end(from, job, epoch),
-            Message::Open { job, epoch, request, sampling, tokens } => {
+            Message::Open { job, epoch, request, sampling, tokens, prompt } => {
                 if self.is_admitted(from, job, epoch) && from == epoch.minter {
-                    self.pipeline.handle_open(job, request, sampling, tokens);
+                    self.pipeline.handle_open(job, request, sampling, tokens, prompt);
                 }
             }
             Message::Close { job, epoch, request } => {

@@ -160,8 +160,10 @@ pub struct SampleSpec {
     pub sampling: Sampling,
     /// Position of the token being chosen: with the seed, the key of the random number.
     pub position: u32,
-    /// Tokens so far, for the repetition penalty; empty where the sampling needs none.
+    /// Tokens so far, for penalties; empty where the sampling needs none.
     pub history: Vec<u32>,
+    /// How many tokens of the history are the prompt's.
+    pub prompt: u32,
 }
 
 /// Something a caller, a log or a checker wants to know.

@@ -184,9 +184,9 @@ impl Pipeline {
     }
 
     /// The head told the last stage how to sample a request.
-    pub fn handle_open(&mut self, job: JobId, request: RequestId, sampling: Sampling, tokens: Vec<u32>) {
+    pub fn handle_open(&mut self, job: JobId, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32) {
         if let Some(stage) = self.stages.get_mut(&job) {
-            stage.handle_open(request, sampling, tokens);
+            stage.handle_open(request, sampling, tokens, prompt);
         }
     }
 

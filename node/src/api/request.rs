@@ -4,9 +4,10 @@ use super::error::ApiError;
 use super::fields::Field;
 use super::generation::Order;
 use kernels::chat_template::ChatMessage;
-use node_core::message::Sampling;
+use node_core::message::{LOGIT_BIASES_MAX, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// Stop strings in one request. OpenAI takes 4; each costs a search per token.
 const STOPS_MAX: usize = 16;
@@ -29,6 +30,7 @@ pub(crate) const BODY: &[Field] = &[
     Field::long("top_logprobs"),
     Field::number("presence_penalty"),
     Field::number("frequency_penalty"),
+    Field::object("logit_bias"),
     Field::texts("modalities"),
     Field::count("max_tokens"),
     Field::count("max_completion_tokens"),
@@ -60,9 +62,6 @@ pub(crate) struct Body {
     suffix: Option<String>,
     logprobs: Option<Value>,
     top_logprobs: Option<u64>,
-    presence_penalty: Option<f64>,
-    frequency_penalty: Option<f64>,
-    logit_bias: Option<Value>,
     response_format: Option<Value>,
     tools: Option<Value>,
     functions: Option<Value>,
@@ -80,6 +79,9 @@ pub(crate) struct Settings {
     top_k: Option<i64>,
     min_p: Option<f64>,
     repetition_penalty: Option<f64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+    logit_bias: Option<BTreeMap<String, Value>>,
     seed: Option<i64>,
     stop: Option<Stop>,
     ignore_eos: Option<bool>,
@@ -186,7 +188,6 @@ impl Body {
             value.as_ref().is_some_and(|v| !v.is_null() && *v != Value::Bool(false) && *v != Value::Array(vec![]))
         };
         let not_one = |count: Option<u64>| count.is_some_and(|n| n != 1);
-        let not_zero = |value: Option<f64>| value.is_some_and(|v| v != 0.0);
         let plain_text = self.response_format.as_ref().is_none_or(|f| f.is_null() || f["type"] == "text");
         let text_only = self.modalities.as_ref().is_none_or(|m| m.iter().all(|m| m == "text"));
         let refused = [
@@ -196,9 +197,6 @@ impl Body {
             (self.top_logprobs.is_some_and(|n| n > 0), "top_logprobs", "log probabilities are not supported"),
             (self.echo == Some(true), "echo", "echo is not supported"),
             (self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "suffix", "suffix is not supported"),
-            (not_zero(self.presence_penalty), "presence_penalty", "not supported: use repetition_penalty"),
-            (not_zero(self.frequency_penalty), "frequency_penalty", "not supported: use repetition_penalty"),
-            (some(&self.logit_bias) && self.logit_bias != Some(serde_json::json!({})), "logit_bias", "not supported"),
             (!plain_text, "response_format", "only {\"type\": \"text\"} is supported"),
             (some(&self.tools), "tools", "tool calls are not supported"),
             (some(&self.functions), "functions", "function calls are not supported"),
@@ -292,7 +290,7 @@ impl Settings {
             return Err(ApiError::invalid("max_tokens", "`max_tokens` must be at least 1"));
         }
         let room = u32::try_from(room).unwrap_or(u32::MAX);
-        let sampling = self.sampling()?;
+        let sampling = self.sampling(model)?;
         Ok(Order {
             prompt,
             max_tokens: wanted.map_or(room, |w| w.min(room)),
@@ -302,7 +300,7 @@ impl Settings {
         })
     }
 
-    fn sampling(&self) -> Result<Sampling, ApiError> {
+    fn sampling(&self, model: &Served) -> Result<Sampling, ApiError> {
         let seed = match self.seed {
             Some(seed) => seed.cast_unsigned(),
             None => getrandom::u64().map_err(|e| ApiError::failed(format!("no random seed: {e}")))?,
@@ -322,8 +320,36 @@ impl Settings {
                 0.000_001,
                 10.0,
             )?,
+            presence_penalty_e6: penalty("presence_penalty", self.presence_penalty)?,
+            frequency_penalty_e6: penalty("frequency_penalty", self.frequency_penalty)?,
+            logit_bias_e6: self.logit_bias(model)?,
             seed,
         })
+    }
+
+    /// Token ids and what is added to their logits, by id.
+    fn logit_bias(&self, model: &Served) -> Result<Vec<(u32, i32)>, ApiError> {
+        let invalid = |message: String| ApiError::invalid("logit_bias", message);
+        let wanted = self.logit_bias.iter().flatten();
+        let vocabulary = model.text.vocabulary();
+        let bias = wanted.map(|(token, bias)| {
+            let id = token.parse().ok().filter(|id| *id < vocabulary);
+            let id = id.ok_or_else(|| {
+                invalid(format!("`logit_bias` names token {token:?}: expected a token id below {vocabulary}"))
+            })?;
+            let fits = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+            let wrong = || invalid(format!("`logit_bias` of token {id} is {bias}, expected -100 to 100"));
+            fits.map(|bias| (id, (bias * 1e6).round() as i32)).ok_or_else(wrong)
+        });
+        let mut bias = bias.collect::<Result<Vec<(u32, i32)>, _>>()?;
+        if bias.len() > LOGIT_BIASES_MAX {
+            return Err(invalid(format!(
+                "`logit_bias` has {} tokens, at most {LOGIT_BIASES_MAX} are allowed",
+                bias.len()
+            )));
+        }
+        bias.sort_unstable();
+        Ok(bias)
     }
 
     fn stops(&self) -> Result<Vec<String>, ApiError> {
@@ -348,6 +374,16 @@ impl Settings {
             }
             None => Ok(stops),
         }
+    }
+}
+
+/// A penalty of OpenAI's API, in millionths.
+fn penalty(param: &'static str, value: Option<f64>) -> Result<i32, ApiError> {
+    let value = value.unwrap_or(0.0);
+    if value.is_finite() && (-2.0..=2.0).contains(&value) {
+        Ok((value * 1e6).round() as i32)
+    } else {
+        Err(ApiError::invalid(param, format!("`{param}` is {value}, expected -2 to 2")))
     }
 }
 

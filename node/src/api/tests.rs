@@ -274,6 +274,17 @@ fn a_chat_completion_has_text_reason_and_usage() {
 }
 
 #[test]
+fn penalties_and_bias_reach_the_sampler_in_millionths() {
+    let server = start(Pretended::says("x"));
+    let extra = json!({"presence_penalty": -0.5, "frequency_penalty": 1.25, "logit_bias": {"65": -100, "7": 0.5}});
+    let (status, answer) = server.post("/v1/chat/completions", chat_body(extra));
+    assert_eq!(status, 200, "{answer}");
+    let sampling = server.engine.requests.lock().unwrap()[0].sampling.clone();
+    assert_eq!((sampling.presence_penalty_e6, sampling.frequency_penalty_e6), (-500_000, 1_250_000));
+    assert_eq!(sampling.logit_bias_e6, [(7, 500_000), (65, -100_000_000)]);
+}
+
+#[test]
 fn a_streamed_chat_begins_with_the_role_and_ends_with_done() {
     let server = start(Pretended::says("naïve"));
     let body = chat_body(json!({"stream": true, "stream_options": {"include_usage": true}}));
@@ -386,6 +397,13 @@ fn what_is_wrong_is_named() {
         (json!({"max_tokens": -1}), "max_tokens"),
         (json!({"max_tokens": 1e20}), "max_tokens"),
         (json!({"stream": "yes"}), "stream"),
+        (json!({"presence_penalty": 2.5}), "presence_penalty"),
+        (json!({"frequency_penalty": -3}), "frequency_penalty"),
+        (json!({"logit_bias": [7]}), "logit_bias"),
+        (json!({"logit_bias": {"x": 1}}), "logit_bias"),
+        (json!({"logit_bias": {"256": 1}}), "logit_bias"),
+        (json!({"logit_bias": {"7": 101}}), "logit_bias"),
+        (json!({"logit_bias": {"7": "a"}}), "logit_bias"),
         (json!({"model": ""}), "model"),
     ] {
         let (status, answer) = server.post("/v1/chat/completions", chat_body(extra.clone()));
@@ -395,6 +413,8 @@ fn what_is_wrong_is_named() {
     for extra in [
         json!({"n": 1, "logprobs": false, "tools": [], "user": "me", "response_format": {"type": "text"}}),
         json!({"stop": ""}),
+        json!({"logit_bias": {}}),
+        json!({"logit_bias": null}),
         json!({"logprobs": null, "stop": null, "temperature": null, "presence_penalty": 0, "stream_options": null}),
         json!({"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]}),
     ] {

@@ -54,6 +54,12 @@ pub(super) struct RunArgs {
     /// Above 1 makes repetition less likely
     #[arg(long, value_name = "R")]
     repetition_penalty: Option<f64>,
+    /// Above 0 makes tokens of the answer less likely to come again, -2 to 2
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    presence_penalty: Option<f64>,
+    /// The same for each time that a token came, -2 to 2
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    frequency_penalty: Option<f64>,
     /// The same seed gives the same answer
     #[arg(long, value_name = "S")]
     seed: Option<i64>,
@@ -115,7 +121,8 @@ impl RunArgs {
             "model": model, "raw": self.raw, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos,
             "temperature": if self.greedy { 0.0 } else { self.temperature },
             "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty, "seed": self.seed, "stop": self.stop,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty, "seed": self.seed, "stop": self.stop,
         });
         match &self.system {
             Some(system) => {

@@ -1,7 +1,7 @@
 //! What `bench decode` and `bench prefill` measure of a model on a GPU: tokens per second, and where the time of a token goes.
 use kernels::device::DeviceId;
 use kernels::quant::QuantType;
-use kernels::sampler::SamplerSettings;
+use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
 use kernels::weights::ModelFile;
 use kernels_gpu::{Profiled, Shape};
@@ -158,7 +158,7 @@ impl Run<'_> {
     fn prefill(&mut self, sequence: u64) -> Result<Duration, StageError> {
         let start = Instant::now();
         let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
-        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, history: &[] };
+        let draw = Draw { settings: self.settings(), position: tokens.len() as u32, changes: Changes::default() };
         self.stage.forward(&[Rows {
             sequence,
             position: 0,
@@ -178,7 +178,7 @@ impl Run<'_> {
             let row = |(sequence, token): (usize, &u32)| (sequence as u64, [*token]);
             let tokens: Vec<(u64, [u32; 1])> = last.iter().enumerate().map(row).collect();
             let position = prompt + i;
-            let draw = Draw { settings, position: position as u32 + 1, history: &[] };
+            let draw = Draw { settings, position: position as u32 + 1, changes: Changes::default() };
             let batch: Vec<Rows<'_>> = tokens
                 .iter()
                 .map(|(sequence, token)| Rows {

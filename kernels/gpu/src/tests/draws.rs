@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::wgpu::WgpuRuntime;
 use kernels::device::DeviceId;
 use kernels::sampler::order::{POWERS, Scale};
-use kernels::sampler::{Sampler, SamplerSettings};
+use kernels::sampler::{Changes, Sampler, SamplerSettings};
 
 use super::device;
 use crate::draw::{DECIDED, DRAWN_WORDS, DrawScratch, draw, draws, high_product, parameters, place, weight};
@@ -43,7 +43,7 @@ fn some_settings() -> Vec<SamplerSettings> {
             (20, 0.8, 0.1),
         ] {
             let seed = (temperature * 1000.0) as u64 + u64::from(top_k) * 7;
-            all.push(SamplerSettings { temperature, top_k, top_p, min_p, repetition_penalty: 1.0, seed });
+            all.push(SamplerSettings { temperature, top_k, top_p, min_p, seed, ..SamplerSettings::greedy() });
         }
     }
     all
@@ -71,7 +71,8 @@ fn draws_on<R: Platform>(client: &ComputeClient<R>) {
             let drawn: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(drawn).unwrap());
             let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&client.read_one(tokens).unwrap());
             for (row, logits) in rows.iter().enumerate() {
-                let expected = sampler.sample(logits, &settings, position as u32 + row as u32, &[]).unwrap();
+                let expected =
+                    sampler.sample(logits, &settings, position as u32 + row as u32, &Changes::default()).unwrap();
                 all += 1;
                 if drawn[row * DRAWN_WORDS + 1] == DECIDED {
                     decided += 1;

@@ -20,7 +20,14 @@ const REQUEST: RequestId = RequestId(300);
 
 /// One of every message, with every field off its default.
 fn messages() -> Vec<Message> {
-    let sampling = Sampling { temperature_e6: 700_000, seed: u64::MAX, ..Sampling::GREEDY };
+    let sampling = Sampling {
+        temperature_e6: 700_000,
+        presence_penalty_e6: -2_000_000,
+        frequency_penalty_e6: 300_000,
+        logit_bias_e6: vec![(7, -100_000_000), (u32::MAX, 1)],
+        seed: u64::MAX,
+        ..Sampling::GREEDY
+    };
     let (job, epoch, request) = (JOB, EPOCH, REQUEST);
     vec![
         Message::PushPull {
@@ -37,7 +44,7 @@ fn messages() -> Vec<Message> {
         Message::Resume { job, epoch, request, have: 9 },
         Message::Held { job, epoch, held: vec![(request, 9)] },
         Message::End { job, epoch },
-        Message::Open { job, epoch, request, sampling, tokens: vec![1, 250, 251, 65_536, u32::MAX] },
+        Message::Open { job, epoch, request, sampling, tokens: vec![1, 250, 251, 65_536, u32::MAX], prompt: 3 },
         Message::Close { job, epoch, request },
         Message::Token { job, epoch, request, position: 41, token: 49_151 },
         Message::Progress { job, epoch, request, position: 512 },
@@ -199,7 +206,7 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_8() {
+fn golden_bytes_of_protocol_9() {
     let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
@@ -212,12 +219,12 @@ fn golden_bytes_of_protocol_8() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "080afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0810",
-            "0803fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "080105fb2c01",
-            "081001010101010101010101010101010101fc00d2496b032608080808080808",
-            "224f6882f5305fbc",
+            "090afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
+            "0910",
+            "0903fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "090105fb2c01",
+            "091001010101010101010101010101010101fc00d2496b032608080808080808",
+            "25f5fc58714d5246",
         ]
     );
 }

@@ -256,13 +256,14 @@ impl Requests {
 
     fn open(&self, id: RequestId, out: &mut Out) {
         let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
-        let sampling = stream.request.sampling;
+        let sampling = stream.request.sampling.clone();
         let message = Message::Open {
             job: self.job,
             epoch: track.epoch,
             request: id,
-            sampling,
             tokens: if sampling.looks_back() { stream.tokens().to_vec() } else { Vec::new() },
+            prompt: stream.prompt_len(),
+            sampling,
         };
         out.push_back(JobOutput::Message { to: track.last(), message });
     }

@@ -195,7 +195,7 @@ impl Stream {
         }
     }
 
-    fn prompt_len(&self) -> u32 {
+    pub(super) fn prompt_len(&self) -> u32 {
         u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX)
     }
 

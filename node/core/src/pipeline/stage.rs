@@ -77,6 +77,8 @@ struct Opened {
     sampling: Sampling,
     /// Tokens so far; kept only where the sampling looks back.
     history: Vec<u32>,
+    /// How many of them are the prompt's.
+    prompt: u32,
 }
 
 /// A batch at the executor.
@@ -248,7 +250,7 @@ impl StageRun {
         }
     }
 
-    pub(super) fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>) {
+    pub(super) fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32) {
         if self.route.next.is_some() || self.failed.is_some() || self.closed.contains(&request) {
             return;
         }
@@ -256,7 +258,7 @@ impl StageRun {
         while self.opened.len() >= 2 * self.route.sequences as usize {
             self.opened.pop_first();
         }
-        self.opened.insert(request, Opened { sampling, history: tokens });
+        self.opened.insert(request, Opened { sampling, history: tokens, prompt });
         if let Some(held) = self.requests.get_mut(&request) {
             self.waiting.append(&mut held.parked);
         }
@@ -358,7 +360,8 @@ impl StageRun {
         let Waiting { header, payload } = waiting;
         let position = header.position + header.count;
         let sample = self.opened.get(&header.request).filter(|_| header.sample).map(|opened| SampleSpec {
-            sampling: opened.sampling,
+            sampling: opened.sampling.clone(),
+            prompt: opened.prompt,
             position,
             history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
         });
@@ -605,7 +608,7 @@ impl StageRun {
         heard.then(|| self.reported_at + HELD_EVERY)
     }
 
-    /// Adds a chosen token to the history that the repetition penalty looks at.
+    /// Adds a chosen token to the history that penalties look at.
     fn remember(&mut self, request: RequestId, position: u32, token: u32) {
         let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.looks_back());
         if let Some(opened) = opened.filter(|opened| opened.history.len() == position as usize) {

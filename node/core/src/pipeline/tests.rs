@@ -114,7 +114,7 @@ fn a_sampled_frame_waits_for_open_at_the_last_stage() {
     let progress = Message::Progress { job: JOB, epoch: EPOCH, request: RequestId(1), position: 512 };
     assert!(told.contains(&PipelineOutput::Message { to: HEAD, message: progress }));
     assert_eq!(start(&mut pipeline), None);
-    pipeline.handle_open(JOB, RequestId(1), Sampling::GREEDY, Vec::new());
+    pipeline.handle_open(JOB, RequestId(1), Sampling::GREEDY, Vec::new(), 0);
     let (work, items) = start(&mut pipeline).unwrap();
     assert_eq!(items, vec![(1, 512)]);
     let told = finish(&mut pipeline, work, vec![ItemResult::Token { token: 9 }]);
@@ -126,8 +126,8 @@ fn a_sampled_frame_waits_for_open_at_the_last_stage() {
 fn history_goes_with_a_sample_only_where_the_sampling_looks_back() {
     let mut pipeline = stage(None);
     let penalised = Sampling { repetition_penalty_e6: 1_100_000, ..Sampling::GREEDY };
-    pipeline.handle_open(JOB, RequestId(1), penalised, vec![5, 6]);
-    pipeline.handle_open(JOB, RequestId(2), Sampling::GREEDY, Vec::new());
+    pipeline.handle_open(JOB, RequestId(1), penalised, vec![5, 6], 2);
+    pipeline.handle_open(JOB, RequestId(2), Sampling::GREEDY, Vec::new(), 0);
     give(&mut pipeline, frame(1, 0, 2, true));
     give(&mut pipeline, frame(2, 0, 2, true));
     let histories = |pipeline: &mut Pipeline| match pipeline.poll_compute(NOW) {
