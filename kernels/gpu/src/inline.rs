@@ -16,6 +16,7 @@ fn statement(scope: &mut Scope, code: &str) {
 }
 
 /// The name of a variable in CUDA text.
+#[allow(clippy::wildcard_enum_match_arm, reason = "copies are between arrays, at numbers")]
 fn name(variable: &Variable) -> String {
     match variable.kind {
         VariableKind::GlobalInputArray(id) | VariableKind::GlobalOutputArray(id) => format!("buffer_{id}"),

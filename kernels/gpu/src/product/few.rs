@@ -337,7 +337,7 @@ pub(super) fn strip_sums(
     let mut raw = Array::<Vector<u32, Const<2>>>::new(comptime!(lane_vectors(kind)));
     let mut raw_scales = Array::<u32>::new(comptime!(lane_scales(kind)));
     let mut x_scales = Array::<Vector<f32, Const<4>>>::new(4usize); // `[block][left, right]`
-    let (mut stage, mut group) = (0u32, from + 0u32);
+    let (mut stage, mut group) = (0u32, from);
     while group < end {
         // The lanes of a plane see what each of them copied, and are done with the stage before.
         wait_groups(comptime!(depth - 2));

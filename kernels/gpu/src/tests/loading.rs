@@ -55,12 +55,8 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
         let (block_bytes, block_len) = (tensor.quant.block_bytes(), tensor.quant.block_len());
         let in_row = tensor.cols / block_len;
         // Where the low four bits of a block's codes lie: two codes a byte, or one.
-        let (codes, both) = match tensor.quant {
-            QuantType::Q4_0 => (2..18, 0x11),
-            QuantType::Q8_0 => (2..34, 1),
-            QuantType::Q6K => (0..128, 0x11),
-            other => panic!("{other:?} has codes elsewhere"),
-        };
+        let places = [(QuantType::Q4_0, 2..18, 0x11), (QuantType::Q8_0, 2..34, 1), (QuantType::Q6K, 0..128, 0x11)];
+        let (_, codes, both) = places.into_iter().find(|(kind, ..)| *kind == tensor.quant).expect("one of these");
         // The device holds these matrices as one.
         let before: &[&str] = match tensor.name.rsplit_once('.').and_then(|(name, _)| name.rsplit_once('.')) {
             Some((_, "attn_k")) => &["attn_q"],
@@ -69,8 +65,8 @@ fn whole(shape: &Shape, quant: QuantType) -> Arc<ModelFile> {
             _ => &[],
         };
         let block_name = tensor.name.rsplitn(3, '.').last().unwrap();
-        let rows_of = |name| sketch.tensor(&format!("{block_name}.{name}.weight")).unwrap().rows;
-        let first_row: usize = before.iter().map(|name| rows_of(name)).sum();
+        let rows_of = |name: &&str| sketch.tensor(&format!("{block_name}.{name}.weight")).unwrap().rows;
+        let first_row: usize = before.iter().map(rows_of).sum();
         let file = &mut bytes[tensor.range.start as usize..tensor.range.end as usize];
         for (i, block) in file.chunks_exact_mut(block_bytes).enumerate() {
             let (row, column) = (first_row + i / in_row, i % in_row * block_len);
