@@ -1,4 +1,7 @@
 //! Vectors as pairs of AVX2 registers.
+//!
+//! Helpers are functions that are always inlined, not closures: the compiler may leave a closure out of line, where it has no AVX2 and
+//! each instruction becomes a call.
 use std::arch::x86_64::*;
 
 use super::avx512::sum4_quads;
@@ -31,8 +34,9 @@ impl Simd for Avx2 {
     unsafe fn load_first(from: *const f32, lanes: usize) -> Pair<__m256> {
         unsafe {
             let index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-            let mask = |first: i32| _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes as i32 - first), index);
-            [_mm256_maskload_ps(from, mask(0)), _mm256_maskload_ps(from.wrapping_add(8), mask(8))]
+            let low = _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes as i32), index);
+            let high = _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes as i32 - 8), index);
+            [_mm256_maskload_ps(from, low), _mm256_maskload_ps(from.wrapping_add(8), high)]
         }
     }
     #[inline(always)]
@@ -41,13 +45,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Pair<__m256> {
-        unsafe {
-            let half = |from: *const u16| {
-                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-            };
-            [half(from), half(from.add(8))]
-        }
+        unsafe { [wide_bf16(from), wide_bf16(from.add(8))] }
     }
     #[inline(always)]
     unsafe fn store(v: Pair<__m256>, to: *mut f32) {
@@ -111,23 +109,11 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn scale_pow2(p: Pair<__m256>, t: Pair<__m256>) -> Pair<__m256> {
-        unsafe {
-            let half = |p, t| {
-                let bits = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
-                _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f80_0000))))
-            };
-            [half(p[0], t[0]), half(p[1], t[1])]
-        }
+        unsafe { [times_pow2(p[0], t[0]), times_pow2(p[1], t[1])] }
     }
     #[inline(always)]
     unsafe fn sum4(v: [Pair<__m256>; 4]) -> [f32; 4] {
-        unsafe {
-            let fold = |v: Pair<__m256>| {
-                let e = _mm256_add_ps(v[0], v[1]);
-                _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
-            };
-            sum4_quads([fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3])])
-        }
+        unsafe { sum4_quads([folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])]) }
     }
     #[inline(always)]
     unsafe fn max_lane(v: Pair<__m256>) -> f32 {
@@ -172,53 +158,47 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_u8(from: *const u8) -> Pair<__m256> {
         unsafe {
-            let wide = |from: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())));
-            [wide(from), wide(from.add(8))]
+            let (low, high) = (_mm_loadl_epi64(from.cast()), _mm_loadl_epi64(from.add(8).cast()));
+            [_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high))]
         }
     }
     #[inline(always)]
     unsafe fn load_i8(from: *const u8) -> Pair<__m256> {
         unsafe {
-            let wide = |from: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast())));
-            [wide(from), wide(from.add(8))]
+            let (low, high) = (_mm_loadl_epi64(from.cast()), _mm_loadl_epi64(from.add(8).cast()));
+            [_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high))]
         }
     }
     #[inline(always)]
     unsafe fn reflect(pattern: u32, v: Pair<__m256>) -> Pair<__m256> {
         unsafe {
-            let half =
-                |v| _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(pattern as i32), _mm256_castps_si256(v)));
-            [half(v[0]), half(v[1])]
+            let pattern = _mm256_set1_epi32(pattern as i32);
+            let low = _mm256_sub_epi32(pattern, _mm256_castps_si256(v[0]));
+            let high = _mm256_sub_epi32(pattern, _mm256_castps_si256(v[1]));
+            [_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)]
         }
     }
     #[inline(always)]
     unsafe fn join_bit<const AT: u32>(low: Pair<__m256i>, plane: Pair<__m256i>) -> Pair<__m256i> {
         unsafe {
-            let half = |low, plane| _mm256_or_si256(low, _mm256_and_si256(to_bit_4::<AT>(plane), _mm256_set1_epi8(16)));
-            [half(low[0], plane[0]), half(low[1], plane[1])]
+            let mask = _mm256_set1_epi8(16);
+            let bits = [to_bit_4::<AT>(plane[0]), to_bit_4::<AT>(plane[1])];
+            let bits = [_mm256_and_si256(bits[0], mask), _mm256_and_si256(bits[1], mask)];
+            [_mm256_or_si256(low[0], bits[0]), _mm256_or_si256(low[1], bits[1])]
         }
     }
     #[inline(always)]
     unsafe fn join_two_bits<const AT: u32>(low: Pair<__m256i>, plane: Pair<__m256i>) -> Pair<__m256i> {
         unsafe {
-            let half = |low, plane| _mm256_or_si256(low, _mm256_and_si256(to_bit_4::<AT>(plane), _mm256_set1_epi8(48)));
-            [half(low[0], plane[0]), half(low[1], plane[1])]
+            let mask = _mm256_set1_epi8(48);
+            let bits = [to_bit_4::<AT>(plane[0]), to_bit_4::<AT>(plane[1])];
+            let bits = [_mm256_and_si256(bits[0], mask), _mm256_and_si256(bits[1], mask)];
+            [_mm256_or_si256(low[0], bits[0]), _mm256_or_si256(low[1], bits[1])]
         }
     }
     #[inline(always)]
     unsafe fn byte<const INDEX: u32>(v: Pair<__m256i>) -> Pair<__m256> {
-        unsafe {
-            let half = |v| {
-                let shifted = match INDEX {
-                    0 => v,
-                    1 => _mm256_srli_epi32::<8>(v),
-                    2 => _mm256_srli_epi32::<16>(v),
-                    _ => _mm256_srli_epi32::<24>(v),
-                };
-                _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(255)))
-            };
-            [half(v[0]), half(v[1])]
-        }
+        unsafe { [wide_byte::<INDEX>(v[0]), wide_byte::<INDEX>(v[1])] }
     }
     #[inline(always)]
     unsafe fn begin<const OFFSET: i32>(total: i32) -> Pair<__m256i> {
@@ -236,18 +216,67 @@ impl Simd for Avx2 {
     ) -> Pair<__m256i> {
         unsafe {
             let x = (_mm256_set1_epi32(x.0), _mm256_set1_epi32(x.1));
-            let half = |sum, a, b| {
-                let (a, b) = if OFFSET == 128 {
-                    (signed_pairs(a, x.0), signed_pairs(b, x.1))
-                } else {
-                    // Four products of up to 63 · 127 still fit 16 bits.
-                    let four = _mm256_add_epi16(_mm256_maddubs_epi16(a, x.0), _mm256_maddubs_epi16(b, x.1));
-                    return _mm256_add_epi32(sum, _mm256_madd_epi16(four, _mm256_set1_epi16(1)));
-                };
-                _mm256_add_epi32(sum, _mm256_add_epi32(a, b))
-            };
-            [half(sum[0], w.0[0], w.1[0]), half(sum[1], w.0[1], w.1[1])]
+            [add_products::<OFFSET>(sum[0], w.0[0], w.1[0], x), add_products::<OFFSET>(sum[1], w.0[1], w.1[1], x)]
         }
+    }
+}
+
+/// Eight bf16 numbers.
+#[inline(always)]
+unsafe fn wide_bf16(from: *const u16) -> __m256 {
+    // SAFETY: AVX2 is there, and the numbers too, by the caller's contract.
+    unsafe {
+        let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+    }
+}
+
+/// p · 2ⁿ, where `t` has n in its low bits.
+#[inline(always)]
+unsafe fn times_pow2(p: __m256, t: __m256) -> __m256 {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe {
+        let bits = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
+        _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f80_0000))))
+    }
+}
+
+/// Lane i plus lanes i + 4, i + 8 and i + 12, in pairs as the tree of sums has them.
+#[inline(always)]
+unsafe fn folded(v: Pair<__m256>) -> __m128 {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe {
+        let e = _mm256_add_ps(v[0], v[1]);
+        _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
+    }
+}
+
+/// Byte `INDEX` of each word as a number.
+#[inline(always)]
+unsafe fn wide_byte<const INDEX: u32>(v: __m256i) -> __m256 {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe {
+        let shifted = match INDEX {
+            0 => v,
+            1 => _mm256_srli_epi32::<8>(v),
+            2 => _mm256_srli_epi32::<16>(v),
+            _ => _mm256_srli_epi32::<24>(v),
+        };
+        _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(255)))
+    }
+}
+
+/// Adds the products of two slots' codes with their activations, four of each to a lane.
+#[inline(always)]
+unsafe fn add_products<const OFFSET: i32>(sum: __m256i, a: __m256i, b: __m256i, x: (__m256i, __m256i)) -> __m256i {
+    // SAFETY: AVX2 is there by the caller's contract.
+    unsafe {
+        if OFFSET == 128 {
+            return _mm256_add_epi32(sum, _mm256_add_epi32(signed_pairs(a, x.0), signed_pairs(b, x.1)));
+        }
+        // Four products of up to 63 · 127 still fit 16 bits.
+        let four = _mm256_add_epi16(_mm256_maddubs_epi16(a, x.0), _mm256_maddubs_epi16(b, x.1));
+        _mm256_add_epi32(sum, _mm256_madd_epi16(four, _mm256_set1_epi16(1)))
     }
 }
 
