@@ -152,32 +152,35 @@ struct Strip<'a> {
     row: usize,
 }
 
-/// The codes of one row in one block: a word for each slot with 4 or 8 bits, and planes of further bits.
-struct Words {
-    words: [u32; 8],
-    planes: [u32; 2],
-}
-
 impl Strip<'_> {
     /// Puts a row of the file; the column of a block with a number that is not finite.
     fn put(&mut self, kind: QuantType, cols: usize, row: &[u8]) -> Result<(), usize> {
-        for (b, block) in row.chunks_exact(kind.block_bytes()).enumerate() {
-            let column = b * kind.block_len();
-            let finite = match kind {
-                QuantType::F32 | QuantType::F16 | QuantType::Bf16 => self.number(kind, b, block),
-                QuantType::Q4_0 => self.nibbles(b, &block[2..], 0) & self.halves(b, &block[..2]),
-                QuantType::Q4_1 => self.nibbles(b, &block[4..], 0) & self.halves(b, &block[..4]),
-                QuantType::Q5_0 => self.nibbles(b, &block[6..], word(block, 2)) & self.halves(b, &block[..2]),
-                QuantType::Q5_1 => self.nibbles(b, &block[8..], word(block, 4)) & self.halves(b, &block[..4]),
-                QuantType::Q8_0 => self.q8_0(b, block),
-                QuantType::Q4K => self.q45_k(b, block, None, &block[16..]),
-                QuantType::Q5K => self.q45_k(b, block, Some(&block[16..48]), &block[48..]),
-                QuantType::Q6K => self.q6_k(b, block),
-            };
-            if !finite {
-                return Err(column);
+        // One loop a format: what a block takes is constant inside of it.
+        match kind {
+            QuantType::F32 | QuantType::F16 | QuantType::Bf16 => {
+                each(kind, row, |column, number| self.number(kind, column, number))
             }
-        }
+            QuantType::Q4_0 => each(kind, row, |b, block| {
+                self.codes(b, nibbles(&block[2..]), []);
+                self.halves(b, &block[..2])
+            }),
+            QuantType::Q4_1 => each(kind, row, |b, block| {
+                self.codes(b, nibbles(&block[4..]), []);
+                self.halves(b, &block[..4])
+            }),
+            QuantType::Q5_0 => each(kind, row, |b, block| {
+                self.codes(b, nibbles(&block[6..]), [by_column(word(block, 2))]);
+                self.halves(b, &block[..2])
+            }),
+            QuantType::Q5_1 => each(kind, row, |b, block| {
+                self.codes(b, nibbles(&block[8..]), [by_column(word(block, 4))]);
+                self.halves(b, &block[..4])
+            }),
+            QuantType::Q8_0 => each(kind, row, |b, block| self.q8_0(b, block)),
+            QuantType::Q4K => each(kind, row, |b, block| self.q4_k(b, block)),
+            QuantType::Q5K => each(kind, row, |b, block| self.q5_k(b, block)),
+            QuantType::Q6K => each(kind, row, |b, block| self.q6_k(b, block)),
+        }?;
         // The last tile of a row is filled up with zeros.
         let blocks = cols.div_ceil(BLOCK);
         if !cols.is_multiple_of(GROUP) {
@@ -207,7 +210,12 @@ impl Strip<'_> {
                 self.bytes[at..at + bytes].fill(0);
             }
         } else if blocks % 2 == 1 {
-            self.codes(blocks, &Words { words: [0; 8], planes: [0; 2] });
+            match self.layout.bits {
+                8 => self.codes(blocks, [0; 8], []),
+                6 => self.codes(blocks, [0; 4], [0; 2]),
+                5 => self.codes(blocks, [0; 4], [0]),
+                _ => self.codes(blocks, [0; 4], []),
+            }
             match self.layout.scales {
                 Scales::Half => _ = self.halves(blocks, &[0; 2]),
                 Scales::HalfAndMinimum => _ = self.halves(blocks, &[0; 4]),
@@ -217,14 +225,8 @@ impl Strip<'_> {
         }
     }
 
-    /// 32 codes of four bits as Q4_0 stores them, which is how a tile does, and fifth bits in the order of columns.
-    fn nibbles(&mut self, block: usize, nibbles: &[u8], fifth: u32) -> bool {
-        let words = std::array::from_fn(|t| if t < 4 { word(nibbles, 4 * t) } else { 0 });
-        self.codes(block, &Words { words, planes: [by_column(fifth), 0] });
-        true
-    }
-
     /// Scale and, where there is one, minimum of a block.
+    #[inline(always)]
     fn halves(&mut self, block: usize, halves: &[u8]) -> bool {
         let place = self.scales_at(block / 2) + (block % 2 * ROWS + self.row) * 2;
         for (i, half) in halves.chunks_exact(2).enumerate() {
@@ -235,21 +237,31 @@ impl Strip<'_> {
     }
 
     fn q8_0(&mut self, block: usize, stored: &[u8]) -> bool {
-        let words = std::array::from_fn(|slot| word(stored, 2 + 4 * slot) ^ 0x8080_8080);
-        self.codes(block, &Words { words, planes: [0; 2] });
+        let words: [u32; 8] = std::array::from_fn(|slot| word(stored, 2 + 4 * slot) ^ 0x8080_8080);
+        self.codes(block, words, []);
         self.halves(block, &stored[..2])
     }
 
-    fn q45_k(&mut self, super_block: usize, stored: &[u8], fifth: Option<&[u8]>, nibbles: &[u8]) -> bool {
+    fn q4_k(&mut self, super_block: usize, stored: &[u8]) -> bool {
         for group in 0..8 {
-            let at = |i: usize| word(nibbles, group / 2 * 32 + i) >> (4 * (group % 2)) & 0x0f0f_0f0f;
-            let words = std::array::from_fn(|t| if t < 4 { at(4 * t) | at(16 + 4 * t) << 4 } else { 0 });
-            let plane = fifth.map_or(0, |bits| {
-                (0..8).fold(0, |plane, slot| plane | (word(bits, 4 * slot) >> group & 0x0101_0101) << slot)
-            });
-            let block = 8 * super_block + group;
-            self.codes(block, &Words { words, planes: [plane, 0] });
-            let at = self.scales_at(block / 2);
+            self.codes(8 * super_block + group, k_nibbles(&stored[16..], group), []);
+        }
+        self.k_scales(super_block, stored)
+    }
+
+    fn q5_k(&mut self, super_block: usize, stored: &[u8]) -> bool {
+        for group in 0..8 {
+            let fifth = |slot: usize| (word(stored, 16 + 4 * slot) >> group & 0x0101_0101) << slot;
+            let plane = (0..8).fold(0, |plane, slot| plane | fifth(slot));
+            self.codes(8 * super_block + group, k_nibbles(&stored[48..], group), [plane]);
+        }
+        self.k_scales(super_block, stored)
+    }
+
+    /// Scales and minima of a super-block of Q4_K or Q5_K.
+    fn k_scales(&mut self, super_block: usize, stored: &[u8]) -> bool {
+        for group in 0..8 {
+            let at = self.scales_at((8 * super_block + group) / 2);
             if group % 2 == 0 {
                 self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[..2]);
                 self.bytes[at + 2 * (ROWS + self.row)..][..2].copy_from_slice(&stored[2..4]);
@@ -265,11 +277,11 @@ impl Strip<'_> {
         for group in 0..8 {
             let (half, k) = (group / 4, group % 4);
             let low = |slot: usize| word(stored, half * 64 + 32 * (k % 2) + 4 * slot) >> (4 * (k / 2)) & 0x0f0f_0f0f;
-            let words = std::array::from_fn(|t| if t < 4 { low(t) | low(t + 4) << 4 } else { 0 });
+            let words: [u32; 4] = std::array::from_fn(|t| low(t) | low(t + 4) << 4);
             let high = |slot: usize| word(stored, 128 + half * 32 + 4 * slot) >> (2 * k) & 0x0303_0303;
             let plane = |first: usize| (0..4).fold(0, |plane, slot| plane | high(first + slot) << (2 * slot));
             let block = 8 * super_block + group;
-            self.codes(block, &Words { words, planes: [plane(0), plane(4)] });
+            self.codes(block, words, [plane(0), plane(4)]);
             let at = self.scales_at(block / 2);
             if group % 2 == 0 {
                 self.bytes[at + 2 * self.row..][..2].copy_from_slice(&stored[208..210]);
@@ -286,21 +298,47 @@ impl Strip<'_> {
         tile * self.layout.tile_bytes + 2 * self.layout.block_bytes
     }
 
-    fn codes(&mut self, block: usize, codes: &Words) {
-        let Layout { bits, block_bytes, tile_bytes, .. } = self.layout;
-        let (words, planes) = match bits {
-            8 => (8, 0),
-            6 => (4, 2),
-            5 => (4, 1),
-            _ => (4, 0),
-        };
-        let at = block / 2 * tile_bytes + block % 2 * block_bytes + 4 * self.row;
-        for (i, word) in codes.words[..words].iter().chain(&codes.planes[..planes]).enumerate() {
-            self.bytes[at + 4 * ROWS * i..][..4].copy_from_slice(&word.to_le_bytes());
+    /// The codes of this row in one block: words of 4 or 8 bits a code, and planes of further bits.
+    #[inline(always)]
+    fn codes<const WORDS: usize, const PLANES: usize>(
+        &mut self,
+        block: usize,
+        words: [u32; WORDS],
+        planes: [u32; PLANES],
+    ) {
+        let at = block / 2 * self.layout.tile_bytes + block % 2 * self.layout.block_bytes;
+        let out = &mut self.bytes[at..at + 4 * ROWS * (WORDS + PLANES)];
+        for (slot, word) in out.chunks_exact_mut(4 * ROWS).zip(words.iter().chain(&planes)) {
+            slot[4 * self.row..][..4].copy_from_slice(&word.to_le_bytes());
         }
     }
 }
 
+/// Puts the blocks of a row, until one is not finite: the error is its column.
+#[inline(always)]
+fn each(kind: QuantType, row: &[u8], mut put: impl FnMut(usize, &[u8]) -> bool) -> Result<(), usize> {
+    for (b, block) in row.chunks_exact(kind.block_bytes()).enumerate() {
+        if !put(b, block) {
+            return Err(b * kind.block_len());
+        }
+    }
+    Ok(())
+}
+
+/// 32 codes of four bits as Q4_0 stores them, which is how a tile does.
+#[inline(always)]
+fn nibbles(stored: &[u8]) -> [u32; 4] {
+    std::array::from_fn(|t| word(stored, 4 * t))
+}
+
+/// The low four bits of the codes of one group of 32 in a super-block of Q4_K or Q5_K.
+#[inline(always)]
+fn k_nibbles(stored: &[u8], group: usize) -> [u32; 4] {
+    let at = |i: usize| word(stored, group / 2 * 32 + i) >> (4 * (group % 2)) & 0x0f0f_0f0f;
+    std::array::from_fn(|t| at(4 * t) | at(16 + 4 * t) << 4)
+}
+
+#[inline(always)]
 fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }

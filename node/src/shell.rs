@@ -23,7 +23,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
 
@@ -206,14 +206,16 @@ impl Shell {
         let panicked = failed.clone();
         let loading = async move {
             let layers = spec.layers.start as usize..spec.layers.end as usize;
+            let ordered = Instant::now();
             let held = library
                 .share(spec.content, &spec.name, layers.clone(), &spec.sources, &ask)
                 .await
                 .map_err(|e| e.to_string());
+            let got = ordered.elapsed();
             // What is here now, others may fetch from here.
             driver.input(Input::Holdings(library.contents()));
             let loaded = tokio::task::spawn_blocking(move || {
-                held.and_then(|held| load_stage(&device, held.file.clone(), &spec))
+                held.and_then(|held| load_stage(&device, held.file.clone(), &spec, got))
             })
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
@@ -389,10 +391,12 @@ fn log(event: &Event, node: &Node) {
     }
 }
 
+/// `got`: what it took to have the weights on this machine.
 fn load_stage(
     device: &crate::device::Compute,
     file: Arc<kernels::weights::ModelFile>,
     spec: &StageSpec,
+    got: Duration,
 ) -> Result<Box<dyn Stage>, String> {
     let options = StageOptions {
         layers: spec.layers.start as usize..spec.layers.end as usize,
@@ -401,8 +405,16 @@ fn load_stage(
         activations: if spec.int8 { Activations::Int8 } else { Activations::F32 },
         threads: device.threads,
     };
+    let begun = Instant::now();
     let mut stage = device.load(file, options).map_err(|e| e.to_string())?;
+    let loaded = begun.elapsed();
     warm(stage.as_mut(), spec).map_err(|e| e.to_string())?;
+    let [got, loaded, first] = [got, loaded, begun.elapsed() - loaded].map(|took| took.as_secs_f64());
+    let (layers, total) = (explain::layers(&spec.layers), got + loaded + first);
+    tracing::info!(
+        "layers {layers} of {} took {total:.2} s: {got:.2} to get the weights, {loaded:.2} to load them, {first:.2} for a step",
+        spec.name
+    );
     Ok(stage)
 }
 

@@ -2,15 +2,18 @@
 //!
 //! Compiling takes NVRTC a good part of a second for each kernel, and a model has dozens. [`Compiler`] compiles the kernels of our
 //! graphs; `compile/cubecl.rs` does the same for those that CubeCL compiles itself.
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use ::cubecl::prelude::KernelId;
 use cudarc::driver::{result as driver, sys};
 use cudarc::nvrtc::result as nvrtc;
+use cudarc::nvrtc::sys::{nvrtcGetCUBIN, nvrtcGetCUBINSize, nvrtcProgram};
 use kernels::stage::StageError;
+use serde::{Deserialize, Serialize};
 
 use crate::cache::{Key, Store};
 use crate::device::{cuda, toolkit};
@@ -18,7 +21,7 @@ use crate::engine::failed;
 
 mod cubecl;
 
-pub(crate) use cubecl::{keep, prepare};
+pub(crate) use cubecl::{is_started, keep, prepare};
 
 /// Where kernels are kept; nowhere in programs that did not say so.
 static STORE: OnceLock<Store> = OnceLock::new();
@@ -33,6 +36,42 @@ pub(crate) fn keep_in(dir: &Path) {
 /// [`crate::use_cache`].
 pub fn kept_kernels() -> Option<(PathBuf, u64, u64)> {
     STORE.get().map(Store::usage).map(|(dir, used, limit)| (dir.to_path_buf(), used, limit))
+}
+
+/// A kernel as CUDA text.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    pub(crate) text: String,
+    pub(crate) entry: Entry,
+}
+
+/// How a kernel is called: what is kept beside its code.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    /// Its name in the code.
+    pub(crate) name: String,
+    /// Threads of a cube.
+    pub(crate) units: (u32, u32, u32),
+    /// Dynamic shared memory.
+    pub(crate) shared_bytes: u32,
+    /// It waits for the kernel before it by itself.
+    pub(crate) awaits: bool,
+}
+
+impl Entry {
+    /// With code, as the store keeps both: a line of JSON, then the code.
+    fn with(&self, code: &[u8]) -> Result<Vec<u8>, StageError> {
+        let mut kept = serde_json::to_vec(self).map_err(failed)?;
+        kept.push(b'\n');
+        kept.extend_from_slice(code);
+        Ok(kept)
+    }
+
+    /// Both again.
+    fn split(kept: &[u8]) -> Result<(Self, &[u8]), StageError> {
+        let line = kept.iter().position(|&byte| byte == b'\n').ok_or_else(|| failed("a kernel without its entry"))?;
+        Ok((serde_json::from_slice(&kept[..line]).map_err(failed)?, &kept[line + 1..]))
+    }
 }
 
 /// Compiles kernels for one device.
@@ -55,26 +94,36 @@ impl Compiler {
         Ok(Self { architecture, headers: toolkit.headers, kept })
     }
 
-    /// Hands code of a kernel to `load`, which puts it into the driver. Code from disk that the driver refuses is compiled again.
+    /// Hands entry and code of a kernel to `load`, which puts it into the driver. Code from disk that the driver refuses is compiled
+    /// again. `source` is asked where the store has no code: making the text of a kernel takes CubeCL up to 0.1 s.
     ///
     /// # Errors
-    /// The text does not compile, or `load` fails with code that was just compiled.
+    /// There is no text or it does not compile, or `load` fails with code that was just compiled.
     pub(crate) fn load<T>(
         &self,
-        text: &str,
-        load: impl FnMut(&[u8]) -> Result<T, StageError>,
+        kernel: &KernelId,
+        source: impl FnOnce() -> Result<Source, StageError>,
+        mut load: impl FnMut(&Entry, &[u8]) -> Result<T, StageError>,
     ) -> Result<T, StageError> {
-        load_kept(self.kept, text, || compile(text, &self.architecture, &self.headers), load)
+        let make = || {
+            let Source { text, entry } = source()?;
+            entry.with(&compile(&text, &self.architecture, &self.headers)?)
+        };
+        // The program's hash is part of the space: equal kernels of equal programs have equal texts.
+        let name = Key::of(&[kernel.stable_format().as_bytes()]);
+        load_kept(self.kept, name, make, |kept| {
+            let (entry, code) = Entry::split(kept)?;
+            load(&entry, code)
+        })
     }
 }
 
 fn load_kept<T>(
     kept: Option<(&Store, Key)>,
-    text: &str,
-    compile: impl FnOnce() -> Result<Vec<u8>, StageError>,
+    name: Key,
+    make: impl FnOnce() -> Result<Vec<u8>, StageError>,
     mut load: impl FnMut(&[u8]) -> Result<T, StageError>,
 ) -> Result<T, StageError> {
-    let name = Key::of(&[text.as_bytes()]);
     if let Some((store, space)) = kept
         && let Some(code) = store.get(space, name)
     {
@@ -83,7 +132,7 @@ fn load_kept<T>(
             Err(_) => store.remove(space, name),
         }
     }
-    let code = compile()?;
+    let code = make()?;
     let loaded = load(&code)?;
     if let Some((store, space)) = kept {
         store.put(space, name, &code);
@@ -91,11 +140,32 @@ fn load_kept<T>(
     Ok(loaded)
 }
 
-/// Compiles CUDA text to PTX, ended by zero, for an architecture such as `sm_90a`.
+/// Compiles CUDA text to a cubin for an architecture such as `sm_90a`. A driver has nothing to compile in that, and older drivers of
+/// the same major version load it, too.
 ///
 /// # Errors
 /// What NVRTC says of the text.
 pub(crate) fn compile(text: &str, architecture: &str, headers: &[PathBuf]) -> Result<Vec<u8>, StageError> {
+    compiled(text, architecture, headers, cubin)
+}
+
+/// Compiles CUDA text to PTX for an architecture such as `compute_90a`.
+#[cfg(test)]
+pub(crate) fn ptx(text: &str, architecture: &str, headers: &[PathBuf]) -> Result<Vec<u8>, StageError> {
+    unsafe fn read(program: nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
+        // SAFETY: of the caller.
+        let text = unsafe { nvrtc::get_ptx(program)? };
+        Ok(text.into_iter().map(|byte| byte as u8).take_while(|&byte| byte != 0).collect())
+    }
+    compiled(text, architecture, headers, read)
+}
+
+fn compiled(
+    text: &str,
+    architecture: &str,
+    headers: &[PathBuf],
+    read: unsafe fn(nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError>,
+) -> Result<Vec<u8>, StageError> {
     let text = CString::new(text).map_err(failed)?;
     let headers = headers.iter().map(|path| format!("--include-path={}", path.display()));
     let options: Vec<String> = std::iter::once(format!("--gpu-architecture={architecture}")).chain(headers).collect();
@@ -104,15 +174,27 @@ pub(crate) fn compile(text: &str, architecture: &str, headers: &[PathBuf]) -> Re
     // SAFETY: the program was just made, and is destroyed after its last use; its log ends with zero.
     unsafe {
         let code = match nvrtc::compile_program(program, &options) {
-            Ok(()) => nvrtc::get_ptx(program).map_err(failed),
+            Ok(()) => read(program).map_err(failed),
             Err(error) => Err(match nvrtc::get_program_log(program) {
                 Ok(log) if !log.is_empty() => failed(CStr::from_ptr(log.as_ptr())),
                 Ok(_) | Err(_) => failed(error),
             }),
         };
         let _ = nvrtc::destroy_program(program); // memory only
-        let bytes = |code: Vec<c_char>| code.into_iter().map(|byte| byte as u8).collect();
-        code.map(bytes)
+        code
+    }
+}
+
+/// # Safety
+/// The program was compiled and not destroyed.
+unsafe fn cubin(program: nvrtcProgram) -> Result<Vec<u8>, nvrtc::NvrtcError> {
+    let mut size = 0;
+    // SAFETY: writes one number, and as many bytes as that says.
+    unsafe {
+        nvrtcGetCUBINSize(program, &raw mut size).result()?;
+        let mut code = vec![0u8; size];
+        nvrtcGetCUBIN(program, code.as_mut_ptr().cast()).result()?;
+        Ok(code)
     }
 }
 
@@ -201,7 +283,7 @@ mod tests {
         let load =
             |code: &[u8]| if accept(code) { Ok(code.to_vec()) } else { Err(StageError::Device("refused".into())) };
         let space = environment.space("graphs").expect("a build");
-        let loaded = load_kept(Some((store, space)), "text", compile, load).ok();
+        let loaded = load_kept(Some((store, space)), Key::of(&[b"kernel"]), compile, load).ok();
         (loaded, compiled)
     }
 
@@ -228,13 +310,23 @@ mod tests {
     fn code_that_the_driver_refuses_is_compiled_again() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
-        let (space, name) = (environment().space("graphs").unwrap(), Key::of(&[b"text"]));
+        let (space, name) = (environment().space("graphs").unwrap(), Key::of(&[b"kernel"]));
         store.put(space, name, b"code of a bug");
         assert_eq!(load(&store, &environment(), |code| code == b"code"), (Some(b"code".to_vec()), true));
         assert_eq!(store.get(space, name).as_deref(), Some(&b"code"[..]));
         store.remove(space, name);
         assert_eq!(load(&store, &environment(), |_| false), (None, true));
         assert_eq!(store.get(space, name), None, "what the driver refuses is not kept");
+    }
+
+    #[test]
+    fn an_entry_comes_back_with_its_code() {
+        let entry = Entry { name: "k".into(), units: (32, 2, 1), shared_bytes: 4096, awaits: true };
+        let kept = entry.with(b"\n\0code\n").unwrap();
+        assert_eq!(Entry::split(&kept).unwrap(), (entry, &b"\n\0code\n"[..]));
+        for damaged in [&b""[..], b"code", b"{}\ncode", &kept[1..]] {
+            assert!(Entry::split(damaged).is_err(), "{damaged:?}");
+        }
     }
 
     #[test]

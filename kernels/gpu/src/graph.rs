@@ -29,7 +29,7 @@ use cudarc::driver::{result, sys};
 use kernels::stage::StageError;
 
 use crate::Platform;
-use crate::compile::Compiler;
+use crate::compile::{Compiler, Entry, Source};
 use crate::device::cuda::capability;
 use crate::engine::failed;
 use crate::inline::AWAITS;
@@ -261,16 +261,6 @@ pub(crate) fn launches(properties: &DeviceProperties, launch: impl FnOnce(&Compu
     noted(&recorder, launch).expect("a recorder only notes").0.len()
 }
 
-/// A kernel as CUDA text.
-#[derive(Clone, Debug)]
-pub(crate) struct Source {
-    pub(crate) text: String,
-    /// Of its entry.
-    pub(crate) name: String,
-    pub(crate) units: (u32, u32, u32),
-    pub(crate) shared_bytes: u32,
-}
-
 impl Source {
     fn of(kernel: &dyn CubeTask<CudaCompiler>) -> Result<Self, StageError> {
         let mut options = <CudaCompiler as cubecl::Compiler>::CompilationOptions::default();
@@ -279,8 +269,13 @@ impl Source {
             .compile(&mut Default::default(), &options, ExecutionMode::Unchecked, kernel.address_type())
             .map_err(failed)?;
         let shared = compiled.repr.as_ref().map_or(0, |text| text.shared_memory_size());
-        let units = (compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z);
-        Ok(Self { text: compiled.source, name: compiled.entrypoint_name, units, shared_bytes: shared as u32 })
+        let entry = Entry {
+            name: compiled.entrypoint_name,
+            units: (compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z),
+            shared_bytes: shared as u32,
+            awaits: compiled.source.contains(AWAITS),
+        };
+        Ok(Self { text: compiled.source, entry })
     }
 
     /// The distinct kernels that `launch` launches, without a device: `properties` stand for it.
@@ -307,6 +302,12 @@ struct Function {
     /// It waits for the kernel before it by itself.
     awaits: bool,
 }
+
+// SAFETY: a driver's handle, which any thread may use.
+unsafe impl Send for Function {}
+
+/// Kernels in the driver, by device: they stay for the life of its context, which is that of the process.
+static FUNCTIONS: Mutex<BTreeMap<usize, HashMap<KernelId, Function>>> = Mutex::new(BTreeMap::new());
 
 /// A launch as it is captured.
 struct Call {
@@ -369,7 +370,8 @@ pub(crate) struct Graphs {
     context: sys::CUcontext,
     stream: sys::CUstream,
     compiler: Compiler,
-    functions: HashMap<KernelId, Function>,
+    /// Of the device.
+    number: usize,
     /// Kernels that wait by themselves are launched before the kernel before them is done.
     early: bool,
 }
@@ -452,7 +454,7 @@ impl Graphs {
             context,
             stream,
             compiler,
-            functions: HashMap::new(),
+            number: device,
             early: starts_early(found).map_err(failed)?,
         })
     }
@@ -481,7 +483,7 @@ impl Graphs {
             if info.dynamic_metadata_offset < info.data.len() || cubes == (0, 0, 0) {
                 return Err(StageError::Device("a launch with shapes or a count of the device's own".into()));
             }
-            calls.push(Call { function: self.function(kernel)?, cubes, pointers, info: info.data });
+            calls.push(Call { function: self.function(&*kernel)?, cubes, pointers, info: info.data });
         }
         if self.early {
             match self.capture(&mut calls, true) {
@@ -514,25 +516,28 @@ impl Graphs {
         }
     }
 
-    fn function(&mut self, kernel: Box<dyn CubeTask<CudaCompiler>>) -> Result<Function, StageError> {
+    fn function(&self, kernel: &dyn CubeTask<CudaCompiler>) -> Result<Function, StageError> {
         let id = kernel.id();
-        if let Some(function) = self.functions.get(&id) {
+        // Held while a kernel is loaded: another stage may need the same one.
+        let mut all = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let functions = all.entry(self.number).or_default();
+        if let Some(function) = functions.get(&id) {
             return Ok(*function);
         }
-        let Source { text, name, units, shared_bytes } = Source::of(&*kernel)?;
-        let name = CString::new(name).map_err(failed)?;
-        let function = self.compiler.load(&text, |code| {
-            // SAFETY: the code is what NVRTC made, ended by zero.
+        let source = || Source::of(kernel);
+        let function = self.compiler.load(&id, source, |entry, code| {
+            let name = CString::new(entry.name.as_str()).map_err(failed)?;
+            let Entry { units, shared_bytes, awaits, .. } = *entry;
+            // SAFETY: the code is what NVRTC made.
             unsafe {
                 let module = result::module::load_data(code.as_ptr().cast()).map_err(failed)?;
-                let function = result::module::get_function(module, name.clone()).map_err(failed)?;
+                let function = result::module::get_function(module, name).map_err(failed)?;
                 let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 result::function::set_function_attribute(function, most, shared_bytes as i32).map_err(failed)?;
-                Ok(function)
+                Ok(Function { function, units, shared_bytes, awaits })
             }
         })?;
-        let function = Function { function, units, shared_bytes, awaits: text.contains(AWAITS) };
-        self.functions.insert(id, function);
+        functions.insert(id, function);
         Ok(function)
     }
 

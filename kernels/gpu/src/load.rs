@@ -3,6 +3,7 @@
 //! Devices do not say when an allocation fails; they compute with whatever is there. So what was sent is summed up again.
 //! Next: `upload.rs`, which is how weights go to CUDA devices.
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -50,6 +51,17 @@ pub struct LoadPhases {
     pub kernels_s: f64,
     /// Everything, with what none of the others names.
     pub total_s: f64,
+}
+
+impl fmt::Display for LoadPhases {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { open_s, convert_s, upload_s, proof_s, kernels_s, total_s } = self;
+        write!(
+            f,
+            "{total_s:.2} s: {open_s:.2} to open the device, {convert_s:.2} to read and convert, {upload_s:.2} to upload, \
+             {proof_s:.2} to prove, {kernels_s:.2} to prepare kernels"
+        )
+    }
 }
 
 /// Tensors of a file on their way to a device.

@@ -19,8 +19,9 @@ use kernels::stage::{Stage, StageError, StageOptions};
 use kernels::weights::ModelFile;
 
 use crate::Platform;
-use crate::compile::{keep, prepare};
+use crate::compile::{is_started, keep, prepare};
 use crate::device::{probe_report, wgpu_device};
+use crate::engine::memory::Release;
 use crate::engine::{Profiled, load, load_weights, panic_text};
 use crate::load::Weights;
 use crate::selftest::{Check, checks};
@@ -35,7 +36,8 @@ pub fn load_stage(file: Arc<ModelFile>, options: StageOptions, device: DeviceId)
     match device {
         DeviceId::Cpu => load_cpu_stage(file, options),
         DeviceId::Cuda(_) | DeviceId::Vulkan(_) => {
-            let stage: Box<dyn Stage> = load_profiled(file, options, device)?;
+            let stage = load_profiled(file, options, device)?;
+            tracing::debug!("{device} loaded weights in {}", stage.load_phases());
             Ok(stage)
         }
     }
@@ -93,7 +95,7 @@ fn loaded(
         stage.engine_mut()?.opened(opened);
         Ok(Box::new(stage))
     }
-    let free = find(device).map_err(StageError::Input)?.memory_free;
+    let free = memory_free(device)?;
     let what = (file, weights);
     match gpu(device).map_err(StageError::Input)? {
         None => Err(StageError::Input(format!("expected a GPU, found {device}; `--device` names one"))),
@@ -151,12 +153,10 @@ pub fn gpu_speed(device: DeviceId) -> Result<GpuSpeed, String> {
         };
         // Software drivers share the host's memory and cores: a part of what is usual shows as much.
         let slow = client.properties().hardware.plane_size_max < 32;
-        let products = caught(|| speed(&client, number, slow));
-        client.memory_cleanup(); // before the next takes as much
-        let cache_bytes_s = caught(|| cache_speed(&client, number, slow));
-        client.memory_cleanup();
-        let copy_bytes_s = caught(|| copy_speed(&client, slow));
-        client.memory_cleanup();
+        // Each gives its memory back before the next takes as much.
+        let products = freed(&client, || caught(|| speed(&client, number, slow)));
+        let cache_bytes_s = freed(&client, || caught(|| cache_speed(&client, number, slow)));
+        let copy_bytes_s = freed(&client, || caught(|| copy_speed(&client, slow)));
         GpuSpeed { products, cache_bytes_s, copy_bytes_s }
     }
     let speed = match gpu(device)? {
@@ -216,8 +216,29 @@ fn caught<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panic_text(panic.as_ref())))
 }
 
+/// Does work, and then gives all memory that it took back to the device.
+fn freed<R: Platform, T>(client: &ComputeClient<R>, work: impl FnOnce() -> T) -> T {
+    let _release = Release::new(client);
+    work()
+}
+
 fn client<R: Platform>(device: &R::Device) -> Result<ComputeClient<R>, StageError> {
     caught(|| Ok(R::client(device))).map_err(StageError::Device)
+}
+
+/// Free bytes of a device's memory. A CUDA device that this process computes on already is asked without a process of its own, whose
+/// driver takes most of a second to start.
+fn memory_free(device: DeviceId) -> Result<u64, StageError> {
+    match device {
+        DeviceId::Cuda(number) if is_started(number as usize) => {
+            CudaRuntime::memory_free(number as usize).ok_or_else(|| {
+                StageError::Device(format!("{device} does not answer; `nvidia-smi` tells more; start the node again"))
+            })
+        }
+        DeviceId::Cpu | DeviceId::Cuda(_) | DeviceId::Vulkan(_) => {
+            find(device).map(|found| found.memory_free).map_err(StageError::Input)
+        }
+    }
 }
 
 fn find(device: DeviceId) -> Result<Device, String> {

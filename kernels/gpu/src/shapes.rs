@@ -216,7 +216,7 @@ impl Shape {
         Ok(all)
     }
 
-    /// A byte-level vocabulary: all bytes, and names for what is left.
+    /// A byte-level vocabulary: all bytes, what the one merge makes, and names for what is left.
     fn vocabulary(&self, w: &mut GgufWriter) {
         let mut tokens: Vec<String> = vec!["<|endoftext|>".into()];
         let mut next = 0x100;
@@ -225,6 +225,7 @@ impl Shape {
             tokens.extend(char::from_u32(if printable { byte } else { next }).map(String::from));
             next += u32::from(!printable);
         }
+        tokens.push("he".into());
         tokens.extend((tokens.len()..self.vocab).map(|i| format!("t{i}")));
         let kinds: Vec<i32> = (0..tokens.len()).map(|i| if i == 0 { 3 } else { 1 }).collect();
         w.text("tokenizer.ggml.model", "gpt2").text("tokenizer.ggml.pre", "gpt-2");

@@ -97,13 +97,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn sum4(v: [__m512; 4]) -> [f32; 4] {
-        unsafe {
-            let fold = |v: __m512| {
-                let e = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
-                _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
-            };
-            sum4_quads([fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3])])
-        }
+        unsafe { sum4_quads([folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])]) }
     }
     #[inline(always)]
     unsafe fn max_lane(v: __m512) -> f32 {
@@ -185,12 +179,22 @@ impl Simd for Avx512 {
 pub(super) unsafe fn sum4_quads(q: [__m128; 4]) -> [f32; 4] {
     // SAFETY: SSE is part of x86-64; the result has the size of the array.
     unsafe {
-        let pair = |a, b| _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
-        let (ab, cd) = (pair(q[0], q[1]), pair(q[2], q[3]));
+        let ab = _mm_add_ps(_mm_movelh_ps(q[0], q[1]), _mm_movehl_ps(q[1], q[0]));
+        let cd = _mm_add_ps(_mm_movelh_ps(q[2], q[3]), _mm_movehl_ps(q[3], q[2]));
         let sums = _mm_add_ps(_mm_shuffle_ps::<0b10_00_10_00>(ab, cd), _mm_shuffle_ps::<0b11_01_11_01>(ab, cd));
         let mut out = [0.0; 4];
         _mm_storeu_ps(out.as_mut_ptr(), sums);
         out
+    }
+}
+
+/// Lane i plus lanes i + 4, i + 8 and i + 12, in pairs as the tree of sums has them.
+#[inline(always)]
+unsafe fn folded(v: __m512) -> __m128 {
+    // SAFETY: AVX-512 is there by the caller's contract.
+    unsafe {
+        let e = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+        _mm_add_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps::<1>(e))
     }
 }
 

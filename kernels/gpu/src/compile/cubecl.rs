@@ -64,6 +64,11 @@ pub(crate) fn prepare(number: usize) {
     }
 }
 
+/// Whether [`prepare`] has started CubeCL on a device.
+pub(crate) fn is_started(number: usize) -> bool {
+    CHUNKS.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&number)
+}
+
 /// Copies what was compiled since the last time to the store.
 pub(crate) fn keep() {
     let mut chunks = CHUNKS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -92,14 +92,14 @@ impl<R: Platform> Memory<'_, R> {
 ///
 /// CubeCL keeps freed memory in pools of the stream, hence the thread, that allocated it; stages are loaded by threads that come and
 /// go, so nobody would ever use it again.
-pub(super) struct Release<R: Platform> {
+pub(crate) struct Release<R: Platform> {
     client: ComputeClient<R>,
     stream: StreamId,
 }
 
 impl<R: Platform> Release<R> {
     /// For buffers that this thread allocates.
-    pub(super) fn new(client: &ComputeClient<R>) -> Self {
+    pub(crate) fn new(client: &ComputeClient<R>) -> Self {
         Self { client: client.clone(), stream: StreamId::current() }
     }
 }

@@ -13,10 +13,10 @@ use rayon::prelude::*;
 
 use crate::arithmetic::Abilities;
 use crate::attention::{Heads, LayerHeads, Pages, Partials, Places, attend, place};
-use crate::compile::compile;
+use crate::compile::{Source, compile, ptx};
 use crate::device::toolkit::{Toolkit, load_from};
 use crate::draw::{DrawScratch, draw};
-use crate::graph::{Recorder, Source};
+use crate::graph::Recorder;
 use crate::product::{Activations, Matrix, Target, gate_product, gates, product};
 use crate::rows::{Wanted, cap, embed, gated, norm, norm_add};
 
@@ -158,9 +158,9 @@ fn assembled(
 ) -> Result<(), String> {
     let suffix = if architecture >= 90 { "a" } else { "" };
     let card = format!("sm_{architecture}{suffix}");
-    let name = format!("{}, {label}, {card}", source.name);
-    let mut ptx = compile(&source.text, &card, &toolkit.headers).map_err(|error| format!("{name}: {error}"))?;
-    assert_eq!(ptx.pop(), Some(0), "text that ends as drivers expect");
+    let name = format!("{}, {label}, {card}", source.entry.name);
+    let virtual_card = format!("compute_{architecture}{suffix}");
+    let ptx = ptx(&source.text, &virtual_card, &toolkit.headers).map_err(|error| format!("{name}: {error}"))?;
     let stem = name.replace([' ', ','], "_");
     let path = |ending: &str| folder.join(format!("{stem}.{ending}"));
     std::fs::write(path("ptx"), ptx).expect("a file");
@@ -170,7 +170,7 @@ fn assembled(
     let said = String::from_utf8_lossy(&run.stderr);
     let wrong = |line: &&str| {
         let spills = line.contains("spill") && !line.contains("0 bytes spill stores, 0 bytes spill loads");
-        let spills = spills && !source.name.starts_with(MAY_SPILL);
+        let spills = spills && !source.entry.name.starts_with(MAY_SPILL);
         spills || line.contains("error")
     };
     let wrong: String = said.lines().filter(wrong).collect();
@@ -188,10 +188,10 @@ fn kernels_compile_for_every_card() {
     }
     assert!(sources.len() > 100, "{} kernels", sources.len());
     for (label, source) in &sources {
-        let bytes = source.shared_bytes;
-        assert!(bytes <= SHARED_BYTES, "{}, {label}: {bytes} bytes of shared memory", source.name);
+        let bytes = source.entry.shared_bytes;
+        assert!(bytes <= SHARED_BYTES, "{}, {label}: {bytes} bytes of shared memory", source.entry.name);
         let infinite = source.text.contains("(inf)") || source.text.contains("(-inf)");
-        assert!(!infinite, "{}, {label}: CUDA has no such literal for infinity", source.name);
+        assert!(!infinite, "{}, {label}: CUDA has no such literal for infinity", source.entry.name);
     }
     let Some(toolkit) = toolkit() else {
         let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "nvrtc"));
@@ -199,12 +199,14 @@ fn kernels_compile_for_every_card() {
         eprintln!("SKIPPED: MESHNODE_CUDA names no folder with NVRTC, its headers and ptxas");
         return;
     };
+    let code = compile(&sources[0].1.text, "sm_90a", &toolkit.1.headers).expect("code for a driver");
+    assert!(code.starts_with(b"\x7fELF"), "a cubin");
     let temporary = tempfile::tempdir().expect("a folder");
     let keep = std::env::var_os("MESHNODE_KEEP").map(PathBuf::from);
     let folder = keep.as_deref().unwrap_or(temporary.path());
     let work: Vec<(&str, &Source, u32)> = sources
         .iter()
-        .filter(|(_, source)| source.name.contains(&only))
+        .filter(|(_, source)| source.entry.name.contains(&only))
         .flat_map(|(label, source)| ARCHITECTURES.map(|architecture| (label.as_str(), source, architecture)))
         .filter(|(_, _, architecture)| only.is_empty() || *architecture == 90)
         .collect();
