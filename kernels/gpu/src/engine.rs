@@ -217,7 +217,7 @@ impl<R: Platform> GpuEngine<R> {
         let graphs = if able.matrices { R::graphs(&client, number)? } else { None };
         let steps = graphs.map(|graphs| {
             let embedded = table.as_ref().map(|_| &scratch.hidden);
-            Steps::new(graphs, &client, &config, &options, embedded)
+            Steps::new(graphs, &memory, &config, &options, embedded)
         });
         let steps = steps.transpose()?;
         phases.kernels_s = begun.elapsed().as_secs_f64();

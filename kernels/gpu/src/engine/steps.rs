@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::decoder::{PassInput, QUEUED_MAX, RowAt};
 use kernels::order::POSITIONS;
@@ -12,6 +11,7 @@ use kernels::sampler::SamplerSettings;
 use kernels::stage::{StageError, StageOptions};
 use kernels::weights::ModelConfig;
 
+use super::memory::Memory;
 use super::{GpuEngine, failed};
 use crate::Platform;
 use crate::attention::Places;
@@ -114,24 +114,24 @@ impl Steps {
     /// `embedded`: where the embedding goes, for a stage that begins with it.
     pub(super) fn new<R: Platform>(
         graphs: Graphs,
-        client: &ComputeClient<R>,
+        memory: &Memory<'_, R>,
         config: &ModelConfig,
         options: &StageOptions,
         embedded: Option<&Handle>,
     ) -> Result<Self, StageError> {
         let most = options.context.div_ceil(POSITIONS);
         let len = Input::Hidden.start(most) + FEW * config.width;
-        let words = client.empty(len * 4);
+        let words = memory.buffer(len * 4, "rows of steps")?;
         let hidden = embedded.cloned().unwrap_or_else(|| part(&words, Input::Hidden, most));
         let last = options.layers.end == config.layers;
         let (output, numbers) = if last {
-            (client.empty(FEW * config.vocab * 4), FEW * config.vocab)
+            (memory.buffer(FEW * config.vocab * 4, "logits of steps")?, FEW * config.vocab)
         } else {
             (hidden.clone(), FEW * config.width)
         };
         let (sent, got, done) = (graphs.pinned(len)?, graphs.pinned(numbers)?, graphs.mark()?);
         let draws =
-            (last && embedded.is_some()).then(|| Draws::new(&graphs, client, config.vocab, most)).transpose()?;
+            (last && embedded.is_some()).then(|| Draws::new(&graphs, memory, config.vocab, most)).transpose()?;
         let (words, output) = (graphs.buffer(words)?, graphs.buffer(output)?);
         Ok(Self {
             graphs,
@@ -151,7 +151,7 @@ impl Steps {
 impl Draws {
     fn new<R: Platform>(
         graphs: &Graphs,
-        client: &ComputeClient<R>,
+        memory: &Memory<'_, R>,
         vocab: usize,
         most: usize,
     ) -> Result<Self, StageError> {
@@ -160,8 +160,8 @@ impl Draws {
             Ok(Slot { sent, got, done: graphs.mark()? })
         };
         Ok(Self {
-            scratch: DrawScratch::new(client, vocab),
-            drawn: graphs.buffer(client.empty(4 * FEW * DRAWN_WORDS))?,
+            scratch: memory.exact(|| DrawScratch::new(memory.client, vocab))?,
+            drawn: graphs.buffer(memory.buffer(4 * FEW * DRAWN_WORDS, "tokens of steps")?)?,
             slots: [slot()?, slot()?],
             oldest: 0,
             queued: Vec::with_capacity(QUEUED_MAX),
