@@ -145,6 +145,13 @@ pub fn convert(
     Ok(())
 }
 
+/// The sum of 32-bit words, little end first, modulo 2^32: what proves that tiles are where they were sent.
+#[must_use]
+pub fn sum_of_words(bytes: &[u8]) -> u32 {
+    let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+    bytes.chunks_exact(4).map(word).fold(0, u32::wrapping_add)
+}
+
 /// One row within the tiles of 16 rows.
 struct Strip<'a> {
     layout: Layout,

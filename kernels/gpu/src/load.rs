@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::quant::QuantType;
 use kernels::stage::StageError;
-use kernels::tile::{Layout, ROWS};
+use kernels::tile::{Layout, ROWS, sum_of_words};
 use kernels::weights::ModelFile;
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -384,11 +384,6 @@ pub(crate) fn timed<T>(seconds: &mut f64, work: impl FnOnce() -> T) -> T {
 
 fn missing(name: &str) -> StageError {
     StageError::Input(format!("tensor {name:?} is missing"))
-}
-
-fn sum_of_words(bytes: &[u8]) -> u32 {
-    let word = |word: &[u8]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-    bytes.chunks_exact(4).map(word).fold(0, u32::wrapping_add)
 }
 
 /// Cubes that take a checksum: enough to read at a device's full speed.
