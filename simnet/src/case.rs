@@ -3,6 +3,7 @@
 use crate::faults::Schedule;
 use crate::options::Options;
 use crate::units;
+use crate::workload::WIDTH;
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -42,6 +43,10 @@ pub struct Mesh {
     pub layers: u32,
     /// Where hosts stand, from the first on; the rest are in region 0.
     pub regions: Vec<u32>,
+    /// Hosts are of three kinds: as they usually are, three times as fast with more memory, and less than half as fast with less.
+    pub mixed: bool,
+    /// Elements of the model's rows: what a stage keeps to send again is bounded in bytes.
+    pub width: u32,
 }
 
 /// One request.
@@ -77,7 +82,7 @@ impl Default for Case {
 impl Default for Mesh {
     /// Each holds at most five of twelve layers.
     fn default() -> Self {
-        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new() }
+        Mesh { hosts: 8, memory_mib: 297, layers: 12, regions: Vec::new(), mixed: false, width: WIDTH }
     }
 }
 
@@ -143,6 +148,9 @@ impl Case {
         if self.mesh.memory_mib > MEMORY_MIB_MAX || self.mesh.regions.iter().any(|region| *region > REGIONS_MAX) {
             return Err(format!("expected at most {MEMORY_MIB_MAX} MiB of memory and regions 0 to {REGIONS_MAX}"));
         }
+        if self.mesh.width == 0 || self.mesh.width > WIDTH_MAX {
+            return Err(format!("expected rows of 1 to {WIDTH_MAX} elements, found {}", self.mesh.width));
+        }
         if self.lasts > LASTS_MAX {
             return Err(format!(
                 "expected at most {} of faults, found {}",
@@ -171,6 +179,8 @@ const LAYERS_MAX: u32 = 256;
 const MEMORY_MIB_MAX: u64 = 1 << 20;
 /// Around the world.
 const REGIONS_MAX: u32 = 64;
+/// Ten times the widest model.
+const WIDTH_MAX: u32 = 1 << 20;
 /// A virtual day.
 const LASTS_MAX: Duration = Duration::from_secs(86_400);
 /// The symbolic model's context.

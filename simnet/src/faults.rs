@@ -13,7 +13,7 @@ use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 
-pub use draw::{Ground, any, mend, swarm};
+pub use draw::{Ground, any, losses, mend, swarm};
 
 /// One thing that goes wrong, or right again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -176,6 +176,22 @@ pub enum Fault {
         #[serde(with = "units")]
         lasts: Duration,
     },
+    /// Its operator takes no new work for a while: stages go to standbys.
+    Drain {
+        /// Which host.
+        host: HostId,
+        /// How long.
+        #[serde(with = "units")]
+        lasts: Duration,
+    },
+    /// It is banned by everybody, and let in again after a while.
+    Ban {
+        /// Which host.
+        host: HostId,
+        /// How long.
+        #[serde(with = "units")]
+        lasts: Duration,
+    },
     /// So many new hosts of the first one's kind join at once.
     JoinStorm {
         /// How many.
@@ -256,6 +272,8 @@ impl Fault {
             | Fault::Corrupt { lasts, .. }
             | Fault::Collapse { lasts, .. }
             | Fault::Depart { lasts, .. }
+            | Fault::Drain { lasts, .. }
+            | Fault::Ban { lasts, .. }
             | Fault::Ambush { lasts, .. } => *lasts,
             Fault::Crash(_)
             | Fault::Restart { .. }
@@ -285,7 +303,9 @@ impl Fault {
             | Fault::Refuse { host, .. }
             | Fault::Drift { host, .. }
             | Fault::Collapse { host, .. }
-            | Fault::Depart { host, .. } => vec![*host],
+            | Fault::Depart { host, .. }
+            | Fault::Drain { host, .. }
+            | Fault::Ban { host, .. } => vec![*host],
             Fault::Outage { hosts, .. } => hosts.clone(),
             Fault::Partition { from, to, .. } | Fault::Cut { from, to, .. } => from.iter().chain(to).copied().collect(),
             Fault::Flap { between: (a, b), .. } | Fault::Break(a, b) => vec![*a, *b],

@@ -56,6 +56,27 @@ impl Default for HostSpec {
     }
 }
 
+impl HostSpec {
+    /// The same machine made one of three kinds, by its number.
+    #[must_use]
+    pub fn of_kind(mut self, number: usize) -> Self {
+        let (speed_percent, memory_percent) = [(100, 100), (300, 150), (40, 90)][number % 3];
+        let capacity = &mut self.capacity;
+        for speed in [
+            &mut capacity.bytes_per_second,
+            &mut capacity.flops_per_second,
+            &mut capacity.copy_bytes_per_second,
+            &mut capacity.cache_bytes_per_second,
+        ] {
+            *speed = *speed * speed_percent / 100;
+        }
+        for memory in [&mut capacity.memory_total, &mut capacity.memory_free] {
+            *memory = *memory * memory_percent / 100;
+        }
+        self
+    }
+}
+
 /// One machine.
 pub struct Host {
     /// Its name in the world.

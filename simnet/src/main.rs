@@ -410,6 +410,9 @@ struct Sums {
     pauses_ms: Vec<(u64, u64)>,
     stalls_ms: Vec<(u64, u64)>,
     settled_ms_max: u64,
+    /// Losses that were to pass within a second, and how long each seed's longest took.
+    losses: u64,
+    losses_ms: Vec<(u64, u64)>,
 }
 
 impl Sums {
@@ -423,13 +426,17 @@ impl Sums {
         for (kind, count) in &outcome.ends {
             *self.ends.entry(kind.clone()).or_insert(0) += count;
         }
+        self.losses += u64::from(outcome.losses);
+        if outcome.losses > 0 {
+            self.losses_ms.push((outcome.loss_ms_max, outcome.seed));
+        }
         self.pauses_ms.push((outcome.pause_ms_max, outcome.seed));
         self.stalls_ms.push((outcome.stall_ms_max, outcome.seed));
         self.settled_ms_max = self.settled_ms_max.max(outcome.settled_ms);
     }
 
-    fn pause(&self, percent: usize) -> u64 {
-        let mut sorted = self.pauses_ms.clone();
+    fn percentile(times_ms: &[(u64, u64)], percent: usize) -> u64 {
+        let mut sorted = times_ms.to_vec();
         sorted.sort_unstable();
         sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).map_or(0, |(ms, _)| *ms)
     }
@@ -444,23 +451,28 @@ impl Sums {
     fn to_json(&self, real_s: f64) -> serde_json::Value {
         json!({
             "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "events": self.events,
-            "virtual_s": self.virtual_ms / 1000, "real_s": real_s, "pause_ms_p50": self.pause(50),
-            "pause_ms_max": self.pause(100), "settled_ms_max": self.settled_ms_max,
-            "worst_pauses": Sums::worst(&self.pauses_ms), "worst_stalls": Sums::worst(&self.stalls_ms),
+            "virtual_s": self.virtual_ms / 1000, "real_s": real_s, "pause_ms_p50": Sums::percentile(&self.pauses_ms, 50),
+            "pause_ms_max": Sums::percentile(&self.pauses_ms, 100), "settled_ms_max": self.settled_ms_max,
+            "losses": self.losses, "loss_ms_p50": Sums::percentile(&self.losses_ms, 50),
+            "loss_ms_max": Sums::percentile(&self.losses_ms, 100), "worst_pauses": Sums::worst(&self.pauses_ms), "worst_stalls": Sums::worst(&self.stalls_ms),
         })
     }
 
     fn to_text(&self, real_s: f64, jobs: usize) -> String {
         let ends: Vec<String> = self.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         format!(
-            "{} seeds, {} fail {:?}; requests: {}; longest pause of a seed: median {} ms, worst {} ms; after the faults were \
+            "{} seeds, {} fail {:?}; requests: {}; longest pause of a seed: median {} ms, worst {} ms; {} losses of \
+             stages with current standbys, longest wait of a seed median {} ms, worst {} ms; after the faults were \
              healed: longest wait {} ms, settled within {} ms; {:.0} virtual s in {real_s:.1} s on {} ({:.0} ms per seed and thread), {} events",
             self.seeds,
             self.failed.len(),
             self.failed,
             ends.join(", "),
-            self.pause(50),
-            self.pause(100),
+            Sums::percentile(&self.pauses_ms, 50),
+            Sums::percentile(&self.pauses_ms, 100),
+            self.losses,
+            Sums::percentile(&self.losses_ms, 50),
+            Sums::percentile(&self.losses_ms, 100),
             self.stalls_ms.iter().map(|(ms, _)| *ms).max().unwrap_or(0),
             self.settled_ms_max,
             self.virtual_ms as f64 / 1000.0,

@@ -4,20 +4,22 @@ use crate::checker::bounds::{Bounds, leaks};
 use crate::checker::epochs::Epochs;
 use crate::checker::frames::Frames;
 use crate::checker::owners::Owners;
+use crate::checker::pauses::{LIMIT, Pauses};
 use crate::checker::rings::Rings;
-use crate::checker::{membership, requests, rest};
+use crate::checker::survival::Survival;
+use crate::checker::{membership, requests, rest, standbys};
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
 use crate::timeline::{Line, Timeline, name, pauses};
 use crate::units;
-use crate::workload::{Call, HEAD_DIED, Workload, request, symbolic_model};
+use crate::workload::{Call, HEAD_DIED, WIDTH, Workload, request, wide_model};
 use crate::world::World;
 use crate::{Options, Timed};
 use node_core::id::CallId;
 use node_core::message::Sampling;
 use node_core::output::DoneReason;
 use node_core::time::{Duration, Instant};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What became of a case.
 #[derive(Clone, Debug, Default, serde::Serialize)]
@@ -36,6 +38,10 @@ pub struct Outcome {
     pub ends: BTreeMap<String, u32>,
     /// Longest wait between two tokens of a request.
     pub pause_ms_max: u64,
+    /// Losses that were to pass within a second.
+    pub losses: u32,
+    /// And how long a request waited for its next token at most.
+    pub loss_ms_max: u64,
     /// Longest wait of a request for its next token, or its end, after everything was mended.
     pub stall_ms_max: u64,
     /// From everything mended to everything at rest.
@@ -73,6 +79,12 @@ struct Run<'a> {
     mended: Option<Instant>,
     asks: VecDeque<Ask>,
     cancels: Vec<(Instant, CallId)>,
+    /// When callers went away whose calls have not ended yet.
+    gone: BTreeMap<CallId, Instant>,
+    /// When the callers' host was last seen to be stopped.
+    stopped: Option<Instant>,
+    /// Calls that were seen to fail.
+    failed: BTreeSet<CallId>,
     /// Calls that broke with their host and are asked again.
     again: VecDeque<CallId>,
     /// The life of the host that the callers use, and when they may look for another.
@@ -88,16 +100,19 @@ struct Checks {
     frames: Frames,
     owners: Owners,
     rings: Rings,
+    survival: Survival,
+    pauses: Pauses,
 }
 
 impl Checks {
-    fn violations(&self) -> Vec<String> {
+    /// `full`: rings of this world may be full, so that they keep less.
+    fn violations(&self, full: bool) -> Vec<String> {
         let all = [
             self.epochs.violations(),
             self.bounds.violations(),
             self.frames.violations(),
             self.owners.violations(),
-            self.rings.violations(),
+            if full { Vec::new() } else { self.rings.violations() },
         ];
         all.into_iter().flatten().collect()
     }
@@ -112,12 +127,15 @@ impl<'a> Run<'a> {
         world.observe(Box::new(checks.frames.clone()));
         world.observe(Box::new(checks.owners.clone()));
         world.observe(Box::new(checks.rings.clone()));
+        world.observe(Box::new(checks.survival.clone()));
+        world.observe(Box::new(checks.pauses.clone()));
         let mut spec = HostSpec::default();
         spec.capacity.memory_total = case.mesh.memory_mib << 20;
         spec.capacity.memory_free = case.mesh.memory_mib << 20;
         for index in 0..case.mesh.hosts as usize {
             spec.region = case.mesh.regions.get(index).copied().unwrap_or(0);
-            let host = world.add_host(spec.clone());
+            let spec = if case.mesh.mixed { spec.clone().of_kind(index) } else { spec.clone() };
+            let host = world.add_host(spec);
             world.start(host);
         }
         for host in 1..case.mesh.hosts {
@@ -128,7 +146,7 @@ impl<'a> Run<'a> {
         asks.sort_by_key(|ask| ask.at);
         Run {
             case,
-            work: Workload::of(HEAD, symbolic_model(case.mesh.layers, LAYER_BYTES)),
+            work: Workload::of(HEAD, wide_model(case.mesh.layers, LAYER_BYTES, case.mesh.width)),
             checks,
             timeline,
             world,
@@ -136,6 +154,9 @@ impl<'a> Run<'a> {
             mended: None,
             asks: asks.into(),
             cancels: Vec::new(),
+            gone: BTreeMap::new(),
+            stopped: None,
+            failed: BTreeSet::new(),
             again: VecDeque::new(),
             head_life: 1,
             turn_at: None,
@@ -193,9 +214,10 @@ impl<'a> Run<'a> {
             ));
             return;
         }
-        let last = self.submit(Ask { prompt: 40, tokens: 12, ..Ask::default() });
-        self.timeline.note(self.world.now(), format!("final check request: call {}", name(last)));
-        let ended = self.until(limit, |run| !run.work.calls[&last].ends.is_empty());
+        self.until(limit, |run| standbys::missing(&run.world, run.work.head).is_empty());
+        self.violations.extend(standbys::missing(&self.world, self.work.head));
+        let ended = self.last_request(limit);
+        let last = *self.work.calls.keys().next_back().expect("it was just asked");
         let end = self.work.calls[&last].ends.first().map(|(_, reason)| reason);
         if !ended || !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
             self.violations.push(format!("a request after everything was mended ends with {end:?}"));
@@ -207,6 +229,67 @@ impl<'a> Run<'a> {
         self.until(limit, |run| leaks(&run.world).is_empty() && rest::orphans(&run.world).is_empty());
         self.violations.extend(leaks(&self.world));
         self.violations.extend(rest::orphans(&self.world));
+    }
+
+    /// One more request, which standbys have to follow; whether it ends.
+    fn last_request(&mut self, limit: Instant) -> bool {
+        let (current, epoch) = (standbys::current(&self.world, self.work.head), self.work.epoch);
+        let last = self.submit(Ask { prompt: 40, tokens: LAST_TOKENS, ..Ask::default() });
+        self.timeline.note(self.world.now(), format!("final check request: call {}", name(last)));
+        let followed = |run: &Self| current.is_subset(&standbys::current(&run.world, run.work.head));
+        let mut follow = None;
+        let ended = self.until(limit, |run| {
+            !run.work.calls[&last].ends.is_empty() || run.work.calls[&last].tokens.len() as u32 > FOLLOWED
+        });
+        if ended && self.work.calls[&last].ends.is_empty() {
+            let done = |run: &Self| followed(run) || !run.work.calls[&last].ends.is_empty();
+            self.until(limit, done);
+            follow = Some(followed(self));
+        }
+        if follow == Some(false) && self.work.epoch == epoch {
+            let now = standbys::current(&self.world, self.work.head);
+            let behind: Vec<_> = current.difference(&now).collect();
+            self.violations.push(format!("standbys fall behind while one request runs: {behind:?}"));
+        }
+        self.until(limit, |run| !run.work.calls[&last].ends.is_empty())
+    }
+
+    /// Judges what can only be judged when it is seen.
+    fn judge(&mut self) {
+        let (now, head) = (self.world.now(), self.work.head);
+        if self.world.host(head).paused_until.is_some() {
+            self.stopped = Some(now);
+        }
+        self.checks.survival.look(&self.world, head, self.model_bytes());
+        self.checks.owners.look(&self.world, head);
+        let survival = &self.checks.survival;
+        for (id, call) in &self.work.calls {
+            let Some((at, reason)) = call.ends.first() else { continue };
+            if let DoneReason::Failed(why) = reason
+                && why != HEAD_DIED
+                && self.failed.insert(*id)
+                && let Some(doubt) = survival.doubt(*at, head)
+            {
+                self.violations.push(format!("call {} fails ({why}), {doubt}", name(*id)));
+            }
+            if let Some(cancelled) = self.gone.remove(id)
+                && *at > cancelled + CANCEL_MAX
+                && self.stopped.is_none_or(|stopped| stopped < cancelled)
+            {
+                let after = at.since(cancelled).as_millis();
+                self.violations
+                    .push(format!("call {} ends {after} ms after its caller went away: {reason:?}", name(*id)));
+            }
+        }
+    }
+
+    /// Bytes of weights and caches.
+    fn model_bytes(&self) -> u64 {
+        let work = &self.work.model.work;
+        let positions = u64::from(work.context) * u64::from(work.sequences);
+        let layers: u64 =
+            work.layers.iter().map(|layer| layer.weight_bytes + layer.kv_bytes_per_token * positions).sum();
+        layers + work.embed_bytes + work.head_bytes
     }
 
     fn all_ended(&self) -> bool {
@@ -229,6 +312,7 @@ impl<'a> Run<'a> {
     fn step(&mut self, end: Instant) {
         self.world.run_until((self.world.now() + LOOK).min(end));
         self.work.absorb(&mut self.world);
+        self.judge();
         self.look_after_head();
         let now = self.world.now();
         if self.work.job.is_some() && self.turn_at.is_none() {
@@ -245,6 +329,7 @@ impl<'a> Run<'a> {
             // A caller whose host is gone has nobody to tell.
             if self.work.calls.get(&call).is_some_and(|call| call.ends.is_empty()) && self.turn_at.is_none() {
                 self.work.cancel(&mut self.world, call);
+                self.gone.insert(call, now);
             }
         }
     }
@@ -300,7 +385,17 @@ impl<'a> Run<'a> {
     }
 
     fn outcome(mut self) -> Outcome {
-        self.violations.extend(self.checks.violations());
+        // A stage whose ring is full cannot send again what a standby lags behind: that is computed once more.
+        let full = self.case.mesh.width > WIDTH;
+        self.violations.extend(self.checks.violations(full));
+        let losses = self.checks.pauses.losses(|host| self.world.host(host).node_id);
+        let losses = if full { Vec::new() } else { losses };
+        let waited = losses.iter().map(|loss| loss.waited).max().unwrap_or_default();
+        let late = losses.iter().filter(|loss| loss.waited > LIMIT).map(|loss| {
+            let (at, owners, waited) = (loss.at.0 / 1_000_000, loss.owners, loss.waited.as_millis());
+            format!("{at} ms: {owners} stages are lost whose standbys were current, and a request waits {waited} ms")
+        });
+        self.violations.extend(late);
         if self.mended.is_some() {
             self.violations.extend(requests::violations(&self.work));
         }
@@ -330,6 +425,8 @@ impl<'a> Run<'a> {
             virtual_ms: now.0 / 1_000_000,
             epochs: heads.flat_map(|node| node.jobs()).map(|view| view.epoch.counter).max().unwrap_or(0),
             ends,
+            losses: losses.len() as u32,
+            loss_ms_max: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
             pause_ms_max: longest.as_millis() as u64,
             stall_ms_max: self.stall().as_millis() as u64,
             settled_ms: self.mended.map_or(0, |mended| now.since(mended).as_millis() as u64),
@@ -352,5 +449,10 @@ const SETTLE_MAX: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(20);
 /// Callers whose host is gone look for another after this.
 const TURN: Duration = Duration::from_millis(500);
+/// A caller that goes away is gone for the mesh within this time.
+const CANCEL_MAX: Duration = Duration::from_secs(1);
+/// Tokens of the last request, and how many of them make a standby that is not fed fall behind for good.
+const LAST_TOKENS: u32 = 200;
+const FOLLOWED: u32 = 100;
 /// How often hosts find each other.
 const DISCOVERY: Duration = Duration::from_secs(5);

@@ -3,6 +3,7 @@ use crate::case::{Ask, Case, Mesh};
 use crate::faults::{self, Ground};
 use crate::options::{Options, chance};
 use crate::run::{Outcome, run};
+use crate::workload::WIDTH;
 use node_core::time::{Duration, Instant};
 use rand::RngExt;
 use std::any::Any;
@@ -37,6 +38,14 @@ pub fn draw(seed: u64, size: Size) -> Case {
         network.latency_per_region = Duration::from_micros(rng.random_range(500..15_000));
         regions = (0..size.hosts).map(|_| rng.random_range(0..3)).collect();
     }
+    // What else there may be is drawn apart, so that other worlds stay as they are.
+    let mut more = chance(seed, "more");
+    let calm = more.random_bool(0.25);
+    let mixed = more.random_bool(0.3);
+    let wide = more.random_bool(0.1);
+    if wide {
+        network.bandwidth = FAST_BYTES_PER_SECOND;
+    }
     let memory_mib = [297, 297, 378, 576, 900][rng.random_range(0..5usize)];
     let head_mortal = rng.random_bool(0.3);
     let asks = rng.random_range(4..=20);
@@ -44,7 +53,8 @@ pub fn draw(seed: u64, size: Size) -> Case {
         let at = Instant(0) + Duration::from_micros(rng.random_range(0..span_us));
         let prompt = if rng.random_bool(0.5) { rng.random_range(1..100) } else { rng.random_range(100..1500) };
         let cancel_after = rng.random_bool(0.15).then(|| Duration::from_micros(rng.random_range(0..2_000_000)));
-        Ask { at, prompt, tokens: rng.random_range(1..300), cancel_after }
+        let tokens = rng.random_range(if calm { 200..450 } else { 1..300 });
+        Ask { at, prompt, tokens, cancel_after }
     };
     let mut requests: Vec<Ask> = (0..asks).map(ask).collect();
     requests.sort_by_key(|ask| ask.at);
@@ -52,12 +62,27 @@ pub fn draw(seed: u64, size: Size) -> Case {
         about: format!("seed {seed}"),
         seed,
         lasts,
-        mesh: Mesh { hosts: size.hosts, memory_mib, layers: 12, regions },
+        mesh: Mesh {
+            hosts: size.hosts,
+            memory_mib,
+            layers: 12,
+            regions,
+            mixed,
+            width: if wide { WIDE } else { WIDTH },
+        },
         network,
         requests,
-        faults: faults::any(seed, &Ground { hosts: size.hosts, span: lasts, head_mortal }),
+        faults: {
+            let ground = Ground { hosts: size.hosts, span: lasts, head_mortal };
+            if calm { faults::losses(seed, &ground) } else { faults::any(seed, &ground) }
+        },
     }
 }
+
+/// Rows so wide that a stage keeps 256 of them.
+const WIDE: u32 = 65_536;
+/// A network that carries them: 100 Gbit/s.
+const FAST_BYTES_PER_SECOND: u64 = 12_500_000_000;
 
 /// Runs a case; a panic of the code under test is a violation like any other.
 pub fn run_caught(case: &Case) -> Outcome {

@@ -13,6 +13,11 @@ use std::collections::BTreeMap;
 
 /// A model whose stages compute with hashes: `layers` blocks of `layer_bytes` each.
 pub fn symbolic_model(layers: u32, layer_bytes: u64) -> ModelSpec {
+    wide_model(layers, layer_bytes, WIDTH)
+}
+
+/// The same with rows of `width` elements.
+pub fn wide_model(layers: u32, layer_bytes: u64, width: u32) -> ModelSpec {
     let layer = Layer {
         flops_per_token: 2 * layer_bytes,
         weight_bytes: layer_bytes,
@@ -28,12 +33,12 @@ pub fn symbolic_model(layers: u32, layer_bytes: u64) -> ModelSpec {
             head_bytes: layer_bytes / 2,
             tied: false,
             head_flops: layer_bytes,
-            activation_bytes: 4 * u64::from(WIDTH),
+            activation_bytes: 4 * u64::from(width),
             context: 4096,
             sequences: 8,
             scratch_bytes: 1 << 20,
         },
-        width: WIDTH,
+        width,
         int8: true,
         eos: vec![crate::compute::VOCABULARY],
     }
@@ -226,7 +231,7 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
 /// Why a call ended whose host died.
 pub const HEAD_DIED: &str = "the node that took the request died";
 /// Model width of symbolic models: rows as large on the wire as a small model's.
-const WIDTH: u32 = 576;
+pub const WIDTH: u32 = 576;
 /// The call of `deploy`; requests count on from it.
 pub(crate) const DEPLOY: u64 = 1000;
 /// How often a workload looks at what was told.

@@ -21,7 +21,7 @@ use node_core::node::Node;
 use node_core::output::{Event as Notice, Output};
 use node_core::record;
 use node_core::time::{Duration, Instant};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 /// Something a node told to whoever listens.
@@ -60,6 +60,8 @@ pub struct World {
     told: Vec<Told>,
     observers: Vec<Box<dyn Observer>>,
     ambushes: Vec<Ambush>,
+    /// Who is out of the mesh.
+    banned: BTreeSet<NodeId>,
     /// Counts `Fault::Mend`: what was to go wrong or to end before does not any more.
     era: u32,
     /// How often discovery tells hosts of each other, if it does.
@@ -137,6 +139,7 @@ impl World {
             told: Vec::new(),
             observers: Vec::new(),
             ambushes: Vec::new(),
+            banned: BTreeSet::new(),
             era: 0,
             discovery: None,
             outputs: Vec::new(),
@@ -183,6 +186,9 @@ impl World {
         let remembered: Vec<Input> = host.disk.peers().iter().cloned().map(found_again).collect();
         for input in remembered {
             self.inject(id, input);
+        }
+        if !self.banned.is_empty() {
+            self.inject(id, Input::Banned(self.banned.iter().copied().collect()));
         }
         self.inject(id, Input::Wakeup);
     }

@@ -6,6 +6,7 @@
 use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::{EXCLUDED, LINK_CUT};
 use crate::output::DownReason;
+use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
@@ -153,6 +154,9 @@ impl Failover {
 
     /// A node joined, or came back: it may be used again.
     pub fn handle_peer_up(&mut self, node: NodeId) {
+        if planted::has(Planted::BackIgnored) {
+            return;
+        }
         for guard in self.jobs.values_mut() {
             guard.excluded.remove(&node);
         }
@@ -160,6 +164,9 @@ impl Failover {
 
     /// A participant that was lost is heard again before anything else was placed: it may be used.
     pub fn handle_back(&mut self, job: JobId, node: NodeId) {
+        if planted::has(Planted::BackIgnored) {
+            return;
+        }
         if let Some(guard) = self.jobs.get_mut(&job) {
             guard.excluded.remove(&node);
         }
@@ -210,7 +217,9 @@ impl Failover {
             return;
         }
         guard.reported.retain(|&silent, &mut (by, _)| silent != node && by != node);
-        guard.excluded.insert(node, now + EXCLUDED);
+        if !planted::has(Planted::LostNotExcluded) {
+            guard.excluded.insert(node, now + EXCLUDED);
+        }
         let silent_ms = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
         self.out.push_back(FailoverOutput::Lost { job, node, silent_ms });
         self.replan(job);
@@ -226,7 +235,8 @@ impl Failover {
     /// Who must not be in the job's next plan.
     pub fn excluded(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
         let excluded = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.excluded);
-        excluded.filter(move |&(_, &until)| now < until).map(|(&node, _)| node)
+        let lasts = move |until: Instant| now < until || planted::has(Planted::BackIgnored);
+        excluded.filter(move |(_, until)| lasts(**until)).map(|(&node, _)| node)
     }
 
     /// The next decision.

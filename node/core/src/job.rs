@@ -16,6 +16,7 @@ use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::message::{FrameHeader, Message, Position};
 use crate::output::{DoneReason, Event};
+use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -324,6 +325,9 @@ impl Jobs {
     /// Something of the present placement is lost: place the job anew.
     pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
         if let Some(job) = self.jobs.get_mut(&job) {
+            if planted::has(Planted::LossFailsRequests) {
+                job.requests.fail_all(&DoneReason::Failed("a stage was lost".into()), &mut self.out);
+            }
             job.replan(now, lost, &mut self.ids, &mut self.out);
         }
     }

@@ -9,6 +9,7 @@ use crate::id::{ContentId, Generation, NodeId};
 use crate::limits::{MEMBERS_MAX, MESSAGE_BYTES_MAX, PUSH_PULL};
 use crate::message::{Message, SignedAdvert};
 use crate::output::DownReason;
+use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use adverts::{AdvertOutput, Adverts, Heard};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -289,6 +290,9 @@ impl Membership {
 
     /// The list of those who are out. Whoever is new on it goes as if it had left: jobs are placed anew at once.
     pub fn handle_banned(&mut self, now: Instant, nodes: Vec<NodeId>) {
+        if planted::has(Planted::BanIgnored) {
+            return;
+        }
         let banned: BTreeSet<NodeId> = nodes.into_iter().filter(|node| *node != self.node).collect();
         for node in banned.difference(&core::mem::take(&mut self.banned)) {
             self.handle_leaving(now, *node);

@@ -211,7 +211,13 @@ impl Placement {
         }
         let kept = resident_before.is_some_and(|(_, stays)| stays);
         if let Some((failed, stays)) = resident_before {
-            self.out.push_back(if stays { PlacementOutput::Quiesce { job } } else { PlacementOutput::Fence { job } });
+            if !planted::has(Planted::NoFence) {
+                self.out.push_back(if stays {
+                    PlacementOutput::Quiesce { job }
+                } else {
+                    PlacementOutput::Fence { job }
+                });
+            }
             if failed {
                 // A device that failed keeps nothing worth reusing.
                 self.out.push_back(PlacementOutput::Unload { job });
@@ -368,6 +374,9 @@ impl Placement {
 
     /// A node said goodbye, or is dead as far as the mesh knows: jobs of which it was the head are over.
     pub fn handle_head_gone(&mut self, node: NodeId) {
+        if planted::has(Planted::OrphansStay) {
+            return;
+        }
         self.fetches.retain(|_, fetch| fetch.epoch.minter != node);
         let jobs: Vec<JobId> = self.held.iter().filter(|(_, held)| held.head() == node).map(|(&job, _)| job).collect();
         jobs.into_iter().for_each(|job| self.drop_job(job));
@@ -403,14 +412,15 @@ impl Placement {
     pub fn handle_wakeup(&mut self, now: Instant) {
         let orphaned = |held: &Held| held.head() != self.me && now.since(held.head_heard) >= ORPHAN_MAX;
         let orphans: Vec<JobId> = self.held.iter().filter(|(_, held)| orphaned(held)).map(|(&job, _)| job).collect();
-        for job in orphans {
+        for job in orphans.into_iter().filter(|_| !planted::has(Planted::OrphansStay)) {
             self.drop_job(job);
         }
     }
 
     /// When the next stage would be an orphan.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        let others = self.held.values().filter(|held| held.head() != self.me);
+        let drops = |held: &&Held| held.head() != self.me && !planted::has(Planted::OrphansStay);
+        let others = self.held.values().filter(drops);
         others.map(|held| held.head_heard + ORPHAN_MAX).min().map(|at| (at, "placement: a job's head is silent"))
     }
 

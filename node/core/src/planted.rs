@@ -11,6 +11,30 @@ pub enum Planted {
     RingTrimmedEarly = 2,
     /// A standby that became an owner stays listed as standby.
     StandbyPromotedTwice = 3,
+    /// A stage is told that the next one holds one position more than it does.
+    ResumeOneAhead = 4,
+    /// A running request is not cancelled.
+    CancelDropped = 5,
+    /// A token's random number is drawn by the first position of its frame, not by the last.
+    SeedByFirstPosition = 6,
+    /// Standbys are never sent copies of rows.
+    StandbyNeverFed = 7,
+    /// A new epoch does not fence what runs under the old one.
+    NoFence = 8,
+    /// Standbys do not hear of closed requests.
+    CloseNotToStandby = 9,
+    /// A lost node may be part of the next plan.
+    LostNotExcluded = 10,
+    /// A node that comes back stays excluded.
+    BackIgnored = 11,
+    /// The coordinator does not apply its list of banned nodes.
+    BanIgnored = 12,
+    /// Stages of a dead coordinator are never dropped.
+    OrphansStay = 13,
+    /// The loss of any stage fails all running requests.
+    LossFailsRequests = 14,
+    /// Standbys are never sought.
+    NoStandbys = 15,
 }
 
 /// Whether this build can have any.

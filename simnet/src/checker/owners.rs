@@ -1,14 +1,15 @@
 //! One owner per shard and epoch, who is not a standby as well; and who was told lost gets no stage before it was heard
 //! (of) again.
 use crate::host::HostId;
-use crate::world::Observer;
+use crate::world::{Observer, World};
 use node_core::codec;
 use node_core::id::{Epoch, JobId, NodeId};
 use node_core::input::Input;
+use node_core::job::JobState;
 use node_core::limits::EXCLUDED;
 use node_core::message::Message;
 use node_core::output::{Event, Output};
-use node_core::time::Instant;
+use node_core::time::{Duration, Instant};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -23,6 +24,8 @@ pub struct Owners {
 struct Seen {
     /// Who owns which stage of a job under an epoch, as its head said.
     owners: BTreeMap<(JobId, Epoch), BTreeMap<u16, NodeId>>,
+    /// Whom a head knows to be banned, and since when.
+    banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
     /// Who a head told lost and has not heard since.
     lost: BTreeMap<(HostId, NodeId), Instant>,
     violations: Vec<String>,
@@ -32,6 +35,29 @@ impl Owners {
     /// What was seen that must not be.
     pub fn violations(&self) -> Vec<String> {
         self.seen.borrow().violations.clone()
+    }
+
+    /// Looks whether a head still uses somebody whom it knows to be banned for a while.
+    pub fn look(&self, world: &World, head: HostId) {
+        let mut seen = self.seen.borrow_mut();
+        let Some(node) = &world.host(head).node else { return };
+        let Some((since, out)) = seen.banned.get(&head).filter(|(since, _)| *since + LET_GO < world.now()) else {
+            return;
+        };
+        let ready = node.jobs().filter(|view| view.state == JobState::Ready);
+        let owners = ready.flat_map(|view| view.stages).map(|stage| stage.node);
+        let uses = owners.filter(|owner| out.contains(owner)).map(|owner| {
+            format!(
+                "{} ms, host {}: computes on {owner}, banned since {} ms",
+                world.now().0 / 1_000_000,
+                head.0,
+                since.0 / 1_000_000
+            )
+        });
+        if let Some(what) = uses.last() {
+            seen.banned.remove(&head); // said once
+            seen.violations.push(what);
+        }
     }
 }
 
@@ -54,7 +80,10 @@ impl Seen {
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Owners {
-    fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
+    fn input(&mut self, at: Instant, host: HostId, input: &Input) {
+        if let Input::Banned(nodes) = input {
+            self.seen.borrow_mut().banned.insert(host, (at, nodes.clone()));
+        }
         let heard = match input {
             Input::Datagram { from, .. } | Input::Message { from, .. } | Input::Frame { from, .. } => from,
             Input::Connected { node, .. } => node,
@@ -89,9 +118,14 @@ impl Observer for Owners {
             Output::Notify(Event::JobPlaced { job, epoch, plan }) => {
                 let nodes: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
                 let owned = nodes.iter().zip(0..).find_map(|(node, stage)| seen.own(*job, *epoch, stage, *node));
+                let banned =
+                    nodes.iter().find(|node| seen.banned.get(&host).is_some_and(|(_, out)| out.contains(node)));
+                let banned = banned.map(|node| format!("places {epoch:?} on {node}, which is banned"));
                 let lost = |node: &NodeId| seen.lost.get(&(host, *node)).is_some_and(|since| at < *since + EXCLUDED);
                 let lost = nodes.into_iter().find(lost);
-                owned.or(lost.map(|node| format!("places {epoch:?} on {node}, told lost and not heard since")))
+                owned
+                    .or(banned)
+                    .or(lost.map(|node| format!("places {epoch:?} on {node}, told lost and not heard since")))
             }
             _ => None,
         };
@@ -101,6 +135,11 @@ impl Observer for Owners {
     }
 
     fn died(&mut self, _at: Instant, host: HostId) {
-        self.seen.borrow_mut().lost.retain(|(head, _), _| *head != host);
+        let mut seen = self.seen.borrow_mut();
+        seen.lost.retain(|(head, _), _| *head != host);
+        seen.banned.remove(&host);
     }
 }
+
+/// A job leaves a node that is banned within this time: a plan, and weights for whoever comes in its place.
+const LET_GO: Duration = Duration::from_secs(5);

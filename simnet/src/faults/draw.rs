@@ -35,6 +35,34 @@ pub fn any(seed: u64, ground: &Ground) -> Schedule {
     schedule
 }
 
+/// Losses of one host, of two within a lease, or of all connections, with quiet times between them; never of the first host.
+pub fn losses(seed: u64, ground: &Ground) -> Schedule {
+    let mut rng = chance(seed, "losses");
+    let hosts = ground.hosts.max(3);
+    let mut schedule: Schedule = Vec::new();
+    let mut at = Instant(0) + QUIET;
+    while at.since(Instant(0)) < ground.span {
+        let one = rng.random_range(1..hosts);
+        let other = (one - 1 + rng.random_range(1..hosts - 1)) % (hosts - 1) + 1;
+        let lasts = Duration::from_millis(rng.random_range(500..4_000));
+        if rng.random_bool(0.4) {
+            // A switch that starts anew: every connection breaks.
+            let pairs = (0..hosts).flat_map(|a| (0..a).map(move |b| Fault::Break(HostId(b), HostId(a))));
+            schedule.extend(pairs.map(|fault| Timed { at, fault }));
+            at = at + QUIET + Duration::from_millis(rng.random_range(0..2_000));
+            continue;
+        }
+        let loss = |host| Fault::Outage { hosts: vec![HostId(host)], lasts, keep_disk: true };
+        schedule.push(Timed { at, fault: loss(one) });
+        if rng.random_bool(0.5) {
+            let apart = Duration::from_millis(rng.random_range(0..400));
+            schedule.push(Timed { at: at + apart, fault: loss(other) });
+        }
+        at = at + QUIET + Duration::from_millis(rng.random_range(0..2_000));
+    }
+    schedule
+}
+
 fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
     let hosts = ground.hosts.max(2);
     let host = HostId(rng.random_range(0..hosts));
@@ -78,6 +106,9 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
         17 => Fault::Collapse { host, bytes_per_second: rng.random_range(20_000..2_000_000), lasts },
         18 => Fault::Depart { host: mortal, lasts },
         19 => Fault::JoinStorm { hosts: rng.random_range(1..6) },
+        20 => Fault::Drain { host, lasts },
+        // The callers' coordinator is not banned: its callers would have to be told by nobody.
+        21 => Fault::Ban { host: HostId(rng.random_range(1..hosts)), lasts },
         _ => {
             let ours = [Moment::Promotion, Moment::Prepared, Moment::Go];
             let heads = [Moment::Plan, Moment::Mint];
@@ -153,6 +184,8 @@ fn draw(kind: u32, hosts: &[HostId], at: Instant, rng: &mut impl Rng) -> Schedul
 /// Kinds of trouble that `draw` knows.
 const KINDS: u32 = 6;
 /// Kinds that `draw_any` knows.
-const ANY_KINDS: u32 = 21;
+const ANY_KINDS: u32 = 23;
+/// From one loss to the next: standbys are found, loaded and fed meanwhile.
+const QUIET: Duration = Duration::from_secs(7);
 /// Hosts that share a fuse.
 const RACK: u32 = 3;

@@ -27,6 +27,8 @@ pub(super) enum End {
     Corrupt,
     Collapse(HostId),
     Slow(HostId),
+    Drain(HostId),
+    Ban(HostId),
     /// The next cut of a link that flaps, with the time it has left.
     Flap {
         between: (HostId, HostId),
@@ -119,6 +121,15 @@ impl World {
                 self.later(GOODBYE, Fault::Crash(host));
                 self.later(GOODBYE + lasts, Fault::Restart { host, keep_disk: true });
             }
+            Fault::Drain { host, lasts } => {
+                self.inject(host, Input::Drain(true));
+                self.ends(lasts, End::Drain(host));
+            }
+            Fault::Ban { host, lasts } => {
+                self.banned.insert(self.hosts[host.index()].node_id);
+                self.tell_banned();
+                self.ends(lasts, End::Ban(host));
+            }
             Fault::JoinStorm { hosts } => {
                 let Some(spec) = self.hosts.first().map(|host| host.spec.clone()) else { return };
                 for host in self.add_hosts(hosts as usize, &spec) {
@@ -170,6 +181,11 @@ impl World {
             End::Reorder => self.network.options.reorder_ppm = usual.reorder_ppm,
             End::Corrupt => self.network.corrupt_ppm = 0,
             End::Collapse(host) => self.widen(host),
+            End::Drain(host) => self.inject(host, Input::Drain(false)),
+            End::Ban(host) => {
+                self.banned.remove(&self.hosts[host.index()].node_id);
+                self.tell_banned();
+            }
             End::Slow(host) => self.hosts[host.index()].executor.slow_percent = 100,
             End::Flap { between, period, lasts } => self.flap(between, period, lasts),
         }
@@ -202,6 +218,15 @@ impl World {
         self.deliver(id, Input::Leave);
     }
 
+    /// Every member has the list of those who are out; they themselves do not.
+    fn tell_banned(&mut self) {
+        let list: Vec<NodeId> = self.banned.iter().copied().collect();
+        let others = self.hosts.iter().filter(|host| !self.banned.contains(&host.node_id)).map(|host| host.id);
+        for host in others.collect::<Vec<HostId>>() {
+            self.inject(host, Input::Banned(list.clone()));
+        }
+    }
+
     fn cut(&mut self, from: &[HostId], to: &[HostId], both: bool) -> u64 {
         let cut = self.network.cut(from, to, both);
         self.watch_idle_all(self.network.pairs());
@@ -221,6 +246,8 @@ impl World {
     fn mend(&mut self) {
         self.era += 1;
         self.ambushes.clear();
+        self.banned.clear();
+        self.tell_banned();
         self.network.heal();
         self.network.mend(&self.options);
         for index in 0..self.hosts.len() {
@@ -229,6 +256,7 @@ impl World {
             self.end_stall(id);
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
+            self.inject(id, Input::Drain(false));
             if self.hosts[index].leaves {
                 self.crash(id); // it had said goodbye and only waited for its end
             }

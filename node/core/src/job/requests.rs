@@ -6,6 +6,7 @@ use crate::input::Request;
 use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
 use crate::message::{Message, Position};
 use crate::output::{DoneReason, Event};
+use crate::planted::{self, Planted};
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
@@ -117,7 +118,9 @@ impl Requests {
         if let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == call) {
             self.waiting.remove(at);
             done(call, DoneReason::Cancelled, out);
-        } else if let Some(id) = self.running.values().find(|stream| stream.call == call).map(|stream| stream.id) {
+        } else if let Some(id) = self.running.values().find(|stream| stream.call == call).map(|stream| stream.id)
+            && !planted::has(Planted::CancelDropped)
+        {
             self.finish(now, id, DoneReason::Cancelled, out);
         }
     }
@@ -246,6 +249,7 @@ impl Requests {
         let Some(track) = &self.track else { return };
         let close = Message::Close { job: self.job, epoch: track.epoch, request };
         let shadows = track.shadows.iter().map(|(_, node)| node);
+        let shadows = shadows.filter(|_| !planted::has(Planted::CloseNotToStandby));
         let all = track.stages.iter().chain(shadows);
         out.extend(all.map(|&to| JobOutput::Message { to, message: close.clone() }));
         self.closed.push_back(request);

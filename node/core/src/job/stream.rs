@@ -4,6 +4,7 @@ use crate::input::Request;
 use crate::limits::{CHUNK_POSITIONS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
 use crate::message::FrameHeader;
 use crate::output::DoneReason;
+use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -103,7 +104,7 @@ impl Stream {
         let mut next_holds = Vec::from_iter(before.iter().map(|_| 0));
         for (told, &(have, kept_from)) in next_holds.iter_mut().zip(before).rev() {
             let have = have.min(len);
-            *told = need;
+            *told = need + u32::from(planted::has(Planted::ResumeOneAhead));
             need = if have > need && kept_from <= need { have } else { have.min(need) };
             least = least.min(have);
         }

@@ -224,6 +224,17 @@ mod tests {
     }
 
     #[test]
+    fn what_only_one_of_both_holds_stays_while_another_request_has_rows_that_both_hold() {
+        let mut ring = ring(20);
+        let of = |request, position| FrameHeader { request: RequestId(request), ..frame(position, 10) };
+        ring.push(of(1, 0), TensorId(1));
+        ring.push(of(2, 0), TensorId(2));
+        ring.handle_held(NEXT, vec![(RequestId(1), 10), (RequestId(2), 10)]);
+        ring.handle_held(STANDBY, vec![(RequestId(2), 10)]);
+        assert_eq!(ring.push(of(3, 0), TensorId(3)), vec![TensorId(2)]);
+    }
+
+    #[test]
     fn one_request_that_is_acknowledged_makes_room_for_another_that_is_not() {
         let mut ring = ring(20);
         let of = |request, position| FrameHeader { request: RequestId(request), ..frame(position, 10) };

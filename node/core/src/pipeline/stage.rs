@@ -11,6 +11,7 @@ use crate::limits::{
 };
 use crate::message::{FrameHeader, Message, Position, Sampling};
 use crate::output::{Item, Payload, SampleSpec};
+use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
@@ -362,7 +363,7 @@ impl StageRun {
         let sample = self.opened.get(&header.request).filter(|_| header.sample).map(|opened| SampleSpec {
             sampling: opened.sampling.clone(),
             prompt: opened.prompt,
-            position,
+            position: if planted::has(Planted::SeedByFirstPosition) { header.position + 1 } else { position },
             history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
         });
         Item { request: header.request, position: header.position, count: header.count, input: payload, output, sample }
@@ -425,7 +426,8 @@ impl StageRun {
                 if speaks {
                     let known = self.send_from.get(&request).is_some_and(|&from| position <= from);
                     let next = (!known).then_some((next, false));
-                    let to = next.into_iter().chain(self.standby.map(|standby| (standby, true)));
+                    let fed = self.standby.filter(|_| !planted::has(Planted::StandbyNeverFed));
+                    let to = next.into_iter().chain(fed.map(|standby| (standby, true)));
                     let frame =
                         |(to, copy)| PipelineOutput::Frame { to, header, payload: Payload::Tensor(output), copy };
                     out.extend(to.map(frame));

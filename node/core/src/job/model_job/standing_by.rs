@@ -5,6 +5,7 @@ use crate::job::{Ids, JobOutput};
 use crate::limits::STANDBY_RETRY;
 use crate::message::{Message, Position};
 use crate::output::Event;
+use crate::planted::{self, Planted};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
@@ -30,6 +31,9 @@ impl ModelJob {
     pub(super) fn seek_standbys(&mut self, now: Instant, out: &mut Out) {
         let State::Ready { plan } = &self.state else { return };
         self.standbys_due = None;
+        if planted::has(Planted::NoStandbys) {
+            return;
+        }
         let covered = self.standbys.kept();
         let open = plan.stages().iter().filter(|stage| NodeId::from(stage.device) != self.epoch.minter).count();
         if covered.len() < open {

@@ -1,0 +1,225 @@
+//! Who loses nothing but a stage whose standby was current waits no longer than a second: for one loss in a quiet time, and for
+//! two losses of two stages.
+//!
+//! Everything is written down as it happens and judged at the end, when it is known how quiet the time around a loss was.
+use crate::faults::Fault;
+use crate::host::HostId;
+use crate::world::Observer;
+use node_core::id::{CallId, NodeId};
+use node_core::input::Input;
+use node_core::output::{Event, Output};
+use node_core::time::{Duration, Instant};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+/// Writes down losses, standbys and tokens. Clones share what they saw.
+#[derive(Clone, Default)]
+pub struct Pauses {
+    seen: Rc<RefCell<Vec<(Instant, HostId, Seen)>>>,
+}
+
+enum Seen {
+    /// Processes died, and nothing else.
+    Loss(Vec<HostId>),
+    /// A connection broke, and nothing else.
+    Broken,
+    /// Something else went wrong until then.
+    Trouble(Instant),
+    /// Nodes of the stages, first to last.
+    Placed(Vec<NodeId>),
+    Ready,
+    /// A stage's standby holds what the stage holds.
+    Current(u16, NodeId),
+    Token(CallId),
+    Ended(CallId),
+    /// A caller went away, or a request came.
+    Changed,
+}
+
+/// A loss that has to pass within [`LIMIT`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// When the first process died.
+    pub at: Instant,
+    /// When the last one did.
+    pub last: Instant,
+    /// How many owners of stages; none where connections broke.
+    pub owners: usize,
+    /// The longest that a request which was being answered waited, from the last death on.
+    pub waited: Duration,
+}
+
+impl Pauses {
+    /// Every loss that was to pass within [`LIMIT`], `node` being the names of hosts.
+    pub fn losses(&self, node: impl Fn(HostId) -> NodeId) -> Vec<Loss> {
+        let seen = self.seen.borrow();
+        let mut story = Story::default();
+        let mut losses = Vec::new();
+        for (index, (at, host, entry)) in seen.iter().enumerate() {
+            let dead: Option<Vec<NodeId>> = match entry {
+                Seen::Loss(hosts) => Some(hosts.iter().map(|host| node(*host)).collect()),
+                Seen::Broken => Some(Vec::new()),
+                _ => None,
+            };
+            let after = &seen[index + 1..];
+            let promised = dead.and_then(|dead| story.promised(*at, &dead, after, &node));
+            if let Some((last, owners)) = promised {
+                let waited = story.waited(*at, last, after);
+                losses.extend(waited.map(|waited| Loss { at: *at, last, owners, waited }));
+            }
+            story.tell(*at, *host, entry, &node);
+        }
+        losses
+    }
+}
+
+/// What was known up to a moment.
+#[derive(Default)]
+struct Story {
+    /// Who places.
+    head: Option<HostId>,
+    owners: Vec<NodeId>,
+    ready: bool,
+    current: BTreeMap<u16, NodeId>,
+    /// Until when something is wrong.
+    trouble: Option<Instant>,
+    /// When a request came or went.
+    changed: Option<Instant>,
+    /// When each running request had its last token.
+    tokens: BTreeMap<CallId, Instant>,
+}
+
+impl Story {
+    fn tell(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
+        match entry {
+            Seen::Loss(hosts) => {
+                self.trouble = self.trouble.max(Some(at));
+                if self.head.is_some_and(|head| hosts.contains(&head)) {
+                    *self = Story { trouble: self.trouble, ..Story::default() };
+                }
+                let dead: BTreeSet<NodeId> = hosts.iter().map(|host| node(*host)).collect();
+                self.current.retain(|_, standby| !dead.contains(standby));
+            }
+            Seen::Broken => self.trouble = self.trouble.max(Some(at)),
+            Seen::Trouble(until) => self.trouble = self.trouble.max(Some(*until)),
+            Seen::Placed(owners) => {
+                (self.head, self.owners, self.ready) = (Some(host), owners.clone(), false);
+                self.current.clear();
+            }
+            Seen::Ready => self.ready = true,
+            Seen::Current(stage, standby) => _ = self.current.insert(*stage, *standby),
+            Seen::Token(call) => _ = self.tokens.insert(*call, at),
+            Seen::Ended(call) => _ = self.tokens.remove(call),
+            Seen::Changed => self.changed = Some(at),
+        }
+    }
+
+    /// Whether this loss, and a second one that may follow within a second, has to pass: when the last of them is, and how many
+    /// owners die.
+    fn promised(
+        &self,
+        at: Instant,
+        dead: &[NodeId],
+        after: &[(Instant, HostId, Seen)],
+        node: &impl Fn(HostId) -> NodeId,
+    ) -> Option<(Instant, usize)> {
+        let quiet = self.trouble.is_none_or(|until| until + QUIET < at)
+            && self.changed.is_none_or(|changed| changed + SETTLES < at);
+        if !quiet || !self.ready {
+            return None;
+        }
+        let (mut all, mut last) = (dead.to_vec(), at);
+        for (then, _, entry) in after {
+            if *then > last + LIMIT {
+                break;
+            }
+            match entry {
+                Seen::Loss(hosts) => {
+                    all.extend(hosts.iter().map(|host| node(*host)));
+                    last = *then;
+                }
+                Seen::Trouble(_) => return None,
+                Seen::Broken if dead.is_empty() => {}
+                Seen::Broken => return None,
+                Seen::Changed | Seen::Placed(_) | Seen::Ready | Seen::Current(..) | Seen::Token(_) | Seen::Ended(_) => {
+                }
+            }
+        }
+        let head = self.head.map(node)?;
+        let lost: Vec<u16> =
+            (0..).zip(&self.owners).filter(|(_, owner)| all.contains(owner)).map(|(at, _)| at).collect();
+        let covered = |stage: &u16| self.current.get(stage).is_some_and(|standby| !all.contains(standby));
+        let noticed = !lost.is_empty() || dead.is_empty();
+        let passes = !all.contains(&head) && all.len() <= 2 && noticed && lost.iter().all(covered);
+        passes.then_some((last, lost.len()))
+    }
+
+    /// The longest wait of a request that was being answered; none if none was.
+    fn waited(&self, at: Instant, last: Instant, after: &[(Instant, HostId, Seen)]) -> Option<Duration> {
+        // What ended before the last of the losses was not held up by it.
+        let over = |call: &CallId| {
+            let mut between = after.iter().take_while(|(then, ..)| *then <= last);
+            between.any(|(_, _, entry)| matches!(entry, Seen::Ended(of) if of == call))
+        };
+        let answered = self.tokens.iter().filter(|(_, token)| **token + ANSWERED > at).map(|(call, _)| *call);
+        let answered = answered.filter(|call| !over(call));
+        answered
+            .map(|call| {
+                let next = after.iter().find(|(then, _, entry)| {
+                    let of = matches!(entry, Seen::Token(of) | Seen::Ended(of) if *of == call);
+                    *then > last && of
+                });
+                next.map_or(Duration::MAX, |(then, ..)| then.since(last))
+            })
+            .max()
+    }
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+impl Observer for Pauses {
+    fn input(&mut self, at: Instant, host: HostId, input: &Input) {
+        let entry = match input {
+            Input::Submit { .. } | Input::Cancel { .. } => Seen::Changed,
+            _ => return,
+        };
+        self.seen.borrow_mut().push((at, host, entry));
+    }
+
+    fn output(&mut self, at: Instant, host: HostId, output: &Output) {
+        let Output::Notify(event) = output else { return };
+        let entry = match event {
+            Event::JobPlaced { plan, .. } => {
+                Seen::Placed(plan.stages().iter().map(|stage| stage.device.into()).collect())
+            }
+            Event::JobReady { .. } => Seen::Ready,
+            Event::Standby { stage, node, current: true, .. } => Seen::Current(*stage, *node),
+            Event::Token { call, .. } => Seen::Token(*call),
+            // However it ends: other checkers judge that.
+            Event::Done { call, .. } => Seen::Ended(*call),
+            _ => return,
+        };
+        self.seen.borrow_mut().push((at, host, entry));
+    }
+
+    fn fault(&mut self, at: Instant, fault: &Fault) {
+        let entry = match fault {
+            Fault::Crash(host) => Seen::Loss(vec![*host]),
+            Fault::Outage { hosts, .. } => Seen::Loss(hosts.clone()),
+            Fault::Break(..) => Seen::Broken,
+            // Who comes back disturbs nobody, and an ambush is a loss when it strikes.
+            Fault::Restart { .. } | Fault::Ambush { .. } => return,
+            other => Seen::Trouble(at + other.lasts()),
+        };
+        self.seen.borrow_mut().push((at, HostId(0), entry));
+    }
+}
+
+/// How long a request waits at most: a lease of 340 ms, a promotion, and what the standby lags behind.
+pub const LIMIT: Duration = Duration::from_secs(1);
+/// For how long nothing else went wrong before a loss.
+const QUIET: Duration = Duration::from_secs(5);
+/// For how long no request came or went before it: a long prompt is computed beside what runs, and its standbys follow later.
+const SETTLES: Duration = Duration::from_secs(1);
+/// A request whose last token is no older is being answered.
+const ANSWERED: Duration = Duration::from_secs(1);
