@@ -35,6 +35,8 @@ struct Place {
     bandwidth: Option<u64>,
     /// When what it has given to that bottleneck is through.
     free_at: Instant,
+    /// When its network card has sent and received what it was given, by class.
+    card: [[Instant; CLASSES]; 2],
 }
 
 /// Silence between groups.
@@ -52,8 +54,8 @@ pub struct Connection {
     pub lives: (u32, u32),
     /// It stands.
     pub up: bool,
-    /// First the lane from the smaller to the larger id, then back.
-    lanes: [Lane; 2],
+    /// First the lanes from the smaller to the larger id, then those back: one a class.
+    lanes: [[Lane; CLASSES]; 2],
 }
 
 /// One direction.
@@ -74,15 +76,25 @@ struct Lane {
 pub enum Parcel {
     /// A control message.
     Message(Vec<u8>),
-    /// A frame and what it carries.
-    Frame(FrameHeader, Cargo),
+    /// A frame and what it carries; or the copy of one, for a standby.
+    Frame(FrameHeader, Cargo, bool),
 }
 
 impl Parcel {
     fn bytes(&self) -> u64 {
         match self {
             Parcel::Message(bytes) => bytes.len() as u64,
-            Parcel::Frame(_, cargo) => FRAME_HEADER_BYTES + cargo.wire_bytes(),
+            Parcel::Frame(_, cargo, _) => FRAME_HEADER_BYTES + cargo.wire_bytes(),
+        }
+    }
+
+    /// Messages, frames and copies travel on streams of their own: none overtakes another of its class, and a lower class is sent
+    /// first where both wait.
+    fn class(&self) -> usize {
+        match self {
+            Parcel::Message(_) => 0,
+            Parcel::Frame(_, _, false) => 1,
+            Parcel::Frame(_, _, true) => 2,
         }
     }
 }
@@ -103,7 +115,8 @@ impl Network {
     }
 
     pub(crate) fn add_host(&mut self, region: u32) {
-        self.hosts.push(Place { region, bandwidth: None, free_at: Instant(0) });
+        let card = [[Instant(0); CLASSES]; 2];
+        self.hosts.push(Place { region, bandwidth: None, free_at: Instant(0), card });
     }
 
     // ---- partitions
@@ -157,10 +170,10 @@ impl Network {
         let Some(place) = self.hosts.get_mut(host.index()).filter(|place| place.bandwidth.is_some()) else {
             return false;
         };
-        (place.bandwidth, place.free_at) = (None, now);
+        (place.bandwidth, place.free_at, place.card) = (None, now, [[now; CLASSES]; 2]);
         for (pair, connection) in &mut self.connections {
             if pair.0 == host || pair.1 == host {
-                for lane in &mut connection.lanes {
+                for lane in connection.lanes.as_flattened_mut() {
                     (lane.free_at, lane.last_at) = (now, now);
                 }
             }
@@ -252,7 +265,7 @@ impl Network {
     /// Begin an attempt; what an earlier connection held is lost.
     pub(crate) fn dial(&mut self, pair: Pair, lives: (u32, u32)) -> u64 {
         self.connection_ids += 1;
-        let lanes = [Lane::default(), Lane::default()];
+        let lanes = Default::default();
         self.connections.insert(pair, Connection { id: self.connection_ids, lives, up: false, lanes });
         self.connection_ids
     }
@@ -284,7 +297,7 @@ impl Network {
         to: HostId,
         parcel: Parcel,
     ) -> Option<(Instant, u64, Parcel)> {
-        let lane = &mut self.connections.get_mut(&pair(from, to))?.lanes[usize::from(from > to)];
+        let lane = &mut self.connections.get_mut(&pair(from, to))?.lanes[usize::from(from > to)][parcel.class()];
         lane.sent += 1;
         let number = lane.sent;
         self.forward(now, from, to, number, parcel)
@@ -305,38 +318,45 @@ impl Network {
             delay += self.rtt(from, to); // sent again
         }
         let bandwidth = self.options.bandwidth.max(1);
+        let (class, bytes) = (parcel.class(), parcel.bytes());
         let connection = self.connections.get_mut(&pair(from, to))?;
         let up = connection.up;
-        let lane = &mut connection.lanes[usize::from(from > to)];
-        if !up || !open || !lane.held.is_empty() {
-            lane.held.insert(number, parcel);
+        let lanes = &mut connection.lanes[usize::from(from > to)];
+        if !up || !open || !lanes[class].held.is_empty() {
+            lanes[class].held.insert(number, parcel);
             return None;
         }
-        let bytes = parcel.bytes();
-        let sending = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bandwidth);
-        lane.free_at = lane.free_at.max(now) + sending;
-        let free_at = lane.free_at;
-        let free_at = self.through(free_at, [from, to], bytes);
+        // The cards of both ends and the link between them send what is more urgent first, and this while nothing else.
+        let urgent = |free: &[Instant; CLASSES]| free[..=class].iter().max().copied().unwrap_or(now);
+        let cards = [self.hosts[from.index()].card[0], self.hosts[to.index()].card[1]];
+        let link = std::array::from_fn(|class| lanes[class].free_at);
+        let begins = cards.iter().chain([&link]).map(urgent).fold(now, Instant::max);
+        let ends = begins + Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bandwidth);
+        lanes[class].free_at = ends;
+        self.hosts[from.index()].card[0][class] = ends;
+        self.hosts[to.index()].card[1][class] = ends;
+        let through = self.through(ends, [from, to], bytes);
         let connection = self.connections.get_mut(&pair(from, to))?;
-        let lane = &mut connection.lanes[usize::from(from > to)];
-        lane.last_at = lane.last_at.max(free_at + delay);
+        let lane = &mut connection.lanes[usize::from(from > to)][class];
+        lane.last_at = lane.last_at.max(through + delay);
         Some((lane.last_at, number, parcel))
     }
 
     /// Hold a parcel that met a partition on its way.
     pub(crate) fn hold(&mut self, from: HostId, to: HostId, number: u64, parcel: Parcel) {
         if let Some(connection) = self.connections.get_mut(&pair(from, to)) {
-            connection.lanes[usize::from(from > to)].held.insert(number, parcel);
+            connection.lanes[usize::from(from > to)][parcel.class()].held.insert(number, parcel);
         }
     }
 
     /// What both lanes of a pair hold, to be sent again: (from, to, parcel).
     pub(crate) fn take_held(&mut self, pair: Pair) -> Vec<(HostId, HostId, Parcel)> {
         let Some(connection) = self.connections.get_mut(&pair) else { return Vec::new() };
-        let [there, back] = &mut connection.lanes;
-        let there = std::mem::take(&mut there.held).into_values().map(|parcel| (pair.0, pair.1, parcel));
-        let back = std::mem::take(&mut back.held).into_values().map(|parcel| (pair.1, pair.0, parcel));
-        there.chain(back).collect()
+        let ends = [(pair.0, pair.1), (pair.1, pair.0)];
+        let lanes = ends.into_iter().zip(&mut connection.lanes);
+        let held =
+            lanes.flat_map(|(ends, lanes)| lanes.iter_mut().map(move |lane| (ends, std::mem::take(&mut lane.held))));
+        held.flat_map(|((from, to), held)| held.into_values().map(move |parcel| (from, to, parcel))).collect()
     }
 }
 
@@ -345,6 +365,8 @@ pub fn pair(a: HostId, b: HostId) -> Pair {
     (a.min(b), a.max(b))
 }
 
+/// Classes of parcels.
+const CLASSES: usize = 3;
 /// A queue before a bottleneck drops datagrams that would wait longer than this.
 const BUFFER_MAX: Duration = Duration::from_millis(500);
 /// What the transport puts before a payload.

@@ -456,8 +456,8 @@ impl World {
         match output {
             Output::SendDatagram { to: _, addr, bytes } => self.send_datagram(id, addr, bytes),
             Output::SendMessage { to, bytes } => self.send_parcel(id, to, Parcel::Message(bytes)),
-            Output::SendFrame { to, header, payload, copy: _ } => match host.executor.give(payload) {
-                Some(cargo) => self.send_parcel(id, to, Parcel::Frame(header, cargo)),
+            Output::SendFrame { to, header, payload, copy } => match host.executor.give(payload) {
+                Some(cargo) => self.send_parcel(id, to, Parcel::Frame(header, cargo, copy)),
                 None => panic!("host {} sends a tensor that it does not hold: {header:?}", id.0),
             },
             Output::Connect { node, .. } => self.connect(id, node, true),

@@ -181,6 +181,7 @@ impl Failover {
             self.out.push_back(FailoverOutput::Refused { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
+        let first = guard.failed_now.is_empty();
         if !guard.failed_now.insert(node) {
             return;
         }
@@ -190,7 +191,10 @@ impl Failover {
         }
         let what = format!("stage of job {:x} failed: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
-        self.out.push_back(FailoverOutput::Strike { job, reason });
+        if first {
+            // Stages that fail together are one failure of what ran on all of them.
+            self.out.push_back(FailoverOutput::Strike { job, reason });
+        }
         self.replan(job);
     }
 
@@ -353,6 +357,21 @@ mod tests {
             "{outputs:?}"
         );
         assert_eq!(failover.excluded(at(2), JOB).collect::<Vec<_>>(), vec![standby]);
+    }
+
+    #[test]
+    fn stages_that_fail_together_are_one_strike() {
+        let mut failover = guarded();
+        for node in [A, B] {
+            failover.handle_stage_failed(at(0), JOB, node, "this node holds no stage of the job".into());
+        }
+        let strikes = |failover: &mut Failover| {
+            outputs(failover).iter().filter(|output| matches!(output, FailoverOutput::Strike { .. })).count()
+        };
+        assert_eq!(strikes(&mut failover), 1);
+        failover.handle_placed(JOB, epoch(2), [A, B]);
+        failover.handle_stage_failed(at(1), JOB, B, "out of memory".into());
+        assert_eq!(strikes(&mut failover), 1, "the next placement fails anew");
     }
 
     #[test]

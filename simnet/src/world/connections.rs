@@ -136,7 +136,7 @@ impl World {
         let sender = self.hosts[from.index()].node_id;
         let input = match parcel {
             Parcel::Message(bytes) => Input::Message { from: sender, bytes },
-            Parcel::Frame(header, cargo) => {
+            Parcel::Frame(header, cargo, _) => {
                 let tensor = self.receive(to, cargo);
                 Input::Frame { from: sender, header, tensor }
             }
