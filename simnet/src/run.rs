@@ -13,11 +13,11 @@ use crate::host::{HostId, HostSpec};
 use crate::timeline::{Line, Timeline, name, pauses};
 use crate::units;
 use crate::workload::{Call, HEAD_DIED, WIDTH, Workload, request, wide_model};
-use crate::world::World;
+use crate::world::{Told, World};
 use crate::{Options, Timed};
 use node_core::id::CallId;
 use node_core::message::Sampling;
-use node_core::output::DoneReason;
+use node_core::output::{DoneReason, Event};
 use node_core::time::{Duration, Instant};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -246,7 +246,10 @@ impl<'a> Run<'a> {
             self.until(limit, done);
             follow = Some(followed(self));
         }
-        if follow == Some(false) && self.work.epoch == epoch {
+        let asked = self.work.calls[&last].submitted;
+        let sought = |told: &Told| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
+        let stayed = self.work.epoch == epoch && !self.work.notes.iter().any(sought);
+        if follow == Some(false) && stayed {
             let now = standbys::current(&self.world, self.work.head);
             let behind: Vec<_> = current.difference(&now).collect();
             self.violations.push(format!("standbys fall behind while one request runs: {behind:?}"));

@@ -17,7 +17,7 @@ const BUGS: [(Planted, u64, &str); 15] = [
     (Planted::ResumeOneAhead, 3, "and a request waits"),
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
-    (Planted::StandbyNeverFed, 3, "and a request waits"),
+    (Planted::StandbyNeverFed, 71, "and a request waits"),
     (Planted::NoFence, 15, "sends a frame of"),
     (Planted::CloseNotToStandby, 0, "caches"),
     (Planted::LostNotExcluded, 2, "told lost and not heard since"),

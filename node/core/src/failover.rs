@@ -45,6 +45,8 @@ struct Guard {
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
     /// Participants that failed under the present placement.
     failed_now: BTreeSet<NodeId>,
+    /// Requests were struck for a failure under this placement.
+    struck: bool,
     /// When an executor failed last, per node.
     failed: BTreeMap<NodeId, Instant>,
 }
@@ -70,6 +72,7 @@ impl Failover {
         guard.participants = participants.into_iter().collect();
         guard.reported.clear();
         guard.failed_now.clear();
+        guard.struck = false;
     }
 
     /// This node takes a job over from its coordinator, which is silent.
@@ -172,8 +175,9 @@ impl Failover {
         }
     }
 
-    /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device.
-    pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, reason: String) {
+    /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device. Where the participant does
+    /// not even hold the stage (`held`: it was started again, or let go), neither its device nor a request is to blame.
+    pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, held: bool, reason: String) {
         let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
         if guard.standbys.remove(&node) {
             guard.excluded.insert(node, now + EXCLUDED);
@@ -181,11 +185,11 @@ impl Failover {
             self.out.push_back(FailoverOutput::Refused { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
-        let first = guard.failed_now.is_empty();
         if !guard.failed_now.insert(node) {
             return;
         }
-        let again = guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
+        let first = held && !core::mem::replace(&mut guard.struck, true);
+        let again = held && guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
         if again {
             guard.excluded.insert(node, now + EXCLUDED);
         }
@@ -349,8 +353,8 @@ mod tests {
         let mut failover = guarded();
         let standby = NodeId([3; 16]);
         failover.handle_standbys(JOB, [standby]);
-        failover.handle_stage_failed(at(0), JOB, standby, "out of memory".into());
-        failover.handle_stage_failed(at(1), JOB, standby, "out of memory".into());
+        failover.handle_stage_failed(at(0), JOB, standby, true, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, standby, true, "out of memory".into());
         let outputs = outputs(&mut failover);
         assert!(
             matches!(outputs[..], [FailoverOutput::Refused { .. }, FailoverOutput::StandbyLost { .. }]),
@@ -363,26 +367,29 @@ mod tests {
     fn stages_that_fail_together_are_one_strike() {
         let mut failover = guarded();
         for node in [A, B] {
-            failover.handle_stage_failed(at(0), JOB, node, "this node holds no stage of the job".into());
+            failover.handle_stage_failed(at(0), JOB, node, true, "device lost".into());
         }
         let strikes = |failover: &mut Failover| {
             outputs(failover).iter().filter(|output| matches!(output, FailoverOutput::Strike { .. })).count()
         };
         assert_eq!(strikes(&mut failover), 1);
         failover.handle_placed(JOB, epoch(2), [A, B]);
-        failover.handle_stage_failed(at(1), JOB, B, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, B, true, "out of memory".into());
         assert_eq!(strikes(&mut failover), 1, "the next placement fails anew");
+        failover.handle_placed(JOB, epoch(3), [A, B]);
+        failover.handle_stage_failed(at(2), JOB, A, false, "this node holds no stage of the job".into());
+        assert_eq!(strikes(&mut failover), 0, "no request did that");
     }
 
     #[test]
     fn a_device_that_fails_twice_is_left_out() {
         let mut failover = guarded();
-        failover.handle_stage_failed(at(0), JOB, A, "out of memory".into());
+        failover.handle_stage_failed(at(0), JOB, A, true, "out of memory".into());
         assert_eq!(failover.excluded(at(1), JOB).count(), 0);
-        failover.handle_stage_failed(at(1), JOB, A, "out of memory".into());
+        failover.handle_stage_failed(at(1), JOB, A, true, "out of memory".into());
         assert_eq!(failover.excluded(at(2), JOB).count(), 0, "the same failure, told twice");
         failover.handle_placed(JOB, epoch(2), [A, B]);
-        failover.handle_stage_failed(at(500), JOB, A, "out of memory".into());
+        failover.handle_stage_failed(at(500), JOB, A, true, "out of memory".into());
         assert_eq!(failover.excluded(at(501), JOB).collect::<Vec<_>>(), vec![A]);
     }
 }

@@ -61,8 +61,8 @@ pub enum Message {
     Stale { job: JobId, mine: Epoch },
     /// A participant to the head: a neighbour has been silent for this long.
     Silent { job: JobId, epoch: Epoch, node: NodeId, silent_ms: u32 },
-    /// A stage to the head: the executor failed.
-    StageFailed { job: JobId, epoch: Epoch, reason: String },
+    /// A participant to the head: its executor failed, or (not `held`) it holds no stage of the job.
+    StageFailed { job: JobId, epoch: Epoch, held: bool, reason: String },
     /// Graceful goodbye.
     Leaving,
     /// Head to a node that is to hold this stage soon: have its weights on disk by then.

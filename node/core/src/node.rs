@@ -377,9 +377,9 @@ impl Node {
                     self.failover.handle_reported(now, job, from, node, silent, heard);
                 }
             }
-            Message::StageFailed { job, epoch, reason } => {
+            Message::StageFailed { job, epoch, held, reason } => {
                 if self.jobs.epoch_of(job) == Some(epoch) {
-                    self.failover.handle_stage_failed(now, job, from, reason);
+                    self.failover.handle_stage_failed(now, job, from, held, reason);
                 }
             }
         }
@@ -405,7 +405,7 @@ impl Node {
             Admission::Unknown => {
                 // The stage that the head counts on is not here (any more): the head should not wait to find out.
                 let reason = String::from("this node holds no stage of the job");
-                self.send(epoch.minter, Message::StageFailed { job, epoch, reason });
+                self.send(epoch.minter, Message::StageFailed { job, epoch, held: false, reason });
             }
             Admission::NotReady => {}
         }
@@ -632,7 +632,7 @@ impl Node {
             PipelineOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
             PipelineOutput::Failed { job, epoch, reason } => {
                 self.placement.handle_stage_failed(job, epoch, &reason);
-                self.send(epoch.minter, Message::StageFailed { job, epoch, reason });
+                self.send(epoch.minter, Message::StageFailed { job, epoch, held: true, reason });
             }
             PipelineOutput::Message { to, message } => self.send(to, message),
             PipelineOutput::Refused { from, what } => self.refused(Some(from), what),

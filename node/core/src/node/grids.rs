@@ -50,7 +50,7 @@ impl Node {
         let failed = self.grids.handle_message(now, from, job, epoch, &say);
         if let Some(unprepared) = failed {
             if unprepared.failed {
-                self.failover.handle_stage_failed(now, job, from, unprepared.reason);
+                self.failover.handle_stage_failed(now, job, from, true, unprepared.reason);
             } else {
                 self.failover.handle_unprepared(now, job, from, &unprepared.reason);
             }
