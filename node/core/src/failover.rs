@@ -176,7 +176,8 @@ impl Failover {
     }
 
     /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device. Where the participant does
-    /// not even hold the stage (`held`: it was started again, or let go), neither its device nor a request is to blame.
+    /// not even hold the stage (`held`: it was started again, or let go), neither its device nor a request is to blame, and its
+    /// standby goes on.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, held: bool, reason: String) {
         let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
         if guard.standbys.remove(&node) {
@@ -184,6 +185,12 @@ impl Failover {
             let what = format!("standby of job {:x} failed: {reason}", job.0);
             self.out.push_back(FailoverOutput::Refused { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
+        }
+        if !held && !guard.standbys.is_empty() {
+            // Its caches and weights are gone as if it had died: a standby is there sooner than it could load them again.
+            let what = format!("job {:x}: {reason}", job.0);
+            self.out.push_back(FailoverOutput::Refused { from: node, what });
+            return self.lose(now, job, node, Duration::ZERO);
         }
         if !guard.failed_now.insert(node) {
             return;
@@ -379,6 +386,20 @@ mod tests {
         failover.handle_placed(JOB, epoch(3), [A, B]);
         failover.handle_stage_failed(at(2), JOB, A, false, "this node holds no stage of the job".into());
         assert_eq!(strikes(&mut failover), 0, "no request did that");
+    }
+
+    #[test]
+    fn a_node_that_was_started_again_is_lost_where_standbys_could_take_its_stage() {
+        let mut failover = guarded();
+        let reason = || String::from("this node holds no stage of the job");
+        failover.handle_stage_failed(at(0), JOB, A, false, reason());
+        assert!(outputs(&mut failover).iter().all(|output| !matches!(output, FailoverOutput::Lost { .. })));
+        let mut failover = guarded();
+        failover.handle_standbys(JOB, [NodeId([3; 16])]);
+        failover.handle_stage_failed(at(0), JOB, A, false, reason());
+        let outputs = outputs(&mut failover);
+        assert!(outputs.iter().any(|output| matches!(output, FailoverOutput::Lost { node: A, .. })), "{outputs:?}");
+        assert!(outputs.contains(&FailoverOutput::Replan { job: JOB }), "{outputs:?}");
     }
 
     #[test]
