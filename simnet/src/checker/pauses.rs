@@ -60,7 +60,13 @@ impl Pauses {
             let dead: Option<Vec<NodeId>> = match entry {
                 Seen::Loss(hosts) => Some(hosts.iter().map(|host| node(*host)).collect()),
                 Seen::Broken => Some(Vec::new()),
-                _ => None,
+                Seen::Trouble(_)
+                | Seen::Placed(_)
+                | Seen::Ready
+                | Seen::Current(..)
+                | Seen::Token(_)
+                | Seen::Ended(_)
+                | Seen::Changed => None,
             };
             let after = &seen[index + 1..];
             let promised = dead.and_then(|dead| story.promised(*at, &dead, after, &node));
