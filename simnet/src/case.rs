@@ -43,9 +43,9 @@ pub struct Mesh {
     pub layers: u32,
     /// Where hosts stand, from the first on; the rest are in region 0.
     pub regions: Vec<u32>,
-    /// Hosts are of three kinds: as they usually are, three times as fast with more memory, and less than half as fast with less.
+    /// Hosts are of three kinds: the usual one, one three times as fast with more memory, and one less than half as fast with less.
     pub mixed: bool,
-    /// Elements of the model's rows: what a stage keeps to send again is bounded in bytes.
+    /// Elements of the model's rows. A stage's replay ring is bounded in bytes: it keeps fewer wide rows.
     pub width: u32,
 }
 

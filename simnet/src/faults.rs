@@ -176,7 +176,7 @@ pub enum Fault {
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// Its operator takes no new work for a while: stages go to standbys.
+    /// The operator drains the node for a while: its stages move to standbys.
     Drain {
         /// Which host.
         host: HostId,
@@ -184,7 +184,7 @@ pub enum Fault {
         #[serde(with = "units")]
         lasts: Duration,
     },
-    /// It is banned by everybody, and let in again after a while.
+    /// All other members ban the node, and readmit it after a while.
     Ban {
         /// Which host.
         host: HostId,

@@ -410,7 +410,7 @@ struct Sums {
     pauses_ms: Vec<(u64, u64)>,
     stalls_ms: Vec<(u64, u64)>,
     settled_ms_max: u64,
-    /// Losses that were to pass within a second, and how long each seed's longest took.
+    /// Losses after which requests must go on within a second, and the longest wait of each seed that has any.
     losses: u64,
     losses_ms: Vec<(u64, u64)>,
 }
@@ -451,10 +451,12 @@ impl Sums {
     fn to_json(&self, real_s: f64) -> serde_json::Value {
         json!({
             "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "events": self.events,
-            "virtual_s": self.virtual_ms / 1000, "real_s": real_s, "pause_ms_p50": Sums::percentile(&self.pauses_ms, 50),
+            "virtual_s": self.virtual_ms / 1000, "real_s": real_s,
+            "pause_ms_p50": Sums::percentile(&self.pauses_ms, 50),
             "pause_ms_max": Sums::percentile(&self.pauses_ms, 100), "settled_ms_max": self.settled_ms_max,
             "losses": self.losses, "loss_ms_p50": Sums::percentile(&self.losses_ms, 50),
-            "loss_ms_max": Sums::percentile(&self.losses_ms, 100), "worst_pauses": Sums::worst(&self.pauses_ms), "worst_stalls": Sums::worst(&self.stalls_ms),
+            "loss_ms_max": Sums::percentile(&self.losses_ms, 100),
+            "worst_pauses": Sums::worst(&self.pauses_ms), "worst_stalls": Sums::worst(&self.stalls_ms),
         })
     }
 

@@ -35,7 +35,7 @@ struct Place {
     bandwidth: Option<u64>,
     /// When what it has given to that bottleneck is through.
     free_at: Instant,
-    /// When its network card has sent and received what it was given, by class.
+    /// When its network card has sent, and received, everything of each class.
     card: [[Instant; CLASSES]; 2],
 }
 
@@ -88,8 +88,7 @@ impl Parcel {
         }
     }
 
-    /// Messages, frames and copies travel on streams of their own: none overtakes another of its class, and a lower class is sent
-    /// first where both wait.
+    /// Messages, frames and copies travel on separate streams: parcels of a class arrive in order, and a lower class is sent first.
     fn class(&self) -> usize {
         match self {
             Parcel::Message(_) => 0,
@@ -326,7 +325,7 @@ impl Network {
             lanes[class].held.insert(number, parcel);
             return None;
         }
-        // The cards of both ends and the link between them send what is more urgent first, and this while nothing else.
+        // Begins when both cards and the link are done with this class and all lower ones, and takes the time of one of them.
         let urgent = |free: &[Instant; CLASSES]| free[..=class].iter().max().copied().unwrap_or(now);
         let cards = [self.hosts[from.index()].card[0], self.hosts[to.index()].card[1]];
         let link = std::array::from_fn(|class| lanes[class].free_at);

@@ -38,9 +38,9 @@ pub struct Outcome {
     pub ends: BTreeMap<String, u32>,
     /// Longest wait between two tokens of a request.
     pub pause_ms_max: u64,
-    /// Losses that were to pass within a second.
+    /// Losses after which requests must go on within a second.
     pub losses: u32,
-    /// And how long a request waited for its next token at most.
+    /// Longest wait of a request for its next token after one of them.
     pub loss_ms_max: u64,
     /// Longest wait of a request for its next token, or its end, after everything was mended.
     pub stall_ms_max: u64,
@@ -79,11 +79,11 @@ struct Run<'a> {
     mended: Option<Instant>,
     asks: VecDeque<Ask>,
     cancels: Vec<(Instant, CallId)>,
-    /// When callers went away whose calls have not ended yet.
+    /// When the callers of calls that have not ended yet went away.
     gone: BTreeMap<CallId, Instant>,
-    /// When the callers' host was last seen to be stopped.
+    /// When the callers' host was last paused.
     stopped: Option<Instant>,
-    /// Calls that were seen to fail.
+    /// Failed calls that were checked.
     failed: BTreeSet<CallId>,
     /// Calls that broke with their host and are asked again.
     again: VecDeque<CallId>,
@@ -105,7 +105,7 @@ struct Checks {
 }
 
 impl Checks {
-    /// `full`: rings of this world may be full, so that they keep less.
+    /// `full`: replay rings may be full in this world.
     fn violations(&self, full: bool) -> Vec<String> {
         let all = [
             self.epochs.violations(),
@@ -216,10 +216,9 @@ impl<'a> Run<'a> {
         }
         self.until(limit, |run| standbys::missing(&run.world, run.work.head).is_empty());
         self.violations.extend(standbys::missing(&self.world, self.work.head));
-        let ended = self.last_request(limit);
-        let last = *self.work.calls.keys().next_back().expect("it was just asked");
+        let last = self.last_request(limit);
         let end = self.work.calls[&last].ends.first().map(|(_, reason)| reason);
-        if !ended || !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
+        if !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
             self.violations.push(format!("a request after everything was mended ends with {end:?}"));
         }
         if !self.until(limit, |run| membership::informed(&run.world, &[])) {
@@ -231,33 +230,32 @@ impl<'a> Run<'a> {
         self.violations.extend(rest::orphans(&self.world));
     }
 
-    /// One more request, which standbys have to follow; whether it ends.
-    fn last_request(&mut self, limit: Instant) -> bool {
+    /// Sends one more request, which standbys have to follow, and waits for its end.
+    fn last_request(&mut self, limit: Instant) -> CallId {
         let (current, epoch) = (standbys::current(&self.world, self.work.head), self.work.epoch);
         let last = self.submit(Ask { prompt: 40, tokens: LAST_TOKENS, ..Ask::default() });
         self.timeline.note(self.world.now(), format!("final check request: call {}", name(last)));
-        let followed = |run: &Self| current.is_subset(&standbys::current(&run.world, run.work.head));
-        let mut follow = None;
-        let ended = self.until(limit, |run| {
-            !run.work.calls[&last].ends.is_empty() || run.work.calls[&last].tokens.len() as u32 > FOLLOWED
-        });
-        if ended && self.work.calls[&last].ends.is_empty() {
-            let done = |run: &Self| followed(run) || !run.work.calls[&last].ends.is_empty();
-            self.until(limit, done);
-            follow = Some(followed(self));
+        let ended = |run: &Self| !run.work.calls[&last].ends.is_empty();
+        let behind = |run: &Self| {
+            let now = standbys::current(&run.world, run.work.head);
+            current.difference(&now).copied().collect::<Vec<_>>()
+        };
+        self.until(limit, |run| ended(run) || run.work.calls[&last].tokens.len() as u32 > FOLLOWED);
+        if !ended(self) {
+            self.until(limit, |run| ended(run) || behind(run).is_empty());
+            let asked = self.work.calls[&last].submitted;
+            let sought = |told: &Told| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
+            let stayed = self.work.epoch == epoch && !self.work.notes.iter().any(sought);
+            if stayed && !behind(self).is_empty() {
+                let behind = behind(self);
+                self.violations.push(format!("standbys fall behind while one request runs: {behind:?}"));
+            }
         }
-        let asked = self.work.calls[&last].submitted;
-        let sought = |told: &Told| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
-        let stayed = self.work.epoch == epoch && !self.work.notes.iter().any(sought);
-        if follow == Some(false) && stayed {
-            let now = standbys::current(&self.world, self.work.head);
-            let behind: Vec<_> = current.difference(&now).collect();
-            self.violations.push(format!("standbys fall behind while one request runs: {behind:?}"));
-        }
-        self.until(limit, |run| !run.work.calls[&last].ends.is_empty())
+        self.until(limit, ended);
+        last
     }
 
-    /// Judges what can only be judged when it is seen.
+    /// Checks what depends on the present state of the world.
     fn judge(&mut self) {
         let (now, head) = (self.world.now(), self.work.head);
         if self.world.host(head).paused_until.is_some() {
@@ -388,7 +386,7 @@ impl<'a> Run<'a> {
     }
 
     fn outcome(mut self) -> Outcome {
-        // A stage whose ring is full cannot send again what a standby lags behind: that is computed once more.
+        // A full ring may lack the rows that a standby needs: they are computed again, which takes longer.
         let full = self.case.mesh.width > WIDTH;
         self.violations.extend(self.checks.violations(full));
         let losses = self.checks.pauses.losses(|host| self.world.host(host).node_id);
@@ -452,9 +450,9 @@ const SETTLE_MAX: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(20);
 /// Callers whose host is gone look for another after this.
 const TURN: Duration = Duration::from_millis(500);
-/// A caller that goes away is gone for the mesh within this time.
+/// A cancelled call ends within this time.
 const CANCEL_MAX: Duration = Duration::from_secs(1);
-/// Tokens of the last request, and how many of them make a standby that is not fed fall behind for good.
+/// Tokens of the last request, and the number after which a standby that receives no rows has fallen behind.
 const LAST_TOKENS: u32 = 200;
 const FOLLOWED: u32 = 100;
 /// How often hosts find each other.

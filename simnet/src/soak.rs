@@ -38,7 +38,7 @@ pub fn draw(seed: u64, size: Size) -> Case {
         network.latency_per_region = Duration::from_micros(rng.random_range(500..15_000));
         regions = (0..size.hosts).map(|_| rng.random_range(0..3)).collect();
     }
-    // What else there may be is drawn apart, so that other worlds stay as they are.
+    // Drawn from a stream of its own: seeds keep the figures that were drawn before.
     let mut more = chance(seed, "more");
     let calm = more.random_bool(0.25);
     let mixed = more.random_bool(0.3);

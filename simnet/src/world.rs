@@ -60,7 +60,7 @@ pub struct World {
     told: Vec<Told>,
     observers: Vec<Box<dyn Observer>>,
     ambushes: Vec<Ambush>,
-    /// Who is out of the mesh.
+    /// Banned nodes.
     banned: BTreeSet<NodeId>,
     /// Counts `Fault::Mend`: what was to go wrong or to end before does not any more.
     era: u32,

@@ -1,6 +1,6 @@
-//! Bugs that were planted are found: the simulator is worth what it finds.
+//! The simulator finds planted bugs.
 //!
-//! `.ci/run` runs the seeds that found them. After a change of what seeds draw they are looked for again:
+//! `.ci/run` runs the seeds that found them. If a change alters what seeds draw, search for new ones:
 //! `cargo test --release -p simnet --features planted --test planted -- --ignored --nocapture`
 #![cfg(feature = "planted")]
 #![expect(clippy::print_stdout, reason = "figures for people")]
@@ -9,18 +9,18 @@ use simnet::run::Outcome;
 use simnet::soak::{Size, cores, draw, run_caught, soak};
 use std::sync::Mutex;
 
-/// Each bug, the first seed that finds it, and a part of what is said then.
+/// Each bug, the first seed that finds it, and a part of the violation.
 const BUGS: [(Planted, u64, &str); 15] = [
     (Planted::EpochCheckLeftOut, 25, "a frame of"),
     (Planted::RingTrimmedEarly, 4, "keeps request"),
-    (Planted::StandbyPromotedTwice, 2, "stands by for stage"),
+    (Planted::StandbyPromotedTwice, 2, "as standby of stage"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
     (Planted::StandbyNeverFed, 71, "and a request waits"),
     (Planted::NoFence, 15, "sends a frame of"),
     (Planted::CloseNotToStandby, 0, "caches"),
-    (Planted::LostNotExcluded, 2, "told lost and not heard since"),
+    (Planted::LostNotExcluded, 2, "reported lost and not heard since"),
     (Planted::BackIgnored, 4, "though a host has room"),
     (Planted::BanIgnored, 68, "banned"),
     (Planted::OrphansStay, 10, "its head does not"),
@@ -28,7 +28,7 @@ const BUGS: [(Planted, u64, &str); 15] = [
     (Planted::NoStandbys, 2, "though a host has room"),
 ];
 
-/// A bug is the whole process's: one test at a time.
+/// A planted bug affects the whole process: one test at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn planted<T>(bug: Planted, work: impl FnOnce() -> T) -> T {
@@ -69,7 +69,7 @@ fn every_bug_is_found() {
     assert!(missed.is_empty(), "not found in {SEEDS_MAX} seeds: {missed:?}");
 }
 
-/// The first seed that finds the bug that is planted, and what it says.
+/// The first seed that finds the planted bug, and the violation.
 fn first_seed(word: &str) -> Option<(u64, String)> {
     let mut first: Option<(u64, String)> = None;
     for from in (0..SEEDS_MAX).step_by(TOGETHER as usize) {

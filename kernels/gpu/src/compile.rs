@@ -42,12 +42,12 @@ pub fn kept_kernels() -> Option<(PathBuf, u64, u64)> {
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
     pub(crate) text: String,
-    pub(crate) entry: Entry,
+    pub(crate) entry: EntryPoint,
 }
 
-/// How a kernel is called: what is kept beside its code.
+/// How a kernel is launched. The store keeps it in front of the code.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Entry {
+pub(crate) struct EntryPoint {
     /// Its name in the code.
     pub(crate) name: String,
     /// Threads of a cube.
@@ -58,8 +58,8 @@ pub(crate) struct Entry {
     pub(crate) awaits: bool,
 }
 
-impl Entry {
-    /// With code, as the store keeps both: a line of JSON, then the code.
+impl EntryPoint {
+    /// The entry of the store for this code: a line of JSON, then the code.
     fn with(&self, code: &[u8]) -> Result<Vec<u8>, StageError> {
         let mut kept = serde_json::to_vec(self).map_err(failed)?;
         kept.push(b'\n');
@@ -67,7 +67,7 @@ impl Entry {
         Ok(kept)
     }
 
-    /// Both again.
+    /// Reads an entry of the store.
     fn split(kept: &[u8]) -> Result<(Self, &[u8]), StageError> {
         let line = kept.iter().position(|&byte| byte == b'\n').ok_or_else(|| failed("a kernel without its entry"))?;
         Ok((serde_json::from_slice(&kept[..line]).map_err(failed)?, &kept[line + 1..]))
@@ -94,8 +94,8 @@ impl Compiler {
         Ok(Self { architecture, headers: toolkit.headers, kept })
     }
 
-    /// Hands entry and code of a kernel to `load`, which puts it into the driver. Code from disk that the driver refuses is compiled
-    /// again. `source` is asked where the store has no code: making the text of a kernel takes CubeCL up to 0.1 s.
+    /// Passes entry point and code of a kernel to `load`, which loads it into the driver. Code from disk that the driver rejects is
+    /// compiled again. `source` is called only if the store has no code.
     ///
     /// # Errors
     /// There is no text or it does not compile, or `load` fails with code that was just compiled.
@@ -103,16 +103,16 @@ impl Compiler {
         &self,
         kernel: &KernelId,
         source: impl FnOnce() -> Result<Source, StageError>,
-        mut load: impl FnMut(&Entry, &[u8]) -> Result<T, StageError>,
+        mut load: impl FnMut(&EntryPoint, &[u8]) -> Result<T, StageError>,
     ) -> Result<T, StageError> {
         let make = || {
             let Source { text, entry } = source()?;
             entry.with(&compile(&text, &self.architecture, &self.headers)?)
         };
-        // The program's hash is part of the space: equal kernels of equal programs have equal texts.
+        // Not by its text: CubeCL writes most kernels in another order each time. The space holds the program's hash.
         let name = Key::of(&[kernel.stable_format().as_bytes()]);
         load_kept(self.kept, name, make, |kept| {
-            let (entry, code) = Entry::split(kept)?;
+            let (entry, code) = EntryPoint::split(kept)?;
             load(&entry, code)
         })
     }
@@ -321,11 +321,11 @@ mod tests {
 
     #[test]
     fn an_entry_comes_back_with_its_code() {
-        let entry = Entry { name: "k".into(), units: (32, 2, 1), shared_bytes: 4096, awaits: true };
+        let entry = EntryPoint { name: "k".into(), units: (32, 2, 1), shared_bytes: 4096, awaits: true };
         let kept = entry.with(b"\n\0code\n").unwrap();
-        assert_eq!(Entry::split(&kept).unwrap(), (entry, &b"\n\0code\n"[..]));
+        assert_eq!(EntryPoint::split(&kept).unwrap(), (entry, &b"\n\0code\n"[..]));
         for damaged in [&b""[..], b"code", b"{}\ncode", &kept[1..]] {
-            assert!(Entry::split(damaged).is_err(), "{damaged:?}");
+            assert!(EntryPoint::split(damaged).is_err(), "{damaged:?}");
         }
     }
 

@@ -29,7 +29,7 @@ use cudarc::driver::{result, sys};
 use kernels::stage::StageError;
 
 use crate::Platform;
-use crate::compile::{Compiler, Entry, Source};
+use crate::compile::{Compiler, EntryPoint, Source};
 use crate::device::cuda::capability;
 use crate::engine::failed;
 use crate::inline::AWAITS;
@@ -269,7 +269,7 @@ impl Source {
             .compile(&mut Default::default(), &options, ExecutionMode::Unchecked, kernel.address_type())
             .map_err(failed)?;
         let shared = compiled.repr.as_ref().map_or(0, |text| text.shared_memory_size());
-        let entry = Entry {
+        let entry = EntryPoint {
             name: compiled.entrypoint_name,
             units: (compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z),
             shared_bytes: shared as u32,
@@ -527,7 +527,7 @@ impl Graphs {
         let source = || Source::of(kernel);
         let function = self.compiler.load(&id, source, |entry, code| {
             let name = CString::new(entry.name.as_str()).map_err(failed)?;
-            let Entry { units, shared_bytes, awaits, .. } = *entry;
+            let EntryPoint { units, shared_bytes, awaits, .. } = *entry;
             // SAFETY: the code is what NVRTC made.
             unsafe {
                 let module = result::module::load_data(code.as_ptr().cast()).map_err(failed)?;

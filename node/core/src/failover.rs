@@ -43,8 +43,8 @@ struct Guard {
     excluded: BTreeMap<NodeId, Instant>,
     /// Nodes that this head hears but a neighbour does not: which neighbour, and since when.
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
-    /// Participants that failed under the present placement.
-    failed_now: BTreeSet<NodeId>,
+    /// Participants that hold their stage of the present placement no longer, and may still be used.
+    emptied: BTreeSet<NodeId>,
     /// Requests were struck for a failure under this placement.
     struck: bool,
     /// When an executor failed last, per node.
@@ -71,7 +71,7 @@ impl Failover {
         }
         guard.participants = participants.into_iter().collect();
         guard.reported.clear();
-        guard.failed_now.clear();
+        guard.emptied.clear();
         guard.struck = false;
     }
 
@@ -175,9 +175,9 @@ impl Failover {
         }
     }
 
-    /// A participant's executor failed. Once may be chance: the stage is loaded anew. Twice is the device. Where the participant does
-    /// not even hold the stage (`held`: it was started again, or let go), neither its device nor a request is to blame, and its
-    /// standby goes on.
+    /// A participant holds its stage no longer: its executor failed, or (not `held`) the node was restarted or dropped the job. A
+    /// standby takes the stage over; without one the stage is loaded again, on the same node too. A second executor failure within
+    /// a minute excludes the node. Only an executor failure counts against the running requests.
     pub fn handle_stage_failed(&mut self, now: Instant, job: JobId, node: NodeId, held: bool, reason: String) {
         let Some(guard) = self.jobs.get_mut(&job).filter(|guard| guard.has(node)) else { return };
         if guard.standbys.remove(&node) {
@@ -186,24 +186,18 @@ impl Failover {
             self.out.push_back(FailoverOutput::Refused { from: node, what });
             return self.out.push_back(FailoverOutput::StandbyLost { job, node });
         }
-        if !held && !guard.standbys.is_empty() {
-            // Its caches and weights are gone as if it had died: a standby is there sooner than it could load them again.
-            let what = format!("job {:x}: {reason}", job.0);
-            self.out.push_back(FailoverOutput::Refused { from: node, what });
-            return self.lose(now, job, node, Duration::ZERO);
-        }
-        if !guard.failed_now.insert(node) {
+        if !guard.emptied.insert(node) {
             return;
         }
-        let first = held && !core::mem::replace(&mut guard.struck, true);
+        let strikes = held && !core::mem::replace(&mut guard.struck, true);
         let again = held && guard.failed.insert(node, now).is_some_and(|before| now.since(before) < EXCLUDED * 6);
         if again {
             guard.excluded.insert(node, now + EXCLUDED);
         }
         let what = format!("stage of job {:x} failed: {reason}", job.0);
         self.out.push_back(FailoverOutput::Refused { from: node, what });
-        if first {
-            // Stages that fail together are one failure of what ran on all of them.
+        if strikes {
+            // Once per placement: stages that fail together are one failure of the batch that ran on them.
             self.out.push_back(FailoverOutput::Strike { job, reason });
         }
         self.replan(job);
@@ -252,6 +246,12 @@ impl Failover {
         let excluded = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.excluded);
         let lasts = move |until: Instant| now < until || planted::has(Planted::BackIgnored);
         excluded.filter(move |(_, until)| lasts(**until)).map(|(&node, _)| node)
+    }
+
+    /// Nodes whose stages need a standby or another placement: those that are excluded, and those that hold nothing any more.
+    pub fn lost(&self, now: Instant, job: JobId) -> impl Iterator<Item = NodeId> + '_ {
+        let emptied = self.jobs.get(&job).into_iter().flat_map(|guard| &guard.emptied).copied();
+        self.excluded(now, job).chain(emptied)
     }
 
     /// The next decision.
@@ -382,24 +382,21 @@ mod tests {
         assert_eq!(strikes(&mut failover), 1);
         failover.handle_placed(JOB, epoch(2), [A, B]);
         failover.handle_stage_failed(at(1), JOB, B, true, "out of memory".into());
-        assert_eq!(strikes(&mut failover), 1, "the next placement fails anew");
+        assert_eq!(strikes(&mut failover), 1, "another placement, another strike");
         failover.handle_placed(JOB, epoch(3), [A, B]);
         failover.handle_stage_failed(at(2), JOB, A, false, "this node holds no stage of the job".into());
         assert_eq!(strikes(&mut failover), 0, "no request did that");
     }
 
     #[test]
-    fn a_node_that_was_started_again_is_lost_where_standbys_could_take_its_stage() {
+    fn a_restarted_node_has_lost_its_stage_and_may_be_used() {
         let mut failover = guarded();
-        let reason = || String::from("this node holds no stage of the job");
-        failover.handle_stage_failed(at(0), JOB, A, false, reason());
-        assert!(outputs(&mut failover).iter().all(|output| !matches!(output, FailoverOutput::Lost { .. })));
-        let mut failover = guarded();
-        failover.handle_standbys(JOB, [NodeId([3; 16])]);
-        failover.handle_stage_failed(at(0), JOB, A, false, reason());
-        let outputs = outputs(&mut failover);
-        assert!(outputs.iter().any(|output| matches!(output, FailoverOutput::Lost { node: A, .. })), "{outputs:?}");
-        assert!(outputs.contains(&FailoverOutput::Replan { job: JOB }), "{outputs:?}");
+        failover.handle_stage_failed(at(0), JOB, A, false, "this node holds no stage of the job".into());
+        assert!(outputs(&mut failover).contains(&FailoverOutput::Replan { job: JOB }));
+        assert_eq!(failover.lost(at(1), JOB).collect::<Vec<_>>(), vec![A]);
+        assert_eq!(failover.excluded(at(1), JOB).count(), 0);
+        failover.handle_placed(JOB, epoch(2), [A, B]);
+        assert_eq!(failover.lost(at(2), JOB).count(), 0);
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub enum Planted {
     RingTrimmedEarly = 2,
     /// A standby that became an owner stays listed as standby.
     StandbyPromotedTwice = 3,
-    /// A stage is told that the next one holds one position more than it does.
+    /// A stage receives a count of what the next one holds that is one too high.
     ResumeOneAhead = 4,
     /// A running request is not cancelled.
     CancelDropped = 5,

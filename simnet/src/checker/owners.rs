@@ -1,5 +1,5 @@
-//! One owner per shard and epoch, who is not a standby as well; and who was told lost gets no stage before it was heard
-//! (of) again.
+//! One owner per shard and epoch, which is not a standby as well. A node that was reported lost gets no stage before it was heard
+//! (of) again, and a banned node none at all.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::codec;
@@ -24,7 +24,7 @@ pub struct Owners {
 struct Seen {
     /// Who owns which stage of a job under an epoch, as its head said.
     owners: BTreeMap<(JobId, Epoch), BTreeMap<u16, NodeId>>,
-    /// Whom a head knows to be banned, and since when.
+    /// The list of banned nodes that a coordinator received, and when.
     banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
     /// Who a head told lost and has not heard since.
     lost: BTreeMap<(HostId, NodeId), Instant>,
@@ -37,7 +37,7 @@ impl Owners {
         self.seen.borrow().violations.clone()
     }
 
-    /// Looks whether a head still uses somebody whom it knows to be banned for a while.
+    /// Records a coordinator that still computes on a node some time after it received the ban.
     pub fn look(&self, world: &World, head: HostId) {
         let mut seen = self.seen.borrow_mut();
         let Some(node) = &world.host(head).node else { return };
@@ -74,7 +74,7 @@ impl Seen {
 
     fn stand_by(&self, job: JobId, epoch: Epoch, stage: u16, node: NodeId) -> Option<String> {
         let owned = self.owners.get(&(job, epoch))?.iter().find(|(_, owner)| **owner == node);
-        owned.map(|(at, _)| format!("{node} stands by for stage {stage} and owns stage {at} under {epoch:?}"))
+        owned.map(|(at, _)| format!("{node} is listed as standby of stage {stage} and owns stage {at} under {epoch:?}"))
     }
 }
 
@@ -125,7 +125,7 @@ impl Observer for Owners {
                 let lost = nodes.into_iter().find(lost);
                 owned
                     .or(banned)
-                    .or(lost.map(|node| format!("places {epoch:?} on {node}, told lost and not heard since")))
+                    .or(lost.map(|node| format!("places {epoch:?} on {node}, reported lost and not heard since")))
             }
             _ => None,
         };
@@ -141,5 +141,5 @@ impl Observer for Owners {
     }
 }
 
-/// A job leaves a node that is banned within this time: a plan, and weights for whoever comes in its place.
+/// A job leaves a banned node within this time: a plan, and weights for the node that replaces it.
 const LET_GO: Duration = Duration::from_secs(5);

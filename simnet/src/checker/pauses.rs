@@ -1,7 +1,7 @@
-//! Who loses nothing but a stage whose standby was current waits no longer than a second: for one loss in a quiet time, and for
-//! two losses of two stages.
+//! A request waits at most one second for its next token after the loss of a stage with a current standby, of two such stages, or of
+//! all connections, if nothing else goes wrong at that time.
 //!
-//! Everything is written down as it happens and judged at the end, when it is known how quiet the time around a loss was.
+//! Events are recorded as they happen and evaluated at the end: a loss counts only if the time around it was quiet.
 use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Writes down losses, standbys and tokens. Clones share what they saw.
+/// Records losses, standbys and tokens. Clones share the record.
 #[derive(Clone, Default)]
 pub struct Pauses {
     seen: Rc<RefCell<Vec<(Instant, HostId, Seen)>>>,
@@ -24,7 +24,7 @@ enum Seen {
     Loss(Vec<HostId>),
     /// A connection broke, and nothing else.
     Broken,
-    /// Something else went wrong until then.
+    /// Some other fault is active until then.
     Trouble(Instant),
     /// Nodes of the stages, first to last.
     Placed(Vec<NodeId>),
@@ -37,21 +37,21 @@ enum Seen {
     Changed,
 }
 
-/// A loss that has to pass within [`LIMIT`].
+/// A loss after which requests must go on within [`LIMIT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
     /// When the first process died.
     pub at: Instant,
     /// When the last one did.
     pub last: Instant,
-    /// How many owners of stages; none where connections broke.
+    /// Owners of stages among the dead; 0 where connections broke.
     pub owners: usize,
-    /// The longest that a request which was being answered waited, from the last death on.
+    /// Longest wait of a running request for its next token, from the last death on.
     pub waited: Duration,
 }
 
 impl Pauses {
-    /// Every loss that was to pass within [`LIMIT`], `node` being the names of hosts.
+    /// Every loss that [`LIMIT`] applies to. `node` maps hosts to nodes.
     pub fn losses(&self, node: impl Fn(HostId) -> NodeId) -> Vec<Loss> {
         let seen = self.seen.borrow();
         let mut story = Story::default();
@@ -69,26 +69,26 @@ impl Pauses {
                 | Seen::Changed => None,
             };
             let after = &seen[index + 1..];
-            let promised = dead.and_then(|dead| story.promised(*at, &dead, after, &node));
-            if let Some((last, owners)) = promised {
+            let applies = dead.and_then(|dead| story.applies(*at, &dead, after, &node));
+            if let Some((last, owners)) = applies {
                 let waited = story.waited(*at, last, after);
                 losses.extend(waited.map(|waited| Loss { at: *at, last, owners, waited }));
             }
-            story.tell(*at, *host, entry, &node);
+            story.apply(*at, *host, entry, &node);
         }
         losses
     }
 }
 
-/// What was known up to a moment.
+/// State of the job up to an event.
 #[derive(Default)]
 struct Story {
-    /// Who places.
+    /// The coordinator.
     head: Option<HostId>,
     owners: Vec<NodeId>,
     ready: bool,
     current: BTreeMap<u16, NodeId>,
-    /// Until when something is wrong.
+    /// Until when another fault is active.
     trouble: Option<Instant>,
     /// When a request came or went.
     changed: Option<Instant>,
@@ -97,7 +97,7 @@ struct Story {
 }
 
 impl Story {
-    fn tell(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
+    fn apply(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
         match entry {
             Seen::Loss(hosts) => {
                 self.trouble = self.trouble.max(Some(at));
@@ -121,9 +121,9 @@ impl Story {
         }
     }
 
-    /// Whether this loss, and a second one that may follow within a second, has to pass: when the last of them is, and how many
-    /// owners die.
-    fn promised(
+    /// Whether [`LIMIT`] applies to this loss together with a second one that may follow: the time of the last death, and the number
+    /// of owners that die.
+    fn applies(
         &self,
         at: Instant,
         dead: &[NodeId],
@@ -161,16 +161,16 @@ impl Story {
         passes.then_some((last, lost.len()))
     }
 
-    /// The longest wait of a request that was being answered; none if none was.
+    /// The longest wait of a running request; `None` if no request was running.
     fn waited(&self, at: Instant, last: Instant, after: &[(Instant, HostId, Seen)]) -> Option<Duration> {
-        // What ended before the last of the losses was not held up by it.
+        // A request that ended before the last loss did not wait for it.
         let over = |call: &CallId| {
             let mut between = after.iter().take_while(|(then, ..)| *then <= last);
             between.any(|(_, _, entry)| matches!(entry, Seen::Ended(of) if of == call))
         };
-        let answered = self.tokens.iter().filter(|(_, token)| **token + ANSWERED > at).map(|(call, _)| *call);
-        let answered = answered.filter(|call| !over(call));
-        answered
+        let running = self.tokens.iter().filter(|(_, token)| **token + RUNNING > at).map(|(call, _)| *call);
+        let running = running.filter(|call| !over(call));
+        running
             .map(|call| {
                 let next = after.iter().find(|(then, _, entry)| {
                     let of = matches!(entry, Seen::Token(of) | Seen::Ended(of) if *of == call);
@@ -201,7 +201,7 @@ impl Observer for Pauses {
             Event::JobReady { .. } => Seen::Ready,
             Event::Standby { stage, node, current: true, .. } => Seen::Current(*stage, *node),
             Event::Token { call, .. } => Seen::Token(*call),
-            // However it ends: other checkers judge that.
+            // Other checkers look at the reason.
             Event::Done { call, .. } => Seen::Ended(*call),
             _ => return,
         };
@@ -213,7 +213,7 @@ impl Observer for Pauses {
             Fault::Crash(host) => Seen::Loss(vec![*host]),
             Fault::Outage { hosts, .. } => Seen::Loss(hosts.clone()),
             Fault::Break(..) => Seen::Broken,
-            // Who comes back disturbs nobody, and an ambush is a loss when it strikes.
+            // A restart delays no request, and an ambush is recorded as the outage that it causes.
             Fault::Restart { .. } | Fault::Ambush { .. } => return,
             other => Seen::Trouble(at + other.lasts()),
         };
@@ -221,11 +221,11 @@ impl Observer for Pauses {
     }
 }
 
-/// How long a request waits at most: a lease of 340 ms, a promotion, and what the standby lags behind.
+/// Longest wait: a lease of 340 ms, a promotion, and the positions that the standby is behind.
 pub const LIMIT: Duration = Duration::from_secs(1);
-/// For how long nothing else went wrong before a loss.
+/// Time without another fault before a loss.
 const QUIET: Duration = Duration::from_secs(5);
-/// For how long no request came or went before it: a long prompt is computed beside what runs, and its standbys follow later.
+/// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
 const SETTLES: Duration = Duration::from_secs(1);
-/// A request whose last token is no older is being answered.
-const ANSWERED: Duration = Duration::from_secs(1);
+/// A request counts as running if its last token is no older than this.
+const RUNNING: Duration = Duration::from_secs(1);

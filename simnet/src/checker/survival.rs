@@ -1,5 +1,5 @@
-//! A request fails only where something was lost that nobody can replace: its coordinator, a device that broke under it time and
-//! again, or memory for the model over a long time.
+//! A request fails only if its coordinator is lost or leaves, if devices fail under it repeatedly, or if the mesh lacks memory for the
+//! model for a long time.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::input::Input;
@@ -8,7 +8,7 @@ use node_core::time::{Duration, Instant};
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// Witnesses of what was lost. Clones share what they saw.
+/// Records what may fail a request. Clones share the record.
 #[derive(Clone, Default)]
 pub struct Survival {
     seen: Rc<RefCell<Seen>>,
@@ -16,16 +16,16 @@ pub struct Survival {
 
 #[derive(Default)]
 struct Seen {
-    /// When batches failed on a device, or a stage did not fit where it should have.
+    /// When batches failed on a device, or a stage did not fit.
     strikes: Vec<Instant>,
     /// When a node was asked to leave.
     leaves: Vec<(Instant, HostId)>,
-    /// Since when hosts have had memory for the model without a break.
+    /// Since when usable hosts have had memory for the model without interruption.
     room: Option<Instant>,
 }
 
 impl Survival {
-    /// Looks whether the hosts that work have memory for `bytes` together, as the coordinator could know.
+    /// Checks whether the hosts that the coordinator can use have memory for `bytes` together.
     pub fn look(&self, world: &World, head: HostId, bytes: u64) {
         let usable = world.hosts().filter(|host| {
             let linked = host.id == head || (world.reaches(host.id, head) && world.reaches(head, host.id));
@@ -37,7 +37,7 @@ impl Survival {
         seen.room = (room >= bytes * PLENTY).then(|| since.unwrap_or(world.now()));
     }
 
-    /// Why a request that was asked of `head` must not have failed at this time; nothing if it may have.
+    /// Why a request to `head` must not have failed at this time; `None` if it may have.
     pub fn doubt(&self, at: Instant, head: HostId) -> Option<String> {
         let seen = self.seen.borrow();
         if seen.strikes.iter().filter(|strike| **strike <= at).count() >= REQUEST_STRIKES_MAX as usize {

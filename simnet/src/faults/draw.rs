@@ -35,7 +35,7 @@ pub fn any(seed: u64, ground: &Ground) -> Schedule {
     schedule
 }
 
-/// Losses of one host, of two within a lease, or of all connections, with quiet times between them; never of the first host.
+/// Losses of one host, of two hosts within a lease, or of all connections, with quiet times between them. Host 0 never dies.
 pub fn losses(seed: u64, ground: &Ground) -> Schedule {
     let mut rng = chance(seed, "losses");
     let hosts = ground.hosts.max(3);
@@ -46,7 +46,7 @@ pub fn losses(seed: u64, ground: &Ground) -> Schedule {
         let other = (one - 1 + rng.random_range(1..hosts - 1)) % (hosts - 1) + 1;
         let lasts = Duration::from_millis(rng.random_range(500..4_000));
         if rng.random_bool(0.4) {
-            // A switch that starts anew: every connection breaks.
+            // A switch restarts: every connection breaks.
             let pairs = (0..hosts).flat_map(|a| (0..a).map(move |b| Fault::Break(HostId(b), HostId(a))));
             schedule.extend(pairs.map(|fault| Timed { at, fault }));
             at = at + QUIET + Duration::from_millis(rng.random_range(0..2_000));
@@ -107,7 +107,7 @@ fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
         18 => Fault::Depart { host: mortal, lasts },
         19 => Fault::JoinStorm { hosts: rng.random_range(1..6) },
         20 => Fault::Drain { host, lasts },
-        // The callers' coordinator is not banned: its callers would have to be told by nobody.
+        // Host 0 holds the callers' first coordinator. A later one may be banned: it continues with the nodes that it reaches.
         21 => Fault::Ban { host: HostId(rng.random_range(1..hosts)), lasts },
         _ => {
             let ours = [Moment::Promotion, Moment::Prepared, Moment::Go];
@@ -185,7 +185,7 @@ fn draw(kind: u32, hosts: &[HostId], at: Instant, rng: &mut impl Rng) -> Schedul
 const KINDS: u32 = 6;
 /// Kinds that `draw_any` knows.
 const ANY_KINDS: u32 = 23;
-/// From one loss to the next: standbys are found, loaded and fed meanwhile.
+/// From one loss to the next: time for new standbys to load and catch up.
 const QUIET: Duration = Duration::from_secs(7);
 /// Hosts that share a fuse.
 const RACK: u32 = 3;

@@ -218,7 +218,7 @@ impl World {
         self.deliver(id, Input::Leave);
     }
 
-    /// Every member has the list of those who are out; they themselves do not.
+    /// Sends the list of banned nodes to all other hosts.
     fn tell_banned(&mut self) {
         let list: Vec<NodeId> = self.banned.iter().copied().collect();
         let others = self.hosts.iter().filter(|host| !self.banned.contains(&host.node_id)).map(|host| host.id);

@@ -20,7 +20,7 @@ impl Node {
         match output {
             FailoverOutput::Lost { job, node, silent_ms } => self.notify(Event::Lost { job, node, silent_ms }),
             FailoverOutput::Replan { job } => {
-                let lost = self.failover.excluded(self.now, job).collect();
+                let lost = self.failover.lost(self.now, job).collect();
                 self.jobs.handle_replan(self.now, job, &lost);
                 self.grids.handle_replan(self.now, job, &lost);
             }

@@ -196,6 +196,18 @@ mod tests {
         (ring, gone)
     }
 
+    fn of(request: u64, position: u32) -> FrameHeader {
+        FrameHeader { request: RequestId(request), ..frame(position, 10) }
+    }
+
+    /// Full, with one frame each of requests 1 and 2.
+    fn of_two_requests() -> Ring {
+        let mut ring = ring(20);
+        ring.push(of(1, 0), TensorId(1));
+        ring.push(of(2, 0), TensorId(2));
+        ring
+    }
+
     #[test]
     fn rows_are_sent_again_by_position_and_overwritten_ones_are_gone() {
         let (mut ring, gone) = filled(100, 4);
@@ -225,10 +237,7 @@ mod tests {
 
     #[test]
     fn what_only_one_of_both_holds_stays_while_another_request_has_rows_that_both_hold() {
-        let mut ring = ring(20);
-        let of = |request, position| FrameHeader { request: RequestId(request), ..frame(position, 10) };
-        ring.push(of(1, 0), TensorId(1));
-        ring.push(of(2, 0), TensorId(2));
+        let mut ring = of_two_requests();
         ring.handle_held(NEXT, vec![(RequestId(1), 10), (RequestId(2), 10)]);
         ring.handle_held(STANDBY, vec![(RequestId(2), 10)]);
         assert_eq!(ring.push(of(3, 0), TensorId(3)), vec![TensorId(2)]);
@@ -236,10 +245,7 @@ mod tests {
 
     #[test]
     fn one_request_that_is_acknowledged_makes_room_for_another_that_is_not() {
-        let mut ring = ring(20);
-        let of = |request, position| FrameHeader { request: RequestId(request), ..frame(position, 10) };
-        ring.push(of(1, 0), TensorId(1));
-        ring.push(of(2, 0), TensorId(2));
+        let mut ring = of_two_requests();
         for node in BOTH {
             ring.handle_held(node, vec![(RequestId(2), 10)]);
         }
