@@ -5,14 +5,13 @@ use crate::tensors::{Tensor, Tensors};
 use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Want};
 use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
-use node_core::input::{Input, ItemResult, LoadedStage};
+use node_core::input::Input;
 use node_core::limits::CHALLENGE_STEPS;
-use node_core::message::Sampling;
-use node_core::output::{Item, Payload, SampleSpec};
+use node_core::work::Payload;
+use node_core::work::serve::{Item, ItemResult, LoadedStage, SampleSpec, Sampling};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
 /// What a stage needs besides weights and caches: activations of one prefill chunk of a wide model, and logits.

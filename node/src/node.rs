@@ -22,11 +22,11 @@ use crate::tiles::states::{States, Wanted};
 use crate::transfer::{Cache, Library, TransferError};
 use crate::vital::{End, Parts};
 use node_core::config::Config;
-use node_core::id::{Epoch, JobId, NodeId, RequestId};
+use node_core::id::{Epoch, JobId, NodeId};
 use node_core::input::Input;
-use node_core::membership::Contact;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
+use node_core::work::Contact;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -381,7 +381,7 @@ fn join_error(error: transport::JoinError) -> NodeError {
 
 /// Tells the core whom it may find again.
 fn introduce(driver: &DriverHandle, remembered: Vec<Contact>, inviter: Option<Inviter>) {
-    for (node, peer_id, gossip, data) in remembered {
+    for Contact { node, peer_id, gossip, data } in remembered {
         driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: true });
     }
     if let Some(Inviter { peer_id, data }) = inviter {
@@ -519,11 +519,11 @@ fn header(head: &FrameHead) -> FrameHeader {
     FrameHeader {
         job: JobId(head.route.job),
         epoch: Epoch { counter: head.route.epoch.counter, minter: NodeId(head.route.epoch.minter) },
-        edge: head.route.edge,
-        request: RequestId(head.request),
-        position: head.position,
+        part: head.route.part,
+        channel: head.channel,
+        cursor: head.cursor,
         count: head.count,
-        sample: head.sample,
+        last: head.last,
     }
 }
 

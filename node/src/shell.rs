@@ -16,13 +16,14 @@ use node_core::input::Input;
 use node_core::limits::{CHUNK_POSITIONS_MAX, SLOWER_TIMES};
 use node_core::message::FrameHeader;
 use node_core::node::Node;
-use node_core::output::{DoneReason, DownReason, Event, Output, Payload, StageSpec};
-use node_core::tiles::GridEvent;
+use node_core::output::{Event, Output};
+use node_core::work::serve::{DoneReason, StageSpec};
+use node_core::work::steps::GridEvent;
+use node_core::work::{DownReason, Payload};
 use partitioner::{PlanError, explain};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
@@ -137,11 +138,11 @@ impl Shell {
             Tensor::Strip { bytes, dtype } => (*dtype, 1, bytes.clone()),
         };
         let head = FrameHead {
-            route: route(header.job, header.epoch, header.edge),
-            request: header.request.0,
-            position: header.position,
+            route: route(header.job, header.epoch, header.part),
+            channel: header.channel,
+            cursor: header.cursor,
             count: header.count,
-            sample: header.sample,
+            last: header.last,
             dtype,
             width,
         };
@@ -452,15 +453,15 @@ impl Ask for EndpointAsk {
     }
 }
 
-pub(crate) fn route(job: JobId, epoch: Epoch, edge: u16) -> Route {
-    Route { job: job.0, epoch: transport::frame::Epoch { counter: epoch.counter, minter: epoch.minter.0 }, edge }
+pub(crate) fn route(job: JobId, epoch: Epoch, part: u16) -> Route {
+    Route { job: job.0, epoch: transport::frame::Epoch { counter: epoch.counter, minter: epoch.minter.0 }, part }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use node_core::input::GridInput;
-    use node_core::tiles::order::SaveKind;
+    use node_core::work::steps::SaveKind;
 
     #[test]
     fn work_that_panics_answers_with_an_error() {

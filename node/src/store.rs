@@ -5,13 +5,16 @@
 //! short, and a panic below is an error here.
 use crate::disk::{self, NoRoom};
 use node_core::admission::Invite;
-use node_core::id::Generation;
-use node_core::membership::Contact;
+use node_core::id::{Generation, NodeId};
+use node_core::work::Contact;
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-/// Changes when records change shape: an older store is then begun anew.
-const SCHEMA: &[u8] = b"meshnode store 2";
+/// Changes when records change shape. The schema before this one is migrated; an older store begins empty.
+const SCHEMA: &[u8] = b"meshnode store 3";
+/// The schema whose peers are arrays without field names.
+const SCHEMA_BEFORE: &[u8] = b"meshnode store 2";
 
 /// Room that must be there before something is written: sled grows by segments of 512 KiB and rewrites old ones.
 const ROOM_BYTES_MIN: u64 = 2 << 20;
@@ -74,7 +77,10 @@ impl Store {
             }
         };
         let store = Self { db, path, free_bytes };
-        if store.get(b"schema").as_deref() != Some(SCHEMA) {
+        let schema = store.get(b"schema");
+        if schema.as_deref() == Some(SCHEMA_BEFORE) {
+            store.name_fields()?;
+        } else if schema.as_deref() != Some(SCHEMA) {
             let generation = store.get(b"generation");
             store.write(|| store.db.clear())?;
             if let Some(generation) = generation {
@@ -104,7 +110,7 @@ impl Store {
     /// # Errors
     /// The disk refused.
     pub fn put_peers(&self, peers: &[Contact]) -> Result<(), StoreError> {
-        self.put_json(b"peers", &peers)
+        self.put_json(PEERS, &peers)
     }
 
     /// Earlier versions kept the secrets of tickets, which other users could read: those tickets are good for nothing now.
@@ -116,9 +122,18 @@ impl Store {
         self.write(|| self.db.remove(SECRETS).map(drop))
     }
 
+    /// Migrates the peers of the schema before this one: node, key, gossip and data addresses in that order.
+    fn name_fields(&self) -> Result<(), StoreError> {
+        type Unnamed = (NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>);
+        let unnamed: Vec<Unnamed> = self.get_json(PEERS).unwrap_or_default();
+        let contact = |(node, peer_id, gossip, data)| Contact { node, peer_id, gossip, data };
+        self.put_peers(&unnamed.into_iter().map(contact).collect::<Vec<_>>())?;
+        self.put(b"schema", SCHEMA)
+    }
+
     /// Peers met in former lives.
     pub fn peers(&self) -> Vec<Contact> {
-        self.get_json(b"peers").unwrap_or_default()
+        self.get_json(PEERS).unwrap_or_default()
     }
 
     /// Writes the invitations, by their numbers, and syncs.
@@ -166,6 +181,8 @@ impl Store {
 
 /// What is written here, for people.
 const STATE: &str = "the node's state";
+/// Peers to announce to after a restart.
+const PEERS: &[u8] = b"peers";
 /// Invitations by their numbers.
 const INVITES: &[u8] = b"invitations";
 /// Where earlier versions kept the secrets of tickets.
@@ -182,7 +199,6 @@ fn quietly<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use node_core::id::NodeId;
 
     #[test]
     fn generations_grow_over_restarts_and_a_damaged_store_is_begun_anew() {
@@ -237,7 +253,23 @@ mod tests {
     }
 
     fn peer(id: u8) -> Contact {
-        (NodeId([id; 16]), vec![id], vec!["10.0.0.1:1".parse().unwrap()], Vec::new())
+        let gossip = vec!["10.0.0.1:1".parse().unwrap()];
+        Contact { node: NodeId([id; 16]), peer_id: vec![id], gossip, data: Vec::new() }
+    }
+
+    #[test]
+    fn peers_of_the_schema_before_are_migrated() {
+        let dir = tempfile::tempdir().unwrap();
+        let invites = vec![([4; 16], Invite { expiry: 9, uses_left: 2, issued: 1 })];
+        {
+            let store = Store::open(dir.path()).unwrap();
+            let Contact { node, peer_id, gossip, data } = peer(1);
+            store.put_json(PEERS, &[(node, peer_id, gossip, data)]).unwrap();
+            store.put_invites(&invites).unwrap();
+            store.put(b"schema", SCHEMA_BEFORE).unwrap();
+        }
+        let store = Store::open(dir.path()).unwrap();
+        assert_eq!((store.peers(), store.invites()), (vec![peer(1)], invites));
     }
 
     #[test]

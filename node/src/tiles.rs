@@ -11,8 +11,7 @@ use kernels::grid::tile::Threads;
 use kernels::grid::{Link, Look, Region};
 use node_core::id::{JobId, LoadId, WorkId};
 use node_core::input::{GridInput, Input};
-use node_core::tiles::order::{Report, SaveKind, Stop, StopKind, TileOrder, TileStart};
-use node_core::tiles::{TileLoaded, TileMade, TileWork};
+use node_core::work::steps::{Report, SaveKind, Stop, StopKind, TileLoaded, TileMade, TileOrder, TileStart, TileWork};
 use partitioner::tiles::Block;
 use states::{StateName, States};
 use std::collections::{HashMap, VecDeque};
@@ -319,7 +318,7 @@ impl Tiles {
         let key = (job, order.tile);
         self.tiles.remove(&key);
         let mut held = Held { simulation, order, tile: None, loading: None, last: None };
-        let warm = held.order.standby == Some(node_core::tiles::order::Tier::Warm);
+        let warm = held.order.standby == Some(node_core::work::steps::Tier::Warm);
         if !warm {
             held.tile = Some(held.make(&self.hands.device)?);
             held.loading = match held.order.start {

@@ -5,12 +5,12 @@
 //! once, in order, under any cut; `solo` computes the same on one stage.
 use crate::host::HostSpec;
 use node_core::id::{ContentId, Epoch, JobId, LoadId, RequestId, TensorId, WorkId};
-use node_core::input::{GridInput, Input, ItemResult, LoadedStage};
+use node_core::input::{GridInput, Input};
 use node_core::limits::CHALLENGE_STEPS;
-use node_core::message::Sampling;
-use node_core::output::{Item, Payload, SampleSpec, StageSpec};
-use node_core::tiles::TileWork;
 use node_core::time::{Duration, Instant};
+use node_core::work::Payload;
+use node_core::work::serve::{Item, ItemResult, LoadedStage, SampleSpec, Sampling, StageSpec};
+use node_core::work::steps::TileWork;
 use std::collections::BTreeMap;
 
 /// What leaves one host and arrives at another.

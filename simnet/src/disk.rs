@@ -1,7 +1,7 @@
 //! A host's disk: what was synced survives a crash, what was not is gone.
 use crate::compute::LAYER_BYTES;
 use node_core::id::ContentId;
-use node_core::membership::Contact;
+use node_core::work::Contact;
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn a_crash_takes_what_was_not_synced() {
-        let peer = |id: u8| (NodeId([id; 16]), vec![id], Vec::new(), Vec::new());
+        let peer = |id: u8| Contact { node: NodeId([id; 16]), peer_id: vec![id], gossip: Vec::new(), data: Vec::new() };
         let mut disk = Disk::default();
         disk.write(vec![peer(1)]);
         disk.sync();

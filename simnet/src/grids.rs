@@ -5,8 +5,9 @@
 //! `solo` computes the same in one piece.
 use crate::compute::{Cargo, mix};
 use node_core::id::{ContentId, JobId, TensorId};
-use node_core::tiles::order::{Report, SaveKind, SimulationId, StopKind, TileOrder, TileStart};
-use node_core::tiles::{TileLoaded, TileMade, TileWork};
+use node_core::work::steps::{
+    Report, SaveKind, SimulationId, StopKind, TileLoaded, TileMade, TileOrder, TileStart, TileWork,
+};
 use partitioner::tiles::{Block, TileLink};
 use std::collections::BTreeMap;
 

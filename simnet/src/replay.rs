@@ -4,9 +4,10 @@ use crate::timeline::{Line, describe};
 use node_core::Node;
 use node_core::id::{Epoch, NodeId};
 use node_core::input::Input;
-use node_core::output::{Output, StageSpec};
+use node_core::output::Output;
 use node_core::record::{Entry, Header, Reader, RecordError};
 use node_core::time::Instant;
+use node_core::work::serve::StageSpec;
 use partitioner::explain::{bytes, layers};
 
 /// What a recording came to.

@@ -11,14 +11,13 @@ use crate::checker::{membership, requests, rest, standbys};
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
 use crate::timeline::{Line, Timeline, name, pauses};
-use crate::units;
 use crate::workload::{Call, HEAD_DIED, WIDTH, Workload, request, wide_model};
 use crate::world::{Told, World};
-use crate::{Options, Timed};
+use crate::{Options, Timed, units};
 use node_core::id::CallId;
-use node_core::message::Sampling;
-use node_core::output::{DoneReason, Event};
+use node_core::output::Event;
 use node_core::time::{Duration, Instant};
+use node_core::work::serve::{DoneReason, Sampling};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What became of a case.

@@ -6,10 +6,12 @@ use crate::world::{Observer, World};
 use node_core::codec;
 use node_core::id::{CallId, NodeId};
 use node_core::message::{FrameHeader, Message};
-use node_core::output::{DoneReason, DownReason, Event, Output};
-use node_core::tiles::GridEvent;
+use node_core::output::{Event, Output};
 use node_core::tiles::message::TileMessage;
 use node_core::time::{Duration, Instant};
+use node_core::work::DownReason;
+use node_core::work::serve::DoneReason;
+use node_core::work::steps::GridEvent;
 use partitioner::explain::{bytes, layers};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -151,9 +153,9 @@ impl Observer for Timeline {
 #[expect(clippy::wildcard_enum_match_arm, reason = "all but a few are told as they are")]
 fn message(output: &Output) -> Option<(NodeId, String)> {
     if let Output::SendFrame { to, header, .. } = output {
-        let FrameHeader { epoch, edge, request, position, count, sample, .. } = header;
-        let what = if *sample { "sample" } else { "chunk" };
-        let text = format!("frame e{} edge {edge} r{} {position}+{count} {what}", epoch.counter, request.0);
+        let FrameHeader { epoch, part, channel, cursor, count, last, .. } = header;
+        let what = if *last { "sample" } else { "chunk" };
+        let text = format!("frame e{} part {part} channel {channel} {cursor}+{count} {what}", epoch.counter);
         return Some((*to, text));
     }
     let Output::SendMessage { to, bytes } = output else { return None };

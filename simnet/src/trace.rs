@@ -28,7 +28,7 @@ impl Trace {
             }
             Input::Frame { from, header, tensor } => {
                 self.hasher.update(&from.0);
-                self.numbers(&[header.job.0, u64::from(header.edge), header.request.0, u64::from(header.position)]);
+                self.numbers(&[header.job.0, u64::from(header.part), header.request().0, u64::from(header.cursor)]);
                 self.numbers(&[u64::from(header.epoch.counter), u64::from(header.count), tensor.0]);
             }
             Input::Computed { work, results } => {

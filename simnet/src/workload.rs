@@ -4,10 +4,10 @@
 use crate::host::HostId;
 use crate::world::{Told, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
-use node_core::input::{Input, ModelSpec, Request};
-use node_core::message::Sampling;
-use node_core::output::{DoneReason, Event};
+use node_core::input::Input;
+use node_core::output::Event;
 use node_core::time::{Duration, Instant};
+use node_core::work::serve::{DoneReason, ModelSpec, Request, Sampling};
 use partitioner::{Layer, Work};
 use std::collections::BTreeMap;
 

@@ -16,11 +16,11 @@ use faults::{Ambush, End};
 use node_core::config::Capacity;
 use node_core::id::NodeId;
 use node_core::input::Input;
-use node_core::membership::Contact;
 use node_core::node::Node;
 use node_core::output::{Event as Notice, Output};
 use node_core::record;
 use node_core::time::{Duration, Instant};
+use node_core::work::Contact;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
@@ -541,7 +541,7 @@ impl World {
 }
 
 /// A peer remembered on disk is found again at start.
-fn found_again((node, peer_id, gossip, data): Contact) -> Input {
+fn found_again(Contact { node, peer_id, gossip, data }: Contact) -> Input {
     Input::PeerFound { node, peer_id, gossip, data, remembered: true }
 }
 

@@ -282,7 +282,7 @@ fn leaving_is_known_at_once() {
     world.run_for(Duration::from_millis(20));
     assert!(converged(&world, &[hosts[9]]), "{:?}", divergences(&world, &[hosts[9]]).first());
     let left = world.take_told().into_iter().filter(|told| {
-        matches!(told.event, node_core::output::Event::PeerDown { reason: node_core::output::DownReason::Left, .. })
+        matches!(told.event, node_core::output::Event::PeerDown { reason: node_core::work::DownReason::Left, .. })
     });
     // A member that hears of it from another one first cannot tell a goodbye from a death.
     let told = left.count();

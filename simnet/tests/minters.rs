@@ -6,9 +6,10 @@
 use node_core::codec;
 use node_core::id::{CallId, Epoch, JobId};
 use node_core::input::Input;
-use node_core::message::{Message, Sampling};
-use node_core::output::{DoneReason, Event, Output};
+use node_core::message::Message;
+use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
+use node_core::work::serve::{DoneReason, Sampling};
 use rand::RngExt;
 use simnet::checker::bounds::{Bounds, leaks};
 use simnet::checker::epochs::Epochs;

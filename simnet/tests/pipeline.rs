@@ -3,8 +3,9 @@
 #![expect(clippy::print_stdout, reason = "figures for people")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::CallId;
-use node_core::output::{DoneReason, Event};
+use node_core::output::Event;
 use node_core::time::Duration;
+use node_core::work::serve::DoneReason;
 use rand::RngExt;
 use simnet::checker::bounds::{Bounds, leaks};
 use simnet::checker::epochs::Epochs;

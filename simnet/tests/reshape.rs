@@ -5,8 +5,10 @@
 use node_core::config::Capacity;
 use node_core::id::CallId;
 use node_core::input::Input;
-use node_core::output::{Change, DoneReason, Event};
+use node_core::output::Event;
 use node_core::time::Duration;
+use node_core::work::Change;
+use node_core::work::serve::DoneReason;
 use simnet::checker::epochs::Epochs;
 use simnet::checker::{membership, requests};
 use simnet::workload::{request, symbolic_model};

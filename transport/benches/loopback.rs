@@ -31,15 +31,15 @@ fn main() {
     let b = there.block_on(async {
         start(member.clone(), joined, move |event| {
             if let (Event::Frame { from, head, payload }, Some(b)) = (event, echoes.get()) {
-                let back = FrameHead { route: Route { edge: 2, ..head.route }, ..head };
+                let back = FrameHead { route: Route { part: 2, ..head.route }, ..head };
                 b.send_frame(from, back, payload.into_bytes(), Priority::Decode).unwrap();
             }
         })
     });
     echo.set(b.clone()).unwrap();
-    let route = Route { job: 1, epoch: Epoch { counter: 1, minter: [0; 16] }, edge: 1 };
+    let route = Route { job: 1, epoch: Epoch { counter: 1, minter: [0; 16] }, part: 1 };
     b.expect(route, Expectation::hidden(WIDTH, 512));
-    a.expect(Route { edge: 2, ..route }, Expectation::hidden(WIDTH, 512));
+    a.expect(Route { part: 2, ..route }, Expectation::hidden(WIDTH, 512));
     a.connect(member.peer_id(), vec![b.local_addr()]);
     wait(&told, |event| matches!(event, Event::Connected { .. }));
     println!("socket buffers: {:?}", a.buffers());
@@ -78,15 +78,8 @@ fn round_trips(a: &Endpoint, told: &mpsc::Receiver<Event>, to: NodeId, route: Ro
     let rounds = (ROUNDS / count as usize).max(200);
     let mut times: Vec<Duration> = (0..rounds)
         .map(|i| {
-            let head = FrameHead {
-                route,
-                request: 1,
-                position: i as u32,
-                count,
-                sample: false,
-                dtype: Dtype::F32,
-                width: WIDTH,
-            };
+            let head =
+                FrameHead { route, channel: 1, cursor: i as u32, count, last: false, dtype: Dtype::F32, width: WIDTH };
             let start = Instant::now();
             a.send_frame(to, head, payload.clone(), Priority::Decode).unwrap();
             wait(told, |event| matches!(event, Event::Frame { .. }));

@@ -19,15 +19,15 @@ pub struct Epoch {
     pub minter: NodeId,
 }
 
-/// The stream a frame travels on: one per job, epoch and edge.
+/// The stream a frame travels on: one per job, epoch and receiving part.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Route {
     /// Which job.
     pub job: u64,
     /// Under which placement.
     pub epoch: Epoch,
-    /// Into which stage.
-    pub edge: u16,
+    /// Which part of the job receives it.
+    pub part: u16,
 }
 
 /// What a frame says about itself. Lengths, codec and checksum are added on the way out and checked on the way in.
@@ -35,14 +35,14 @@ pub struct Route {
 pub struct FrameHead {
     /// Its stream.
     pub route: Route,
-    /// Which request.
-    pub request: u64,
-    /// First position.
-    pub position: u32,
-    /// Rows: one per position.
+    /// Which of the part's inputs: a request of a stage, a link of a tile.
+    pub channel: u64,
+    /// Where in the channel: the first position, or the step.
+    pub cursor: u32,
+    /// Rows of a stage, one per position; elements of a tile's halo.
     pub count: u32,
-    /// The last row is to be sampled.
-    pub sample: bool,
+    /// Its last row is the last of the channel that its source knows: a model's last stage samples from it.
+    pub last: bool,
     /// Kind of element.
     pub dtype: Dtype,
     /// Elements per row.
@@ -177,15 +177,15 @@ pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEA
     out[0] = VERSION;
     out[1] = head.dtype as u8;
     out[2] = codec as u8;
-    out[3] = u8::from(head.sample);
-    out[4..6].copy_from_slice(&head.route.edge.to_le_bytes());
+    out[3] = u8::from(head.last);
+    out[4..6].copy_from_slice(&head.route.part.to_le_bytes());
     // 6..8: reserved, zero.
     out[8..16].copy_from_slice(&head.route.job.to_le_bytes());
     out[16..20].copy_from_slice(&head.route.epoch.counter.to_le_bytes());
     out[20..24].copy_from_slice(&head.count.to_le_bytes());
     out[24..40].copy_from_slice(&head.route.epoch.minter);
-    out[40..48].copy_from_slice(&head.request.to_le_bytes());
-    out[48..52].copy_from_slice(&head.position.to_le_bytes());
+    out[40..48].copy_from_slice(&head.channel.to_le_bytes());
+    out[48..52].copy_from_slice(&head.cursor.to_le_bytes());
     out[52..56].copy_from_slice(&head.width.to_le_bytes());
     // Senders refuse payloads above PAYLOAD_BYTES_MAX, so that both lengths fit.
     out[56..60].copy_from_slice(&u32::try_from(head.raw_bytes()).unwrap_or(u32::MAX).to_le_bytes());
@@ -224,15 +224,15 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
     }
     let Some(dtype) = Dtype::from_wire(dtype) else { return Some(Err(FrameError::Dtype { found: dtype })) };
     let Some(codec) = Codec::from_wire(codec) else { return Some(Err(FrameError::Codec { found: codec })) };
-    let (edge, reserved, job, counter, count) = (r.u16()?, r.u16()?, r.u64()?, r.u32()?, r.u32()?);
+    let (part, reserved, job, counter, count) = (r.u16()?, r.u16()?, r.u64()?, r.u32()?, r.u32()?);
     if flags > 1 || reserved != 0 {
         return Some(Err(FrameError::Reserved));
     }
     let minter = r.array()?;
-    let (request, position, width) = (r.u64()?, r.u32()?, r.u32()?);
+    let (channel, cursor, width) = (r.u64()?, r.u32()?, r.u32()?);
     let (raw_length, wire_length, checksum) = (r.u32()?, r.u32()?, r.u32()?);
-    let route = Route { job, epoch: Epoch { counter, minter }, edge };
-    let head = FrameHead { route, request, position, count, sample: flags == 1, dtype, width };
+    let route = Route { job, epoch: Epoch { counter, minter }, part };
+    let head = FrameHead { route, channel, cursor, count, last: flags == 1, dtype, width };
     Some(Ok(RawHeader { head, codec, raw_length, wire_length, checksum, seed }))
 }
 
@@ -253,8 +253,8 @@ impl RawHeader {
             let (width, count_max) = (expected.width, expected.count_max);
             return Err(FrameError::Shape { count: head.count, found: head.width, count_max, width });
         }
-        if head.position.checked_add(head.count).is_none() {
-            return Err(FrameError::Position { position: head.position, count: head.count });
+        if head.cursor.checked_add(head.count).is_none() {
+            return Err(FrameError::Cursor { cursor: head.cursor, count: head.count });
         }
         let raw = head.raw_bytes();
         let wire_fits = match codec {
@@ -341,10 +341,10 @@ pub enum FrameError {
         width: u32,
     },
     /// Positions that wrap around.
-    #[error("frame of {count} positions from {position}, which is beyond any context")]
-    Position {
+    #[error("a frame of {count} from cursor {cursor}: expected their sum within 32 bits")]
+    Cursor {
         /// First.
-        position: u32,
+        cursor: u32,
         /// How many.
         count: u32,
     },
@@ -373,7 +373,7 @@ pub enum FrameError {
         raw: usize,
     },
     /// A frame on the stream of another route.
-    #[error("frame of another job, epoch or edge than its stream")]
+    #[error("frame of another job, epoch or part than its stream")]
     Route,
 }
 
@@ -383,8 +383,8 @@ mod tests {
     use crate::fuzz::Noise;
 
     fn head() -> FrameHead {
-        let route = Route { job: 7, epoch: Epoch { counter: 3, minter: [5; 16] }, edge: 2 };
-        FrameHead { route, request: 9, position: 40, count: 2, sample: true, dtype: Dtype::F32, width: 3 }
+        let route = Route { job: 7, epoch: Epoch { counter: 3, minter: [5; 16] }, part: 2 };
+        FrameHead { route, channel: 9, cursor: 40, count: 2, last: true, dtype: Dtype::F32, width: 3 }
     }
 
     fn expected() -> Expectation {
@@ -425,7 +425,7 @@ mod tests {
         assert!(matches!(checked(|b| b[52] = 4), Err(FrameError::Shape { found: 4, .. })));
         assert!(matches!(checked(|b| b[20] = 0), Err(FrameError::Shape { count: 0, .. })));
         assert!(matches!(checked(|b| b[20] = 5), Err(FrameError::Shape { count: 5, .. })));
-        assert!(matches!(checked(|b| b[48..52].fill(255)), Err(FrameError::Position { .. })));
+        assert!(matches!(checked(|b| b[48..52].fill(255)), Err(FrameError::Cursor { .. })));
         assert!(matches!(checked(|b| b[56] = 25), Err(FrameError::Length { raw: 25, .. })));
         assert!(matches!(checked(|b| b[60] = 23), Err(FrameError::Length { wire: 23, .. })));
         // A packed payload as large as the raw one, or empty, is a lie too.
@@ -442,7 +442,7 @@ mod tests {
         let mut wide = expected();
         wide.width = u32::MAX;
         wide.count_max = u32::MAX;
-        let huge = FrameHead { width: u32::MAX, count: 3, position: 0, ..head() };
+        let huge = FrameHead { width: u32::MAX, count: 3, cursor: 0, ..head() };
         let bytes = encode_header(&huge, Codec::Raw, &[]);
         assert!(matches!(decode_header(&bytes).unwrap().check(&wide), Err(FrameError::Length { .. })));
         assert_eq!(wide.bytes_max(), PAYLOAD_BYTES_MAX as u64);

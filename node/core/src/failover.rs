@@ -5,9 +5,9 @@
 //! Next: `job.rs`.
 use crate::id::{Epoch, JobId, NodeId};
 use crate::limits::{EXCLUDED, LINK_CUT};
-use crate::output::DownReason;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
+use crate::work::DownReason;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 

@@ -1,13 +1,13 @@
 //! Everything that can happen to a node. Nothing else ever changes its state.
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
-use crate::message::{FrameHeader, Sampling};
-use crate::tiles::order::{GridSpec, SaveKind};
-use crate::tiles::{TileLoaded, TileMade};
+use crate::message::FrameHeader;
+use crate::work::serve::{ItemResult, LoadedStage, ModelSpec, Request};
+use crate::work::steps::{GridSpec, SaveKind, TileLoaded, TileMade};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
 use partitioner::tiles::{GridError, GridPlan, GridWork};
-use partitioner::{Plan, PlanError, Work};
+use partitioner::{Plan, PlanError};
 use serde::{Deserialize, Serialize};
 
 /// Something happened.
@@ -109,53 +109,4 @@ pub enum GridInput {
     Kept { job: JobId, step: u32, result: Result<(), String> },
     /// The answer to `GridCommand::Mirror`.
     Mirrored { job: JobId, step: u32, result: Result<(), String> },
-}
-
-/// A model as the head's shell describes it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelSpec {
-    /// Content id of its shard index.
-    pub content: ContentId,
-    /// Name for people and the API.
-    pub name: String,
-    /// Costs for the planner.
-    pub work: Work,
-    /// Model width: elements of one boundary row.
-    pub width: u32,
-    /// Activation arithmetic of the CPU path: part of the numerics contract, so all stages share it.
-    pub int8: bool,
-    /// Tokens that end an answer.
-    pub eos: Vec<u32>,
-}
-
-/// One generation request.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
-    /// Prompt token ids, at least one.
-    pub prompt: Vec<u32>,
-    /// Most tokens to generate.
-    pub max_tokens: u32,
-    /// How to choose each token.
-    pub sampling: Sampling,
-    /// Go on after an end-of-sequence token.
-    pub ignore_eos: bool,
-}
-
-/// What loading a stage brought.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadedStage {
-    /// Bytes resident now: weights, cache, scratch.
-    pub bytes: u64,
-}
-
-/// Result of one item of a `Compute`.
-#[allow(missing_docs)] // of fields: each variant says what they are
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ItemResult {
-    /// Hidden rows for the next stage, kept by the shell under the id the core named in `Item::output`.
-    Hidden,
-    /// Last stage, sampling asked for: the token.
-    Token { token: u32 },
-    /// Last stage, no sampling asked for (a prefill chunk before the last).
-    Nothing,
 }

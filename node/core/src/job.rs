@@ -12,12 +12,12 @@ mod stream;
 mod trials;
 
 use crate::id::{CallId, Epoch, Generation, Ids, JobId, NodeId, RequestId};
-use crate::input::{ModelSpec, Request};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
-use crate::message::{FrameHeader, Message, Position};
-use crate::output::{DoneReason, Event};
+use crate::message::{FrameHeader, Message};
+use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
+use crate::work::serve::{DoneReason, ModelSpec, Position, Request};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};

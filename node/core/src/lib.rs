@@ -27,6 +27,7 @@ pub mod record;
 mod speeds;
 pub mod tiles;
 pub mod time;
+pub mod work;
 
 pub use node::Node;
 pub use planted::PLANTED;

@@ -8,9 +8,9 @@ use crate::config::{Capacity, Config};
 use crate::id::{ContentId, Generation, NodeId};
 use crate::limits::{MEMBERS_MAX, MESSAGE_BYTES_MAX, PUSH_PULL};
 use crate::message::{Message, SignedAdvert};
-use crate::output::DownReason;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
+use crate::work::{Contact, DownReason};
 use adverts::{AdvertOutput, Adverts, Heard};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -30,9 +30,6 @@ mod reach;
 mod swim;
 
 pub use view::{Member, MemberState};
-
-/// Top byte of this machine's tokens for `Sign` and `Verify`.
-pub const TOKEN_TAG: u8 = 1;
 
 /// What membership wants done or known.
 #[allow(missing_docs)] // of fields: each variant says what they are
@@ -61,9 +58,6 @@ pub enum MembershipOutput {
     /// Something was refused, for the log.
     Refused { from: NodeId, what: &'static str },
 }
-
-/// Where a node can be found, if it is there.
-pub type Contact = (NodeId, Vec<u8>, Vec<SocketAddr>, Vec<SocketAddr>);
 
 /// The membership machine of one node.
 pub struct Membership {
@@ -125,7 +119,7 @@ impl Membership {
     pub fn new(config: &Config, now: Instant, seed: u64) -> Self {
         let addr = config.gossip_addrs.iter().copied().find(|addr| !addr.ip().is_unspecified());
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(u64::from(TOKEN_TAG) | 1 << 8);
+        rng.set_stream(PEER_STREAM);
         Membership {
             node: config.node,
             swim: Swim::new(Life { node: config.node, generation: config.generation, addr }, seed),
@@ -638,7 +632,7 @@ impl Membership {
     fn remember(&mut self) {
         let alive = self.alive().filter_map(|node| {
             let (peer_id, data) = self.data_contact(node)?;
-            Some((node, peer_id, self.gossip_addr(node).into_iter().collect(), data))
+            Some(Contact { node, peer_id, gossip: self.gossip_addr(node).into_iter().collect(), data })
         });
         let peers: Vec<Contact> = alive.take(CONTACTS_MAX).collect();
         if !peers.is_empty() {
@@ -647,6 +641,8 @@ impl Membership {
     }
 }
 
+/// Chance of this machine's own: SWIM draws from another stream of the same seed.
+const PEER_STREAM: u64 = 257;
 /// What an unmeasured link is taken for: a gigabit LAN.
 const UNMEASURED: Link = Link { rtt_ns: 500_000, bytes_per_second: 110_000_000 };
 /// Contacts kept to find the mesh again: a few would do.

@@ -1,27 +1,39 @@
 //! What nodes say to each other: data-plane frame headers and control messages.
 use crate::id::{ContentId, Epoch, JobId, NodeId, RequestId};
 use crate::tiles::message::TileMessage;
+use crate::work::serve::{Position, Prepare, Sampling};
 use alloc::{boxed::Box, string::String, vec::Vec};
-use core::ops::Range;
 use serde::{Deserialize, Serialize};
 
-/// Names the positions a payload holds. Codec, raw length and checksum belong to the transport and are added there.
+/// What a frame's payload is. Codec, raw length and checksum belong to the transport and are added there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameHeader {
     /// Which job.
     pub job: JobId,
     /// Under which placement.
     pub epoch: Epoch,
-    /// Into which stage (0 is the first: head to first stage is edge 0).
-    pub edge: u16,
-    /// Which request.
-    pub request: RequestId,
-    /// First position.
-    pub position: u32,
-    /// Positions, one row each.
+    /// Which part of the job receives it.
+    pub part: u16,
+    /// Which of the part's inputs: a stage's are its requests, a tile's are its links.
+    pub channel: u64,
+    /// Where in the channel: a request's first position, a link's step.
+    pub cursor: u32,
+    /// A stage's rows, one per position; a halo's elements.
     pub count: u32,
-    /// The last row is to be sampled at the last stage.
-    pub sample: bool,
+    /// The payload ends with the last that its source knows of the channel: a model's last stage samples from it.
+    pub last: bool,
+}
+
+impl FrameHeader {
+    /// The request, where the receiving part is a stage.
+    pub fn request(&self) -> RequestId {
+        RequestId(self.channel)
+    }
+
+    /// The cursor after the payload, where its elements are positions.
+    pub fn end(&self) -> u32 {
+        self.cursor.saturating_add(self.count)
+    }
 }
 
 /// A message on the control stream, encoded by `codec`.
@@ -75,97 +87,6 @@ pub enum Message {
     Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
     /// About a simulation.
     Tile { job: JobId, epoch: Epoch, say: Box<TileMessage> },
-}
-
-/// What a stage holds of one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Position {
-    /// Which request.
-    pub request: RequestId,
-    /// Positions `0..have` are in its cache.
-    pub have: u32,
-    /// Its ring holds the hidden rows of positions `kept_from..have`; `have` where it holds none.
-    pub kept_from: u32,
-}
-
-/// A stage as the head asks for it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Prepare {
-    /// Model content.
-    pub content: ContentId,
-    /// Model name, for people.
-    pub name: String,
-    /// The whole route: node and layers, first to last.
-    pub route: Vec<(NodeId, Range<u32>)>,
-    /// Which entry of the route is the receiver.
-    pub stage: u16,
-    /// Sequences held at once.
-    pub sequences: u32,
-    /// Tokens of context per sequence.
-    pub context: u32,
-    /// Elements of one boundary row.
-    pub width: u32,
-    /// Activation arithmetic.
-    pub int8: bool,
-    /// Bytes the plan allows this stage.
-    pub bytes_max: u64,
-    /// The receiver is not the stage's owner of the route but its standby: it computes in the shadow.
-    pub standby: bool,
-}
-
-impl Prepare {
-    /// What the receiver is to do with the stage, in a word.
-    pub fn task(&self) -> &'static str {
-        if self.standby { "stand by for" } else { "own" }
-    }
-}
-
-/// Tokens with a bias that a request may have. OpenAI allows some hundreds.
-pub const LOGIT_BIASES_MAX: usize = 1024;
-
-/// Sampler settings. Fixed-point so that equality and encoding are exact: value × 1,000,000.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sampling {
-    /// 0 is greedy.
-    pub temperature_e6: u32,
-    /// Nucleus; 1,000,000 is off.
-    pub top_p_e6: u32,
-    /// 0 is off.
-    pub top_k: u32,
-    /// 0 is off.
-    pub min_p_e6: u32,
-    /// 1,000,000 is off.
-    pub repetition_penalty_e6: u32,
-    /// 0 is off.
-    pub presence_penalty_e6: i32,
-    /// 0 is off.
-    pub frequency_penalty_e6: i32,
-    /// Tokens, and what is added to their logits; at most [`LOGIT_BIASES_MAX`].
-    pub logit_bias_e6: Vec<(u32, i32)>,
-    /// Key of the random numbers.
-    pub seed: u64,
-}
-
-impl Sampling {
-    /// Always the likeliest token.
-    pub const GREEDY: Sampling = Sampling {
-        temperature_e6: 0,
-        top_p_e6: 1_000_000,
-        top_k: 0,
-        min_p_e6: 0,
-        repetition_penalty_e6: 1_000_000,
-        presence_penalty_e6: 0,
-        frequency_penalty_e6: 0,
-        logit_bias_e6: Vec::new(),
-        seed: 0,
-    };
-
-    /// Whether choosing a token needs the tokens before it.
-    pub fn looks_back(&self) -> bool {
-        self.repetition_penalty_e6 != Self::GREEDY.repetition_penalty_e6
-            || self.presence_penalty_e6 != 0
-            || self.frequency_penalty_e6 != 0
-    }
 }
 
 /// What a node tells about itself, signed by its key because others pass it on.

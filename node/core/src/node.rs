@@ -14,12 +14,13 @@ use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput};
 use crate::message::{FrameHeader, Message};
-use crate::output::{Change, DownReason, Event, Output, Payload};
+use crate::output::{Event, Output};
 use crate::pipeline::{Pipeline, PipelineOutput};
 use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
 use crate::speeds::Speeds;
 use crate::tiles::{Grids, Tiles};
 use crate::time::{Duration, Instant};
+use crate::work::{Change, DownReason, Payload};
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 

@@ -1,12 +1,11 @@
 //! Everything a node can do. The shell (or simnet) carries it out and answers with an `Input` where one is named.
-use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
-use crate::membership::Contact;
-use crate::message::{FrameHeader, Sampling};
-use crate::tiles::order::{SaveKind, SimulationId, TileOrder};
-use crate::tiles::{GridEvent, TileWork};
+use crate::id::{CallId, Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
+use crate::message::FrameHeader;
+use crate::work::serve::{DoneReason, Item, StageSpec};
+use crate::work::steps::{GridEvent, SaveKind, SimulationId, TileOrder, TileWork};
+use crate::work::{Change, Contact, DownReason, Payload};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
-use core::ops::Range;
 use partitioner::tiles::{Block, GridError, GridPlan, GridQuestion, TileStandby};
 use partitioner::{Fleet, Options, Plan, PlanError, Standby, Work};
 
@@ -98,74 +97,6 @@ pub enum GridCommand {
     Mirror { job: JobId, from: NodeId, step: u32, parts: Vec<(Block, u64)>, simulation: SimulationId },
 }
 
-/// What a frame carries.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Payload {
-    /// Hidden rows kept by the shell.
-    Tensor(TensorId),
-    /// Hidden rows of consecutive positions, kept apart: to be read one after the other.
-    Tensors(Vec<TensorId>),
-    /// Token ids for the first stage.
-    Tokens(Vec<u32>),
-}
-
-/// A stage to hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StageSpec {
-    /// Which model.
-    pub content: ContentId,
-    /// What its user calls it.
-    pub name: String,
-    /// Layers `start..end`; layer 0 brings the embedding, the last layer the output head.
-    pub layers: Range<u32>,
-    /// Layers of the whole model.
-    pub layers_total: u32,
-    /// Which entry of the route: frames into it carry this as their edge.
-    pub stage: u16,
-    /// Sequences held at once.
-    pub sequences: u32,
-    /// Tokens of context per sequence.
-    pub context: u32,
-    /// Elements of one boundary row.
-    pub width: u32,
-    /// Activation arithmetic.
-    pub int8: bool,
-    /// Bytes the plan allows.
-    pub bytes_max: u64,
-    /// Who may have the weights: the head first.
-    pub sources: Vec<NodeId>,
-}
-
-/// One sequence's part of a `Compute`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Item {
-    /// Whose cache.
-    pub request: RequestId,
-    /// First position written; anything the cache holds from here on is overwritten.
-    pub position: u32,
-    /// Positions, one row each.
-    pub count: u32,
-    /// Rows in.
-    pub input: Payload,
-    /// Name for the hidden rows out (ignored at the last stage).
-    pub output: TensorId,
-    /// At the last stage: choose a token from the last row.
-    pub sample: Option<SampleSpec>,
-}
-
-/// How to choose one token: counter-based, so that a replay chooses the same.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SampleSpec {
-    /// Settings of the request.
-    pub sampling: Sampling,
-    /// Position of the token being chosen: with the seed, the key of the random number.
-    pub position: u32,
-    /// Tokens so far, for penalties; empty where the sampling needs none.
-    pub history: Vec<u32>,
-    /// How many tokens of the history are the prompt's.
-    pub prompt: u32,
-}
-
 /// Something a caller, a log or a checker wants to know.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,41 +138,4 @@ pub enum Event {
     GridPlan { call: CallId, result: Result<Box<GridPlan>, GridError>, standbys: Vec<TileStandby> },
     /// Something was refused or dropped, for the log.
     Refused { from: Option<NodeId>, what: String },
-}
-
-/// From one placement of a job to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Change {
-    /// Predicted nanoseconds per token as it is, on the mesh as it is now.
-    pub before_ns: u64,
-    /// And as it would be.
-    pub after_ns: u64,
-    /// Weight bytes that nodes hold then and do not hold now.
-    pub bytes: u64,
-}
-
-/// Why a member is gone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DownReason {
-    /// It said so.
-    Left,
-    /// SWIM lost it.
-    Failed,
-}
-
-/// Why a call ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DoneReason {
-    /// An end-of-sequence token.
-    Stop,
-    /// `max_tokens`, or the context is full.
-    Length,
-    /// The caller cancelled.
-    Cancelled,
-    /// The queue is full: try again later (HTTP 429).
-    Busy,
-    /// The request cannot be served, and why (a prompt longer than the context, an unknown job).
-    Invalid(String),
-    /// The mesh could not finish it.
-    Failed(String),
 }

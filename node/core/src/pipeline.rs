@@ -11,11 +11,11 @@ mod ring;
 mod stage;
 
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
-use crate::input::ItemResult;
 use crate::limits::LEASE;
-use crate::message::{FrameHeader, Message, Position, Sampling};
-use crate::output::{Item, Payload};
+use crate::message::{FrameHeader, Message};
 use crate::time::{Duration, Instant};
+use crate::work::Payload;
+use crate::work::serve::{Item, ItemResult, Position, Sampling};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 use stage::{Batch, StageRun};
@@ -27,7 +27,7 @@ pub struct Route {
     pub epoch: Epoch,
     /// Who gets tokens, progress and gaps.
     pub head: NodeId,
-    /// Which stage this is: frames of this edge are accepted.
+    /// Which stage this is: frames for this part are accepted.
     pub stage: u16,
     /// Who sends this stage its frames.
     pub previous: NodeId,

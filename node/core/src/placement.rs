@@ -4,13 +4,12 @@
 //! refused with `Stale { mine }`. Only the head of a job mints its epochs, so `epoch.minter` is the head.
 //! Next: `pipeline.rs`.
 use crate::id::{Epoch, JobId, LoadId, NodeId, RequestId};
-use crate::input::LoadedStage;
 use crate::limits::{CONTEXT_MAX, JOBS_MAX, ORPHAN_MAX, RING_BYTES_MAX, SEQUENCES_MAX};
-use crate::message::{Message, Prepare};
-use crate::output::StageSpec;
+use crate::message::Message;
 use crate::pipeline::Route;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
+use crate::work::serve::{LoadedStage, Prepare, StageSpec};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};

@@ -4,29 +4,26 @@
 //! when the strips of all neighbours for its present step are here, makes its own strips first, and keeps them until nobody
 //! can ask for them any more. Whoever takes a tile over begins at the step of its copy and is sent what followed. One rule
 //! serves losses, standbys and broken connections: who receives says which step it holds, who sends goes on from there.
-//! A standby runs the same tile in the shadow, or holds a snapshot. Next: `tiles/order.rs`, `tiles/run.rs`, `tiles/log.rs`,
+//! A standby runs the same tile in the shadow, or holds a snapshot. Next: `work/steps.rs`, `tiles/run.rs`, `tiles/log.rs`,
 //! then `tiles/grids.rs`, the coordinator's side.
 mod grids;
 mod log;
 pub mod message;
-pub mod order;
 mod run;
 mod shadow;
 mod succession;
 
-pub use grids::{CANCELLED, GridEvent, GridJobView, GridOutput, GridState, Grids, TileView};
-pub use run::{TileMade, TileWork};
-pub use succession::{Inheritance, Will, WilledTile};
+pub use grids::{GridJobView, GridOutput, GridState, Grids, TileView};
 
 use crate::id::{Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX, ORPHAN_MAX, TILE_BEGINS, TILE_HELD, TILE_PROGRESS};
 use crate::message::{FrameHeader, Message};
 use crate::time::{Duration, Instant};
+use crate::work::steps::{Inheritance, SaveKind, SimulationId, TileLoaded, TileMade, TileOrder, TileStart, TileWork};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use log::Feed;
 use message::TileMessage;
-use order::{SaveKind, SimulationId, TileOrder, TileStart};
 use partitioner::tiles::Block;
 use run::{Names, State, TILES_TAG, TileRun};
 use succession::Succession;
@@ -468,7 +465,7 @@ impl Tiles {
     pub fn handle_strip(&mut self, now: Instant, from: NodeId, header: FrameHeader, tensor: TensorId) {
         let job = header.job;
         let admitted = self.is_admitted(now, from, job, header.epoch);
-        let run = self.run(job, header.edge).filter(|_| admitted);
+        let run = self.run(job, header.part).filter(|_| admitted);
         if run.is_some_and(|run| run.strip(from, &header, tensor)) {
             self.go_on(now, job);
         } else {
@@ -658,15 +655,6 @@ struct Feeding {
     step: u32,
     live: bool,
     again: bool,
-}
-
-/// A tile that the shell made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct TileLoaded {
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// The step of its cells; none for a standby that waits for a snapshot.
-    pub step: Option<u32>,
 }
 
 /// Whether a tile may stay as it is under another order.

@@ -2,7 +2,7 @@
 use crate::handle::NodeError;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use node_core::output::DoneReason;
+use node_core::work::serve::DoneReason;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::time::Duration;

@@ -4,8 +4,7 @@ use super::error::ApiError;
 use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
 use crate::telemetry::Metrics;
-use node_core::message::Sampling;
-use node_core::output::DoneReason;
+use node_core::work::serve::{DoneReason, Sampling};
 use std::time::{Duration, Instant};
 
 /// What is wanted, checked.

@@ -4,7 +4,7 @@ use super::error::ApiError;
 use super::fields::Field;
 use super::generation::Order;
 use kernels::chat_template::ChatMessage;
-use node_core::message::{LOGIT_BIASES_MAX, Sampling};
+use node_core::work::serve::{LOGIT_BIASES_MAX, Sampling};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -5,7 +5,7 @@ use crate::handle::{
     BanReport, GenerateRequest, JobView, ModelOptions, ModelRef, NodeError, PlanReport, StateView, TokenEvent,
 };
 use kernels::chat_template::ChatMessage;
-use node_core::output::DoneReason;
+use node_core::work::serve::DoneReason;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;

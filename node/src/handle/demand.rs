@@ -3,7 +3,7 @@
 use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle};
 use node_core::id::ContentId;
 use node_core::limits::JOBS_MAX;
-use node_core::output::StageSpec;
+use node_core::work::serve::StageSpec;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -7,8 +7,9 @@ use kernels::stage::Activations;
 use kernels::tokenizer::TokenizerError;
 use kernels::weights::ModelFile;
 use node_core::id::JobId;
-use node_core::input::{Input, ModelSpec};
+use node_core::input::Input;
 use node_core::limits::{RING_BYTES_MAX, SEQUENCES_MAX};
+use node_core::work::serve::ModelSpec;
 use std::path::PathBuf;
 use std::sync::Arc;
 

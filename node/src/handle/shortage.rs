@@ -57,7 +57,7 @@ impl NodeHandle {
     pub(super) async fn explain(
         &self,
         opened: &Opened,
-        spec: &node_core::input::ModelSpec,
+        spec: &node_core::work::serve::ModelSpec,
         served: Option<JobId>,
     ) -> Option<NodeError> {
         let (fleet, options) = self.survey(served).await?;

@@ -7,7 +7,7 @@ use crate::tiles::region;
 use crate::tiles::states::Wanted;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
-use node_core::tiles::order::{Schedule, SimulationId};
+use node_core::work::steps::{Schedule, SimulationId};
 use partitioner::tiles::Block;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -4,7 +4,8 @@ use crate::views::{Views, hex};
 use kernels::grid::Region;
 use kernels::grid::tile::Tile;
 use node_core::id::{JobId, NodeId};
-use node_core::tiles::{CANCELLED, GridJobView, HeldTile};
+use node_core::tiles::{GridJobView, HeldTile};
+use node_core::work::steps::CANCELLED;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -88,7 +89,7 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let now = if told.ended.is_some() { None } else { told.pace.steps_per_s(std::time::Instant::now(), told.step) };
     let left = (simulation.steps() as f64 - f64::from(told.step)).max(0.0);
     let traffic = simulation.rule().costs().traffic_bits as f64 / 8.0;
-    let sum = |value: fn(&node_core::tiles::order::TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
+    let sum = |value: fn(&node_core::work::steps::TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
     let (halo_ns, wait_ns) = (sum(|f| f.halo_ns), sum(|f| f.wait_ns));
     let hidden = (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64);
     let state = match (&told.ended, told.running_since) {

@@ -4,7 +4,7 @@ use super::Submissions;
 use crate::tiles::states::Wanted;
 use kernels::grid::simulation::Simulation;
 use node_core::id::{ContentId, JobId, NodeId};
-use node_core::tiles::order::SimulationId;
+use node_core::work::steps::SimulationId;
 use std::sync::Arc;
 
 /// The name of a simulation for other nodes.

@@ -2,7 +2,7 @@
 use super::Watched;
 use kernels::grid::simulation::Simulation;
 use node_core::id::JobId;
-use node_core::tiles::order::{GridSpec, Schedule, SimulationId, Tier};
+use node_core::work::steps::{GridSpec, Schedule, SimulationId, Tier};
 use partitioner::tiles::GridWork;
 
 /// What the planner needs to know of a simulation.

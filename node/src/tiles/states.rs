@@ -3,7 +3,7 @@ use crate::submissions::look::Look;
 use bytes::Bytes;
 use kernels::grid::Region;
 use node_core::id::{ContentId, JobId};
-use node_core::tiles::order::SaveKind;
+use node_core::work::steps::SaveKind;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
 

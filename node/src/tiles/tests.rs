@@ -4,7 +4,7 @@ use crate::config::UpOptions;
 use crate::driver::{self, DriverQueue};
 use kernels::grid::simulation::Simulation;
 use node_core::id::{ContentId, NodeId};
-use node_core::tiles::order::{Schedule, SimulationId};
+use node_core::work::steps::{Schedule, SimulationId};
 use std::time::Duration;
 
 /// No machine is so slow.

@@ -82,7 +82,7 @@ impl Observer for Epochs {
                 other => Some(format!("computes under {epoch:?}, holds {other:?}")),
             },
             Output::SendFrame { header, .. } => match seen.stages.get(&(host, header.job)) {
-                Some((held, ..)) if *held != header.epoch && header.edge > 0 => {
+                Some((held, ..)) if *held != header.epoch && header.part > 0 => {
                     Some(format!("sends a frame of {:?}, holds {held:?}", header.epoch))
                 }
                 _ => None,

@@ -2,7 +2,7 @@
 use crate::compute::solo;
 use crate::workload::{Call, Workload};
 use node_core::id::CallId;
-use node_core::output::DoneReason;
+use node_core::work::serve::DoneReason;
 
 /// Everything that is wrong with what callers were told; empty if all is well.
 pub fn violations(workload: &Workload) -> Vec<String> {

@@ -5,8 +5,8 @@ use crate::host::{Host, HostId};
 use node_core::id::NodeId;
 use node_core::input::{GridInput, Input};
 use node_core::output::GridCommand;
-use node_core::tiles::order::{SaveKind, TileOrder, TileStart};
 use node_core::time::Duration;
+use node_core::work::steps::{SaveKind, TileOrder, TileStart};
 
 impl World {
     pub(super) fn carry_out_grid(&mut self, id: HostId, command: GridCommand) {

@@ -306,14 +306,14 @@ impl Peer {
         }
     }
 
-    /// The stream of a route; a newer epoch ends those of older ones on the same edge.
+    /// The stream of a route; a newer epoch ends those of older ones to the same part.
     fn lane(&self, route: Route, priority: Priority) -> Lane<QuicPipe> {
         let mut frames = lock(&self.frames);
         if let Some(lane) = frames.get(&(route, priority)) {
             return lane.clone();
         }
         frames.retain(|(old, _), lane| {
-            let stale = old.job == route.job && old.edge == route.edge && old.epoch < route.epoch;
+            let stale = old.job == route.job && old.part == route.part && old.epoch < route.epoch;
             if stale {
                 lane.reset();
             }

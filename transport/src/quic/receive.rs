@@ -73,8 +73,8 @@ async fn frames(inner: Arc<Inner>, peer: Arc<Peer>, mut recv: RecvStream) {
     let Some(expected) = inner.expected(&first.head.route) else {
         let route = first.head.route;
         let why = format!(
-            "frames of job {:016x}, epoch {}, edge {}: not expected here",
-            route.job, route.epoch.counter, route.edge
+            "frames of job {:016x}, epoch {}, part {}: not expected here",
+            route.job, route.epoch.counter, route.part
         );
         let _ = recv.stop(VarInt::from_u32(CloseCode::BadFrame as u32));
         return inner.refused(Some(peer.peer_id), peer.connection.remote_address(), why);

@@ -167,11 +167,11 @@ async fn connected_pair(limits: Limits) -> Vec<Node> {
 }
 
 fn route(job: u64) -> Route {
-    Route { job, epoch: Epoch { counter: 1, minter: [1; 16] }, edge: 1 }
+    Route { job, epoch: Epoch { counter: 1, minter: [1; 16] }, part: 1 }
 }
 
-fn head(route: Route, position: u32, count: u32, width: u32) -> FrameHead {
-    FrameHead { route, request: 5, position, count, sample: false, dtype: Dtype::F32, width }
+fn head(route: Route, cursor: u32, count: u32, width: u32) -> FrameHead {
+    FrameHead { route, channel: 5, cursor, count, last: false, dtype: Dtype::F32, width }
 }
 
 fn rows(count: u32, width: u32) -> Bytes {

@@ -2,10 +2,11 @@
 use super::*;
 use crate::config::Capacity;
 use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
-use crate::message::{Position, Prepare, Sampling};
-use crate::tiles::message::{TileMessage, TileReady};
-use crate::tiles::order::{Report, SaveKind, Schedule, SimulationId, Tier, TileFigures, TileOrder, TileStart};
-use crate::tiles::{Will, WilledTile};
+use crate::tiles::message::TileMessage;
+use crate::work::serve::{Position, Prepare, Sampling};
+use crate::work::steps::{
+    Report, SaveKind, Schedule, SimulationId, Tier, TileFigures, TileOrder, TileReady, TileStart, Will, WilledTile,
+};
 use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec;

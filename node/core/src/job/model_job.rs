@@ -6,13 +6,13 @@ use super::standbys::{StandbyView, Standbys};
 use super::trials::{Found, Trials};
 use super::{Ids, JobOutput};
 use crate::id::{CallId, Epoch, JobId, NodeId};
-use crate::input::ModelSpec;
 use crate::limits::{
     CONTEXT_MAX, DEGRADED_MAX, DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY, SEQUENCES_MAX,
 };
-use crate::message::{Message, Position, Prepare};
-use crate::output::{DoneReason, Event};
+use crate::message::Message;
+use crate::output::Event;
 use crate::time::Instant;
+use crate::work::serve::{DoneReason, ModelSpec, Position, Prepare};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};

@@ -2,12 +2,12 @@
 use super::JobOutput;
 use super::stream::{Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, RequestId};
-use crate::input::Request;
 use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
-use crate::message::{Message, Position};
-use crate::output::{DoneReason, Event};
+use crate::message::Message;
+use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
+use crate::work::serve::{DoneReason, Position, Request};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 

@@ -1,11 +1,10 @@
 //! One request at the head: its token log, what of it is on the way, and when to send it again.
 use crate::id::{CallId, Epoch, JobId, RequestId};
-use crate::input::Request;
 use crate::limits::{CHUNK_POSITIONS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
 use crate::message::FrameHeader;
-use crate::output::DoneReason;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
+use crate::work::serve::{DoneReason, Request};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
@@ -126,7 +125,7 @@ impl Stream {
             let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
             // The standby chooses no token, but what it makes of this may be sent again when it is no standby any more.
             let sample = position + count >= self.prompt_len();
-            let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample };
+            let header = FrameHeader { job, epoch, part: 0, channel: self.id.0, cursor: position, count, last: sample };
             (header, self.tokens[position as usize..(position + count) as usize].to_vec())
         };
         starts.map(frame).collect()
@@ -161,7 +160,7 @@ impl Stream {
             self.chunks.push_back(end);
         }
         self.sent = end;
-        let header = FrameHeader { job, epoch, edge: 0, request: self.id, position, count, sample };
+        let header = FrameHeader { job, epoch, part: 0, channel: self.id.0, cursor: position, count, last: sample };
         Some((header, self.tokens[position as usize..end as usize].to_vec()))
     }
 
@@ -228,7 +227,7 @@ const GAP_QUIET: Duration = Duration::from_millis(200);
 mod tests {
     use super::*;
     use crate::id::NodeId;
-    use crate::message::Sampling;
+    use crate::work::serve::Sampling;
     use alloc::vec;
 
     const EPOCH: Epoch = Epoch { counter: 1, minter: NodeId([1; 16]) };
@@ -247,7 +246,7 @@ mod tests {
         core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH, stages))
             .map(|(header, tokens)| {
                 assert_eq!(header.count as usize, tokens.len());
-                (header.position, header.count, header.sample)
+                (header.cursor, header.count, header.last)
             })
             .collect()
     }

@@ -62,7 +62,7 @@ impl Adverts {
             known: BTreeMap::new(),
             verifying: BTreeMap::new(),
             pending: BTreeMap::new(),
-            tokens: u64::from(super::TOKEN_TAG) << 56,
+            tokens: 0,
             rumours: VecDeque::new(),
             strangers: BTreeSet::new(),
         }

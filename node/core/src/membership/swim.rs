@@ -104,7 +104,7 @@ struct Armed {
 impl Swim {
     pub(super) fn new(life: Life, seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(u64::from(super::TOKEN_TAG));
+        rng.set_stream(1);
         let mut probes = Probes::default();
         probes.measure_from(life.node);
         Swim {

@@ -3,7 +3,7 @@ use super::{Membership, UNMEASURED};
 use crate::config::Capacity;
 use crate::id::{ContentId, Generation, NodeId};
 use crate::message::Advert;
-use crate::output::DownReason;
+use crate::work::DownReason;
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use core::net::SocketAddr;

@@ -2,9 +2,10 @@
 use super::Node;
 use crate::id::{JobId, NodeId};
 use crate::limits::{CHALLENGE_STEPS, SOURCES_MAX};
-use crate::output::{Event, StageSpec};
+use crate::output::Event;
 use crate::speeds::Timing;
 use crate::time::Duration;
+use crate::work::serve::StageSpec;
 use alloc::vec::Vec;
 use core::ops::Range;
 use partitioner::{DeviceId, Fleet, Goal, Options, Plan, Work};

@@ -4,9 +4,7 @@
 use super::*;
 use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Generation, RequestId};
-use crate::input::{ItemResult, LoadedStage, ModelSpec, Request};
-use crate::message::Sampling;
-use crate::output::{DoneReason, Item, StageSpec};
+use crate::work::serve::{DoneReason, Item, ItemResult, LoadedStage, ModelSpec, Request, Sampling, StageSpec};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use partitioner::{Layer, Work};
@@ -560,7 +558,7 @@ fn a_head_that_stood_still_keeps_its_stages() {
 /// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
 #[test]
 fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
-    use crate::message::Prepare;
+    use crate::work::serve::Prepare;
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     let stages = mesh.stages();

@@ -2,7 +2,7 @@
 use crate::id::{RequestId, TensorId};
 use crate::limits::{CHUNK_POSITIONS_MAX, chunk_positions};
 use crate::message::FrameHeader;
-use crate::output::Payload;
+use crate::work::Payload;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
@@ -26,10 +26,10 @@ impl Run {
     /// Adds a frame if it goes on where the last one ended and there is room in a chunk of `most` rows.
     fn take(&mut self, index: usize, header: &FrameHeader, most: u32) {
         let first = self.indices.is_empty();
-        self.broken |= header.position != self.end || self.rows + header.count > most;
+        self.broken |= header.cursor != self.end || self.rows + header.count > most;
         if first || !self.broken {
             self.indices.push(index);
-            self.end = header.position + header.count;
+            self.end = header.end();
             self.rows += header.count;
         }
     }
@@ -38,7 +38,7 @@ impl Run {
 /// Two frames that follow each other as one. Tokens chosen for the first one are known, or there would be no second.
 pub(super) fn join(first: Option<Waiting>, second: Waiting) -> Waiting {
     let Some(Waiting { header, payload }) = first else { return second };
-    let header = FrameHeader { count: header.count + second.header.count, sample: second.header.sample, ..header };
+    let header = FrameHeader { count: header.count + second.header.count, last: second.header.last, ..header };
     let payload = match (payload, second.payload) {
         (Payload::Tokens(mut tokens), Payload::Tokens(more)) => {
             tokens.extend(more);
@@ -66,9 +66,9 @@ pub(super) fn choose(queue: &mut VecDeque<Waiting>, prefill_turn: bool, stages: 
     let mut runs: BTreeMap<RequestId, Run> = BTreeMap::new();
     let mut order = Vec::new();
     for (index, waiting) in queue.iter().enumerate() {
-        let run = runs.entry(waiting.header.request).or_insert_with(|| {
-            order.push(waiting.header.request);
-            Run { end: waiting.header.position, ..Run::default() }
+        let run = runs.entry(waiting.header.request()).or_insert_with(|| {
+            order.push(waiting.header.request());
+            Run { end: waiting.header.cursor, ..Run::default() }
         });
         run.take(index, &waiting.header, most);
     }

@@ -33,14 +33,14 @@ impl Ring {
 
     /// Keeps a frame that was just made, in the place of what it overwrites. Returns what is not kept any more.
     pub(super) fn push(&mut self, header: FrameHeader, tensor: TensorId) -> Vec<TensorId> {
-        let mut gone = self.cut(header.request, header.position);
-        let kept = self.frames.entry(header.request).or_default();
-        let adjoins = kept.back().is_none_or(|(last, _)| last.position + last.count >= header.position);
+        let mut gone = self.cut(header.request(), header.cursor);
+        let kept = self.frames.entry(header.request()).or_default();
+        let adjoins = kept.back().is_none_or(|(last, _)| last.end() >= header.cursor);
         if !adjoins {
             // Cannot be: a stage computes positions in order. Rows with a hole before them are of no use to anybody.
-            gone.extend(self.forget(header.request));
+            gone.extend(self.forget(header.request()));
         }
-        self.frames.entry(header.request).or_default().push_back((header, tensor));
+        self.frames.entry(header.request()).or_default().push_back((header, tensor));
         self.rows += u64::from(header.count);
         self.count += 1;
         self.trim(&mut gone);
@@ -51,7 +51,7 @@ impl Ring {
     fn cut(&mut self, request: RequestId, position: u32) -> Vec<TensorId> {
         let mut gone = Vec::new();
         while let Some(kept) = self.frames.get_mut(&request)
-            && kept.back().is_some_and(|(last, _)| last.position >= position)
+            && kept.back().is_some_and(|(last, _)| last.cursor >= position)
         {
             gone.extend(self.pop(request, false));
         }
@@ -116,7 +116,7 @@ impl Ring {
 
     fn front_end(&self, request: RequestId) -> Option<u32> {
         let (first, _) = self.frames.get(&request)?.front()?;
-        Some(first.position + first.count)
+        Some(first.end())
     }
 
     /// A follower said what it holds.
@@ -141,7 +141,7 @@ impl Ring {
 
     /// The first position from which on everything made of a request is kept.
     pub(super) fn kept_from(&self, request: RequestId) -> Option<u32> {
-        Some(self.frames.get(&request)?.front()?.0.position)
+        Some(self.frames.get(&request)?.front()?.0.cursor)
     }
 
     /// The kept frames that hold anything from `position` on; nothing if the ring does not reach back that far.
@@ -150,7 +150,7 @@ impl Ring {
             return Vec::new();
         }
         let kept = self.frames.get(&request).into_iter().flatten();
-        kept.filter(|(header, _)| header.position + header.count > position).copied().collect()
+        kept.filter(|(header, _)| header.end() > position).copied().collect()
     }
 
     /// A request is over.
@@ -181,7 +181,7 @@ mod tests {
 
     fn frame(position: u32, count: u32) -> FrameHeader {
         let epoch = Epoch { counter: 1, minter: NEXT };
-        FrameHeader { job: JobId(1), epoch, edge: 1, request: REQUEST, position, count, sample: false }
+        FrameHeader { job: JobId(1), epoch, part: 1, channel: REQUEST.0, cursor: position, count, last: false }
     }
 
     fn ring(rows_max: u64) -> Ring {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     fn of(request: u64, position: u32) -> FrameHeader {
-        FrameHeader { request: RequestId(request), ..frame(position, 10) }
+        FrameHeader { channel: request, ..frame(position, 10) }
     }
 
     /// Full, with one frame each of requests 1 and 2.
@@ -213,7 +213,7 @@ mod tests {
         let (mut ring, gone) = filled(100, 4);
         assert_eq!(gone, vec![]);
         let positions =
-            |ring: &Ring, from| ring.replay(REQUEST, from).iter().map(|(h, _)| h.position).collect::<Vec<_>>();
+            |ring: &Ring, from| ring.replay(REQUEST, from).iter().map(|(h, _)| h.cursor).collect::<Vec<_>>();
         assert_eq!(positions(&ring, 0), vec![0, 10, 20, 30]);
         assert_eq!(positions(&ring, 15), vec![10, 20, 30], "a frame that begins earlier is sent whole");
         assert_eq!(positions(&ring, 40), vec![]);

@@ -4,15 +4,15 @@ use super::queue::{Waiting, choose, join};
 use super::ring::Ring;
 use super::{PipelineOutput, Route, discard};
 use crate::id::{Epoch, JobId, NodeId, RequestId, TensorId, WorkId};
-use crate::input::ItemResult;
 use crate::limits::{
     CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, SEQUENCES_MAX,
     STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
 };
-use crate::message::{FrameHeader, Message, Position, Sampling};
-use crate::output::{Item, Payload, SampleSpec};
+use crate::message::{FrameHeader, Message};
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
+use crate::work::Payload;
+use crate::work::serve::{Item, ItemResult, Position, SampleSpec, Sampling};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -149,22 +149,22 @@ impl StageRun {
             out.push_back(PipelineOutput::Refused { from, what });
             return discard(payload, out);
         }
-        if self.closed.contains(&header.request) {
+        if self.closed.contains(&header.request()) {
             return discard(payload, out);
         }
-        let have = self.have(header.request);
+        let have = self.have(header.request());
         let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
         let full = self.waiting.len() >= STAGE_QUEUE_MAX || positions >= STAGE_QUEUE_POSITIONS_MAX;
-        if header.position > have || full {
+        if header.cursor > have || full {
             if !full && self.route.shadow {
-                self.ask(now, header.request, have, out);
+                self.ask(now, header.request(), have, out);
             } else if !full {
-                self.tell_gap(header.request, have, out);
+                self.tell_gap(header.request(), have, out);
             }
             return discard(payload, out);
         }
         let waiting = Waiting { header, payload };
-        if self.requests.contains_key(&header.request) || self.requests.len() < self.route.sequences as usize {
+        if self.requests.contains_key(&header.request()) || self.requests.len() < self.route.sequences as usize {
             self.accept(waiting, out);
         } else {
             self.keep_outside(waiting, out);
@@ -173,16 +173,16 @@ impl StageRun {
 
     /// Positions held of a request, counting what waits.
     fn have(&self, request: RequestId) -> u32 {
-        let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request == request);
+        let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
         let inside = self.requests.get(&request).map(|held| held.have);
-        inside.unwrap_or_else(|| outside().map_or(0, |waiting| waiting.header.position + waiting.header.count))
+        inside.unwrap_or_else(|| outside().map_or(0, |waiting| waiting.header.end()))
     }
 
     /// Why a frame does not fit this stage, if it does not.
     fn misfit(&self, from: NodeId, header: &FrameHeader) -> Option<String> {
-        let end = header.position.checked_add(header.count);
-        if header.edge != self.route.stage {
-            return Some(format!("frame for edge {}, this is stage {}", header.edge, self.route.stage));
+        let end = header.cursor.checked_add(header.count);
+        if header.part != self.route.stage {
+            return Some(format!("frame for part {}, this is stage {}", header.part, self.route.stage));
         }
         if from != self.route.previous {
             return Some(format!("frame from {from}, stage {} listens to {}", self.route.stage, self.route.previous));
@@ -190,7 +190,7 @@ impl StageRun {
         if header.count == 0 || header.count > CHUNK_POSITIONS_MAX || end.is_none_or(|end| end > self.route.context) {
             return Some(format!(
                 "frame of {} positions from {}, expected 1 to {CHUNK_POSITIONS_MAX} within a context of {}",
-                header.count, header.position, self.route.context
+                header.count, header.cursor, self.route.context
             ));
         }
         None
@@ -201,19 +201,19 @@ impl StageRun {
         let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
         self.touched += 1;
         // A shadow chooses no tokens, so it needs not know how.
-        let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request);
-        let held = self.requests.entry(header.request).or_default();
+        let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request());
+        let held = self.requests.entry(header.request()).or_default();
         held.touched = self.touched;
-        let waits_for_open = unopened && (header.sample || !held.parked.is_empty());
+        let waits_for_open = unopened && (header.last || !held.parked.is_empty());
         if waits_for_open && parked >= PARKED_FRAMES_MAX {
             // The head's watchdog sends it again, with `Open` first.
             return discard(waiting.payload, out);
         }
-        if header.position < held.have {
+        if header.cursor < held.have {
             // It is computed again because somebody further on lost it.
-            self.send_from.remove(&header.request);
+            self.send_from.remove(&header.request());
         }
-        held.have = header.position + header.count;
+        held.have = header.end();
         if waits_for_open {
             held.parked.push_back(waiting);
         } else {
@@ -225,8 +225,8 @@ impl StageRun {
     /// another stream; the frame waits for it. Sent a second time it says that the `Close` was lost with a connection:
     /// then the cache unused for longest goes. Were that one alive after all, a `Gap` brings it back.
     fn keep_outside(&mut self, waiting: Waiting, out: &mut Out) {
-        let request = waiting.header.request;
-        let again = |old: &Waiting| old.header.request == request && old.header.position >= waiting.header.position;
+        let request = waiting.header.request();
+        let again = |old: &Waiting| old.header.request() == request && old.header.cursor >= waiting.header.cursor;
         if !self.outside.iter().any(again) {
             if self.outside.len() >= PARKED_FRAMES_MAX {
                 return discard(waiting.payload, out);
@@ -243,8 +243,8 @@ impl StageRun {
     /// Lets frames in that waited for a cache.
     fn admit_outside(&mut self, out: &mut Out) {
         while self.requests.len() < self.route.sequences as usize {
-            let Some(request) = self.outside.front().map(|waiting| waiting.header.request) else { return };
-            let (mine, others) = self.outside.drain(..).partition(|waiting| waiting.header.request == request);
+            let Some(request) = self.outside.front().map(|waiting| waiting.header.request()) else { return };
+            let (mine, others) = self.outside.drain(..).partition(|waiting| waiting.header.request() == request);
             self.outside = others;
             let mine: VecDeque<Waiting> = mine;
             mine.into_iter().for_each(|waiting| self.accept(waiting, out));
@@ -289,7 +289,7 @@ impl StageRun {
 
     fn drop_waiting(&mut self, request: RequestId, out: &mut Out) {
         for queue in [&mut self.waiting, &mut self.outside] {
-            let (gone, kept) = queue.drain(..).partition(|waiting| waiting.header.request == request);
+            let (gone, kept) = queue.drain(..).partition(|waiting| waiting.header.request() == request);
             *queue = kept;
             let gone: VecDeque<Waiting> = gone;
             gone.into_iter().for_each(|waiting| discard(waiting.payload, out));
@@ -359,14 +359,14 @@ impl StageRun {
 
     fn item(&self, waiting: Waiting, output: TensorId) -> Item {
         let Waiting { header, payload } = waiting;
-        let position = header.position + header.count;
-        let sample = self.opened.get(&header.request).filter(|_| header.sample).map(|opened| SampleSpec {
+        let position = header.end();
+        let sample = self.opened.get(&header.request()).filter(|_| header.last).map(|opened| SampleSpec {
             sampling: opened.sampling.clone(),
             prompt: opened.prompt,
-            position: if planted::has(Planted::SeedByFirstPosition) { header.position + 1 } else { position },
+            position: if planted::has(Planted::SeedByFirstPosition) { header.cursor + 1 } else { position },
             history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
         });
-        Item { request: header.request, position: header.position, count: header.count, input: payload, output, sample }
+        Item { request: header.request(), position: header.cursor, count: header.count, input: payload, output, sample }
     }
 
     pub(super) fn handle_computed(
@@ -389,8 +389,8 @@ impl StageRun {
             return self.fail(reason, out);
         }
         for (header, _) in &batch.items {
-            if let Some(held) = self.requests.get_mut(&header.request) {
-                held.computed = header.position + header.count;
+            if let Some(held) = self.requests.get_mut(&header.request()) {
+                held.computed = header.end();
             }
         }
         self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
@@ -416,13 +416,13 @@ impl StageRun {
     /// Sends one item's result on its way: the one place where rows leave a stage, and where the standby's copy branches
     /// off. The next stage is served first; nothing waits for either.
     fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
-        let (job, epoch, request) = (self.job, self.route.epoch, header.request);
-        let position = header.position + header.count;
+        let (job, epoch, request) = (self.job, self.route.epoch, header.request());
+        let position = header.end();
         let open = self.requests.contains_key(&request);
         let speaks = open && self.started && !self.route.shadow;
         match (result, self.route.next) {
             (ItemResult::Hidden, Some(next)) if open => {
-                let header = FrameHeader { edge: self.route.stage + 1, epoch, ..header };
+                let header = FrameHeader { part: self.route.stage + 1, epoch, ..header };
                 if speaks {
                     let known = self.send_from.get(&request).is_some_and(|&from| position <= from);
                     let next = (!known).then_some((next, false));
@@ -514,13 +514,13 @@ impl StageRun {
     /// Sends the ring's rows from `have` on, in chunks as large as they may be.
     fn replay(&self, to: NodeId, request: RequestId, have: u32, out: &mut Out) {
         let copy = self.route.next != Some(to);
-        let (epoch, edge) = (self.route.epoch, self.route.stage + 1);
+        let (epoch, part) = (self.route.epoch, self.route.stage + 1);
         let mut joined: Option<Waiting> = None;
         for (header, tensor) in self.ring.replay(request, have) {
-            let next = Waiting { header: FrameHeader { epoch, edge, ..header }, payload: Payload::Tensor(tensor) };
+            let next = Waiting { header: FrameHeader { epoch, part, ..header }, payload: Payload::Tensor(tensor) };
             let adjoins = joined.as_ref().is_some_and(|Waiting { header, .. }| {
                 let rows = header.count + next.header.count;
-                header.position + header.count == next.header.position && rows <= CHUNK_POSITIONS_MAX
+                header.end() == next.header.cursor && rows <= CHUNK_POSITIONS_MAX
             });
             let whole = if adjoins { None } else { joined.take() };
             out.extend(whole.map(|Waiting { header, payload }| PipelineOutput::Frame { to, header, payload, copy }));

@@ -1,7 +1,7 @@
 //! One stage between frames and executor: positions, gaps, replays and bounds.
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use super::*;
-use crate::message::Sampling;
+use crate::work::serve::Sampling;
 use alloc::{string::ToString, vec};
 
 const JOB: JobId = JobId(1);
@@ -34,12 +34,12 @@ fn stage(next: Option<NodeId>) -> Pipeline {
 }
 
 fn frame(request: u64, position: u32, count: u32, sample: bool) -> FrameHeader {
-    FrameHeader { job: JOB, epoch: EPOCH, edge: 0, request: RequestId(request), position, count, sample }
+    FrameHeader { job: JOB, epoch: EPOCH, part: 0, channel: request, cursor: position, count, last: sample }
 }
 
 /// Gives a frame whose tensor is named by request and position.
 fn give(pipeline: &mut Pipeline, header: FrameHeader) {
-    let tensor = TensorId(1 << 63 | header.request.0 << 32 | u64::from(header.position));
+    let tensor = TensorId(1 << 63 | header.request().0 << 32 | u64::from(header.cursor));
     pipeline.handle_frame(NOW, HEAD, header, Payload::Tensor(tensor));
 }
 
@@ -219,7 +219,7 @@ fn a_failed_batch_fails_the_stage_and_every_later_frame_says_so() {
 fn frames_that_do_not_fit_are_refused() {
     let mut pipeline = stage(Some(NEXT));
     let misfits = [
-        FrameHeader { edge: 1, ..frame(1, 0, 5, false) },
+        FrameHeader { part: 1, ..frame(1, 0, 5, false) },
         frame(1, 0, 0, false),
         frame(1, 0, 513, false),
         frame(1, 2048, 1, false),
@@ -251,7 +251,7 @@ const STANDBY: NodeId = NodeId([4; 16]);
 /// (receiver, first position, count) of the frames among outputs.
 fn frames(outputs: &[PipelineOutput]) -> Vec<(NodeId, u32, u32)> {
     let frames = outputs.iter().filter_map(|output| match output {
-        PipelineOutput::Frame { to, header, .. } => Some((*to, header.position, header.count)),
+        PipelineOutput::Frame { to, header, .. } => Some((*to, header.cursor, header.count)),
         _ => None,
     });
     frames.collect()
@@ -291,9 +291,9 @@ fn a_shadow_computes_and_tells_nobody_until_it_is_promoted() {
     let shadow = Route { stage: 1, previous, shadow: true, ..route(Some(NEXT)) };
     pipeline.install(JOB, shadow.clone());
     pipeline.go(NOW, JOB, &[]);
-    let at_stage_1 = |position, count, sample| FrameHeader { edge: 1, ..frame(1, position, count, sample) };
+    let at_stage_1 = |position, count, sample| FrameHeader { part: 1, ..frame(1, position, count, sample) };
     let feed = |pipeline: &mut Pipeline, header: FrameHeader| {
-        let tensor = TensorId(1 << 63 | u64::from(header.position));
+        let tensor = TensorId(1 << 63 | u64::from(header.cursor));
         pipeline.handle_frame(NOW, previous, header, Payload::Tensor(tensor));
     };
     feed(&mut pipeline, at_stage_1(5, 1, true));
@@ -317,7 +317,7 @@ fn a_shadow_computes_and_tells_nobody_until_it_is_promoted() {
     let told = outputs(&mut pipeline);
     assert_eq!(frames(&told), vec![(NEXT, 0, 6)]);
     let new_epoch = |output: &PipelineOutput| match output {
-        PipelineOutput::Frame { header, .. } => header.epoch == epoch && header.edge == 2,
+        PipelineOutput::Frame { header, .. } => header.epoch == epoch && header.part == 2,
         _ => true,
     };
     assert!(told.iter().all(new_epoch));
@@ -356,7 +356,7 @@ fn those_before_are_told_what_is_held_when_it_is_news() {
     let previous = NodeId([2; 16]);
     pipeline.install(JOB, Route { stage: 1, previous, ..route(None) });
     pipeline.go(NOW, JOB, &[]);
-    let header = FrameHeader { edge: 1, ..frame(1, 0, 5, false) };
+    let header = FrameHeader { part: 1, ..frame(1, 0, 5, false) };
     pipeline.handle_frame(NOW, previous, header, Payload::Tensor(TensorId(1 << 63)));
     let (work, _) = start(&mut pipeline).unwrap();
     finish(&mut pipeline, work, vec![ItemResult::Nothing]);

@@ -8,12 +8,11 @@ mod job;
 mod tests;
 
 use super::message::TileMessage;
-use super::order::{GridSpec, Report, SaveKind, Schedule, SimulationId, TileFigures};
-use super::succession::Inheritance;
 use crate::id::{CallId, Epoch, Ids, JobId, NodeId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
 use crate::output::Event;
 use crate::time::Instant;
+use crate::work::steps::{CANCELLED, GridEvent, GridSpec, Inheritance, SaveKind};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use job::GridJob;
@@ -23,9 +22,6 @@ use partitioner::tiles::{Block, GridError, GridPlan, GridWork, Paces, TileStandb
 
 /// Top byte of this machine's plan tokens.
 const GRID_TAG: u64 = 3 << 56;
-
-/// Why a simulation ended that somebody cancelled.
-pub const CANCELLED: &str = "it was cancelled";
 
 /// What the coordinator wants done.
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
@@ -73,30 +69,6 @@ pub enum GridOutput {
     Unwatch { job: JobId },
     /// For callers and logs.
     Notify(Event),
-}
-
-/// What is told of a job, for callers, logs and pages.
-#[expect(missing_docs, reason = "fields of variants are named after what they are")]
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GridEvent {
-    /// This node took it over, since the coordinator is silent.
-    Inherited { from: NodeId, simulation: SimulationId, schedule: Schedule },
-    /// It has a placement and begins, or goes on, from this step.
-    Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
-    /// All tiles are there, and it runs.
-    Running { epoch: Epoch, step: u32 },
-    /// All tiles have made so many steps.
-    Progress { step: u32 },
-    /// After this step, all tiles together.
-    Report { step: u32, report: Report },
-    /// A checkpoint of this step is on disk.
-    Checkpoint { step: u32 },
-    /// What comes of it cannot be written, or something else holds it up; it tries again.
-    Waiting { reason: String },
-    /// Another node coordinates it from now on.
-    Moved,
-    /// It is over here: all steps are made, or why not.
-    Ended { result: Result<(), String>, figures: Vec<TileFigures> },
 }
 
 /// All grid jobs of which this node is the coordinator.

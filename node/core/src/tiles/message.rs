@@ -1,6 +1,5 @@
 //! What nodes that share a simulation say to each other.
-use super::order::{Report, SaveKind, TileFigures, TileOrder};
-use super::succession::Will;
+use crate::work::steps::{Report, SaveKind, TileFigures, TileOrder, TileReady, Will};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
@@ -39,15 +38,4 @@ pub enum TileMessage {
     Will(Box<Will>),
     /// A participant to those who may succeed: it does not hear the coordinator.
     Orphaned,
-}
-
-/// A tile that is held.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TileReady {
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// Steps made.
-    pub step: u32,
-    /// The first step whose strips it still has for its neighbours.
-    pub kept_from: u32,
 }

@@ -1,12 +1,14 @@
 //! One tile that this node computes, as its owner or in the shadow: what it waits for, what runs, what it owes to others.
 use super::TilesOutput;
 use super::log::{Feed, HaloLog, Strip};
-use super::message::{TileMessage, TileReady};
-use super::order::{Report, SaveKind, Stop, StopKind, Tier, TileFigures, TileOrder};
-use crate::id::{Epoch, JobId, LoadId, NodeId, RequestId, TensorId, WorkId};
+use super::message::TileMessage;
+use crate::id::{Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
 use crate::limits::{REPORTS_KEPT, SAVES_WAITING_MAX, STRIPS_WAITING_MAX, TILE_PASS, TILE_PIECE};
 use crate::message::FrameHeader;
 use crate::time::{Duration, Instant};
+use crate::work::steps::{
+    Report, SaveKind, Stop, StopKind, Tier, TileFigures, TileMade, TileOrder, TileReady, TileWork,
+};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use partitioner::tiles::TileLink;
@@ -82,19 +84,6 @@ struct Busy {
     /// Steps of it.
     steps: u32,
     since: Instant,
-}
-
-/// What an executor made of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct TileMade {
-    /// Nanoseconds it worked; a device that is told ahead, on the run before.
-    pub compute_ns: u64,
-    /// Nanoseconds for which a device was still at the run before when that was answered, and this one not begun.
-    pub overlap_ns: u64,
-    /// Reports, by step.
-    pub reports: Vec<(u32, Report)>,
-    /// States put aside, and their bytes.
-    pub saves: Vec<(u32, SaveKind, u64)>,
 }
 
 /// Names for what a run makes.
@@ -212,21 +201,18 @@ impl TileRun {
 
     /// A strip came. Whether it is wanted.
     pub(super) fn strip(&mut self, from: NodeId, header: &FrameHeader, tensor: TensorId) -> bool {
-        let (peer, number) = ((header.request.0 >> 32) as u16, header.request.0 as u32);
-        let link = usize::try_from(number).ok().and_then(|number| self.links.get(number));
-        let known = link.is_some_and(|link| link.link.peer == peer && link.link.takes);
-        let owner = self.order.owner(peer);
-        if !known || owner != Some(from) || !self.has_cells() {
+        let link = usize::try_from(header.channel).ok().and_then(|number| self.links.get(number));
+        let Some(peer) = link.filter(|link| link.link.takes).map(|link| link.link.peer) else { return false };
+        if self.order.owner(peer) != Some(from) || !self.has_cells() {
             return false;
         }
-        self.log.held(peer, from, header.position);
-        let key = (header.position, number as u16);
-        if header.position < self.step || self.received.len() >= STRIPS_WAITING_MAX || self.received.contains_key(&key)
-        {
+        self.log.held(peer, from, header.cursor);
+        let key = (header.cursor, header.channel as u16);
+        if header.cursor < self.step || self.received.len() >= STRIPS_WAITING_MAX || self.received.contains_key(&key) {
             return false;
         }
         // What is being consumed has left `received` already.
-        if self.busy.as_ref().is_some_and(|busy| busy.steps > 0 && header.position < busy.to) {
+        if self.busy.as_ref().is_some_and(|busy| busy.steps > 0 && header.cursor < busy.to) {
             return false;
         }
         self.received.insert(key, tensor);
@@ -242,11 +228,11 @@ impl TileRun {
             let header = FrameHeader {
                 job,
                 epoch: self.epoch,
-                edge: link.link.peer,
-                request: RequestId(u64::from(self.order.tile) << 32 | u64::from(link.mirror)),
-                position: sending.step,
+                part: link.link.peer,
+                channel: link.mirror.into(),
+                cursor: sending.step,
                 count: sending.strip.count,
-                sample: false,
+                last: false,
             };
             let bytes = if sending.copy { &mut self.figures.copied_bytes } else { &mut self.figures.sent_bytes };
             *bytes += sending.strip.bytes;
@@ -507,27 +493,6 @@ impl TileRun {
             self.log.feed(Feed { tile, node, owner: true, live: false, held, next: held }, false);
         }
     }
-}
-
-/// A run of some steps, for the executor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TileWork {
-    /// Named in the answers.
-    pub work: WorkId,
-    /// Whose tile.
-    pub job: JobId,
-    /// Which tile.
-    pub tile: u16,
-    /// Steps made before.
-    pub from: u32,
-    /// Steps made afterwards; the same where only what is there is to be told.
-    pub to: u32,
-    /// The neighbours' strips of step `from`, by link; consumed.
-    pub strips_in: Vec<(u16, TensorId)>,
-    /// Names for the strips of step `to`, by link: to be made first, and told.
-    pub strips_out: Vec<(u16, TensorId)>,
-    /// What is to be made on the way.
-    pub stops: Vec<Stop>,
 }
 
 fn nanos(duration: Duration) -> u64 {

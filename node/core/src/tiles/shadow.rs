@@ -1,11 +1,11 @@
 //! Tiles that this node stands by for: they take a snapshot of the owner's, compute along or keep it, and say what they hold.
 use super::message::TileMessage;
-use super::order::SaveKind;
 use super::run::State;
 use super::{Tiles, TilesOutput};
 use crate::id::{JobId, LoadId, NodeId};
 use crate::limits::{SNAPSHOT_EVERY_MIN, SNAPSHOT_RETRY};
 use crate::time::{Duration, Instant};
+use crate::work::steps::SaveKind;
 use alloc::string::String;
 use alloc::vec::Vec;
 

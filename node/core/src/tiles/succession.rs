@@ -5,76 +5,14 @@
 //! before it. It goes on under an epoch of its own; whoever comes too late is told so (`Stale`). There is no consensus: two
 //! that are cut off from each other may both go on for a while, and make the same, since steps are deterministic.
 use super::message::TileMessage;
-use super::order::{GridSpec, Tier, TileStart};
 use super::{Tiles, TilesOutput};
-use crate::id::{Epoch, JobId, NodeId};
+use crate::id::{JobId, NodeId};
 use crate::limits::{FORMERS_MAX, MIRROR_NEWER, MIRROR_RETRY, SUCCESSION_TURN, VOICE_MAX};
 use crate::time::Instant;
-use alloc::collections::{BTreeMap, BTreeSet};
+use crate::work::steps::{GridSpec, Inheritance, Will, participants};
+use alloc::collections::BTreeMap;
 use alloc::{boxed::Box, string::String, vec::Vec};
-use partitioner::tiles::{Block, TILES_MAX};
-use serde::{Deserialize, Serialize};
-
-/// What a successor has to know besides what its own tile's order says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Will {
-    /// How tiles are guarded.
-    pub tier: Tier,
-    /// Steps between exchanges, as the submitter asked for them.
-    pub depth: Option<u32>,
-    /// Predicted nanoseconds of a step.
-    pub step_ns: u64,
-    /// Where the present placement began.
-    pub start: TileStart,
-    /// The last checkpoint that the coordinator has.
-    pub checkpoint: Option<u32>,
-    /// What is not in the order, for each tile.
-    pub tiles: Vec<WilledTile>,
-}
-
-/// See `Will`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WilledTile {
-    /// Bytes the plan allows it.
-    pub bytes: u64,
-    /// Predicted nanoseconds of computing a step.
-    pub step_ns: u64,
-    /// Thousandths of its node's speed by which that was predicted; 0: for another node.
-    pub pace: u32,
-    /// Who stands by, and whether it has cells.
-    pub standby: Option<(NodeId, bool)>,
-    /// Milliseconds from one of its snapshots to the next.
-    pub snapshot_ms: u32,
-}
-
-/// A simulation as its successor takes it over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Inheritance {
-    /// What was submitted; `resume` names the checkpoint that the successor has.
-    pub spec: GridSpec,
-    /// Under which placement it ran.
-    pub epoch: Epoch,
-    /// Steps between exchanges.
-    pub depth: u32,
-    /// All tiles and their owners.
-    pub owners: Vec<(NodeId, Block)>,
-    /// Who coordinated it, the last one first.
-    pub formers: Vec<NodeId>,
-    /// The rest.
-    pub will: Will,
-}
-
-impl Inheritance {
-    /// Owners and standbys.
-    pub fn participants(&self) -> BTreeSet<NodeId> {
-        participants(&self.owners, &self.will)
-    }
-}
-
-fn participants(owners: &[(NodeId, Block)], will: &Will) -> BTreeSet<NodeId> {
-    let standbys = will.tiles.iter().filter_map(|tile| tile.standby).map(|(node, _)| node);
-    owners.iter().map(|(node, _)| *node).chain(standbys).collect()
-}
+use partitioner::tiles::TILES_MAX;
 
 /// What a participant knows for the case that the coordinator falls silent.
 #[derive(Debug, Default)]

@@ -25,7 +25,7 @@ async fn three_nodes_exchange_messages_frames_and_requests() {
         nodes[from].endpoint.send_frame(target, one, rows(1, 64), Priority::Decode).unwrap();
         nodes[from].endpoint.send_frame(target, many, rows(512, 64), Priority::Prefill).unwrap();
         let mut frames = [nodes[to].frame().await, nodes[to].frame().await];
-        frames.sort_by_key(|(_, head, _)| head.position);
+        frames.sort_by_key(|(_, head, _)| head.cursor);
         let sender = nodes[from].id();
         assert_eq!(frames[0], (sender, one, rows(1, 64).to_vec()));
         assert_eq!(frames[1], (sender, many, rows(512, 64).to_vec()));
@@ -246,14 +246,14 @@ async fn copies_are_left_out_for_a_standby_that_does_not_read() {
     assert_eq!(send(first, Priority::Prefill), Ok(()), "what is waited for is not left out");
     let mut arrived = BTreeSet::new();
     while arrived.len() <= first as usize {
-        arrived.insert(b.frame().await.1.position);
+        arrived.insert(b.frame().await.1.cursor);
     }
     assert!(arrived.into_iter().eq(0..=first), "it reads again, over the same connection");
     while let Err(error) = send(first + 1, Priority::Copy) {
         assert_eq!(error, SendError::LeftOut);
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(b.frame().await.1.position, first + 1);
+    assert_eq!(b.frame().await.1.cursor, first + 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -266,7 +266,7 @@ async fn frames_flow_again_when_the_node_lets_go() {
         a.endpoint.send_frame(b.id(), head(route(1), i, 64, 2048), rows(64, 2048), Priority::Prefill).unwrap();
     }
     for i in 0..20 {
-        assert_eq!(b.frame().await.1.position, i);
+        assert_eq!(b.frame().await.1.cursor, i);
     }
 }
 
@@ -308,7 +308,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
         });
         assert_eq!(refused.await, unexpected);
     }
-    // The newer epoch ended the older stream on that edge; the job goes on under a third.
+    // The newer epoch ended the older stream to that part; the job goes on under a third.
     let third = Route { epoch: Epoch { counter: 3, minter: [1; 16] }, ..route(1) };
     b.endpoint.expect(third, Expectation::hidden(8, 1));
     a.endpoint.send_frame(b.id(), head(third, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
@@ -375,7 +375,7 @@ async fn a_decode_frame_does_not_wait_behind_weights() {
         }
         let before = fetched();
         a.endpoint.send_frame(b.id(), head(route(1), position, 1, 8), rows(1, 8), Priority::Decode).unwrap();
-        assert_eq!(b.frame().await.1.position, position);
+        assert_eq!(b.frame().await.1.cursor, position);
         passed.push((fetched() - before, ANSWERS * ANSWER_BYTES - before));
     }
     assert!(passed.iter().any(|(bytes, left)| *bytes < left / 2), "bytes that came before each frame, of: {passed:?}");

@@ -7,8 +7,9 @@ use crate::limits::{
     FETCH_MAX, PREPARE_RETRY, RESHAPE_EVERY, RESHAPE_GAIN_PERCENT, RESHAPE_LOOKS, RESHAPE_QUIET, STANDBY_RETRY,
 };
 use crate::message::Message;
-use crate::output::{Change, Event};
+use crate::output::Event;
 use crate::time::Instant;
+use crate::work::Change;
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};

@@ -1,5 +1,5 @@
 //! What comes of a simulation: checkpoints and outputs as they are fetched from owners, and reports as they are added up.
-use super::super::order::{Report, SaveKind};
+use crate::work::steps::{Report, SaveKind};
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 

@@ -6,14 +6,14 @@ mod search;
 mod succession;
 mod view;
 
-use super::super::message::{TileMessage, TileReady};
-use super::super::order::{GridSpec, Report, SaveKind, Tier, TileFigures, TileOrder, TileStart};
+use super::super::message::TileMessage;
 use super::collect::Collected;
-use super::{GridEvent, GridOutput, Ids, Unprepared};
+use super::{GridOutput, Ids, Unprepared};
 use crate::id::{Epoch, NodeId};
 use crate::limits::{DEGRADED_RETRY, PREPARE_RETRY, STANDBY_RETRY};
 use crate::output::Event;
 use crate::time::{Duration, Instant};
+use crate::work::steps::{GridEvent, GridSpec, Report, SaveKind, Tier, TileFigures, TileOrder, TileReady, TileStart};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use partitioner::DeviceId;

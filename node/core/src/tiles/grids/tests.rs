@@ -1,7 +1,6 @@
 //! What a coordinator does with the states that owners announce.
 use super::*;
-use crate::tiles::order::{Tier, TileStart};
-use crate::tiles::succession::{Will, WilledTile};
+use crate::work::steps::{Schedule, SimulationId, Tier, TileStart, Will, WilledTile};
 use alloc::vec;
 
 const ME: NodeId = NodeId([1; 16]);

@@ -1,12 +1,12 @@
 //! Who stands by for the tiles of a simulation.
 use super::super::super::message::TileMessage;
-use super::super::super::order::{Tier, TileStart};
 use super::super::GridOutput;
 use super::{GridJob, Phase, Standby};
 use crate::id::NodeId;
 use crate::limits::STANDBY_RETRY;
 use crate::output::Event;
 use crate::time::Instant;
+use crate::work::steps::{Tier, TileStart};
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use partitioner::DeviceId;

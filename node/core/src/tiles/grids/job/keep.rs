@@ -1,11 +1,11 @@
 //! What comes of a simulation on its way to the submitter's disk: who has put something aside is asked for it.
 use super::super::super::message::TileMessage;
-use super::super::super::order::SaveKind;
-use super::super::{GridEvent, GridOutput, Unprepared};
+use super::super::{GridOutput, Unprepared};
 use super::{Fetch, FetchState, GridJob, Ids};
 use crate::id::NodeId;
 use crate::limits::{CHECKPOINT_PARTS_AT_ONCE, COLLECT_RETRY};
 use crate::time::Instant;
+use crate::work::steps::{GridEvent, SaveKind};
 use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::string::String;

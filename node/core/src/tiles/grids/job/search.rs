@@ -2,11 +2,11 @@
 //!
 //! Looking costs a pass over the memory, so it is done every so many steps. What is found then began somewhere between; since
 //! steps are deterministic, it comes again when they are made again from the last checkpoint.
-use super::super::super::order::Schedule;
-use super::super::{GridEvent, GridOutput};
+use super::super::GridOutput;
 use super::{GridJob, Ids, Phase};
 use crate::limits::SEARCH_MOST;
 use crate::time::Instant;
+use crate::work::steps::{GridEvent, Schedule};
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::{format, string::String};
 

@@ -1,12 +1,11 @@
 //! What a coordinator leaves to its successors, and how one of them goes on.
 use super::super::super::message::TileMessage;
-use super::super::super::order::TileFigures;
-use super::super::super::succession::{Inheritance, Will, WilledTile};
-use super::super::{GridEvent, GridOutput};
+use super::super::GridOutput;
 use super::{GridJob, Phase, Standby, Tile};
 use crate::id::{Epoch, NodeId};
 use crate::limits::SUCCESSORS_MAX;
 use crate::time::Instant;
+use crate::work::steps::{GridEvent, Inheritance, TileFigures, Will, WilledTile};
 use alloc::collections::VecDeque;
 use alloc::{boxed::Box, format, vec::Vec};
 

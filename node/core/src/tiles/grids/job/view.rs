@@ -1,7 +1,7 @@
 //! A simulation as people and programs see it.
-use super::super::super::order::TileFigures;
 use super::{GridJob, Phase};
 use crate::id::{Epoch, JobId, NodeId};
+use crate::work::steps::TileFigures;
 use alloc::string::String;
 use alloc::vec::Vec;
 use partitioner::tiles::Block;

@@ -1,6 +1,7 @@
-//! What a tile of a simulation is asked to be: the cut it is part of, where it starts, and what is made on the way.
-use crate::id::{ContentId, JobId, NodeId};
+//! The vocabulary of stepping a grid: the simulation, a tile's order, its work and results, and what the job reports.
+use crate::id::{ContentId, Epoch, JobId, NodeId, TensorId, WorkId};
 use crate::limits::{FORMERS_MAX, GRID_STEPS_MAX, SIMULATION_BYTES_MAX, SUCCESSORS_MAX};
+use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
 use partitioner::tiles::{self, Block, DEPTH_MAX, GridWork, TILES_MAX, TileLink};
 use serde::{Deserialize, Serialize};
@@ -290,4 +291,146 @@ pub struct TileFigures {
     pub sent_bytes: u64,
     /// Bytes of copies of these given to standbys.
     pub copied_bytes: u64,
+}
+
+/// A tile that the shell made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TileLoaded {
+    /// Bytes it takes.
+    pub bytes: u64,
+    /// The step of its cells; none for a standby that waits for a snapshot.
+    pub step: Option<u32>,
+}
+
+/// A tile that is held.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TileReady {
+    /// Bytes it takes.
+    pub bytes: u64,
+    /// Steps made.
+    pub step: u32,
+    /// The first step whose strips it still has for its neighbours.
+    pub kept_from: u32,
+}
+
+/// A run of some steps, for the executor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileWork {
+    /// Named in the answers.
+    pub work: WorkId,
+    /// Whose tile.
+    pub job: JobId,
+    /// Which tile.
+    pub tile: u16,
+    /// Steps made before.
+    pub from: u32,
+    /// Steps made afterwards; the same where only what is there is to be told.
+    pub to: u32,
+    /// The neighbours' strips of step `from`, by link; consumed.
+    pub strips_in: Vec<(u16, TensorId)>,
+    /// Names for the strips of step `to`, by link: to be made first, and told.
+    pub strips_out: Vec<(u16, TensorId)>,
+    /// What is to be made on the way.
+    pub stops: Vec<Stop>,
+}
+
+/// What an executor made of a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TileMade {
+    /// Nanoseconds it worked; a device that is told ahead, on the run before.
+    pub compute_ns: u64,
+    /// Nanoseconds for which a device was still at the run before when that was answered, and this one not begun.
+    pub overlap_ns: u64,
+    /// Reports, by step.
+    pub reports: Vec<(u32, Report)>,
+    /// States put aside, and their bytes.
+    pub saves: Vec<(u32, SaveKind, u64)>,
+}
+
+/// Why a simulation ended that somebody cancelled.
+pub const CANCELLED: &str = "it was cancelled";
+
+/// What is told of a job, for callers, logs and pages.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GridEvent {
+    /// This node took it over, since the coordinator is silent.
+    Inherited { from: NodeId, simulation: SimulationId, schedule: Schedule },
+    /// It has a placement and begins, or goes on, from this step.
+    Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
+    /// All tiles are there, and it runs.
+    Running { epoch: Epoch, step: u32 },
+    /// All tiles have made so many steps.
+    Progress { step: u32 },
+    /// After this step, all tiles together.
+    Report { step: u32, report: Report },
+    /// A checkpoint of this step is on disk.
+    Checkpoint { step: u32 },
+    /// What comes of it cannot be written, or something else holds it up; it tries again.
+    Waiting { reason: String },
+    /// Another node coordinates it from now on.
+    Moved,
+    /// It is over here: all steps are made, or why not.
+    Ended { result: Result<(), String>, figures: Vec<TileFigures> },
+}
+
+/// What a successor has to know besides what its own tile's order says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Will {
+    /// How tiles are guarded.
+    pub tier: Tier,
+    /// Steps between exchanges, as the submitter asked for them.
+    pub depth: Option<u32>,
+    /// Predicted nanoseconds of a step.
+    pub step_ns: u64,
+    /// Where the present placement began.
+    pub start: TileStart,
+    /// The last checkpoint that the coordinator has.
+    pub checkpoint: Option<u32>,
+    /// What is not in the order, for each tile.
+    pub tiles: Vec<WilledTile>,
+}
+
+/// See `Will`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WilledTile {
+    /// Bytes the plan allows it.
+    pub bytes: u64,
+    /// Predicted nanoseconds of computing a step.
+    pub step_ns: u64,
+    /// Thousandths of its node's speed by which that was predicted; 0: for another node.
+    pub pace: u32,
+    /// Who stands by, and whether it has cells.
+    pub standby: Option<(NodeId, bool)>,
+    /// Milliseconds from one of its snapshots to the next.
+    pub snapshot_ms: u32,
+}
+
+/// A simulation as its successor takes it over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inheritance {
+    /// What was submitted; `resume` names the checkpoint that the successor has.
+    pub spec: GridSpec,
+    /// Under which placement it ran.
+    pub epoch: Epoch,
+    /// Steps between exchanges.
+    pub depth: u32,
+    /// All tiles and their owners.
+    pub owners: Vec<(NodeId, Block)>,
+    /// Who coordinated it, the last one first.
+    pub formers: Vec<NodeId>,
+    /// The rest.
+    pub will: Will,
+}
+
+impl Inheritance {
+    /// Owners and standbys.
+    pub fn participants(&self) -> BTreeSet<NodeId> {
+        participants(&self.owners, &self.will)
+    }
+}
+
+pub(crate) fn participants(owners: &[(NodeId, Block)], will: &Will) -> BTreeSet<NodeId> {
+    let standbys = will.tiles.iter().filter_map(|tile| tile.standby).map(|(node, _)| node);
+    owners.iter().map(|(node, _)| *node).chain(standbys).collect()
 }
