@@ -4,9 +4,9 @@
 //! know over their certified connections: at once when something changes, when they connect, and every 30 s one picks
 //! another. The key goes the same way and not through the core, whose inputs may be recorded.
 use crate::admission::{self, Admission};
+use crate::bulk::BulkRequest;
 use crate::driver::DriverHandle;
 use crate::handle::{NodeError, unix_seconds};
-use crate::tags::BANS as TAG;
 use node_core::admission::Invite;
 use node_core::id::NodeId;
 use node_core::input::Input;
@@ -31,10 +31,37 @@ const SEAL_AFTER: Duration = Duration::from_secs(1);
 const AGAIN: Duration = Duration::from_secs(30);
 /// A clock that moved by more than this against the time that passed was set: what it kept out is asked for again.
 const CLOCK_LEAP: Duration = Duration::from_secs(60);
-/// Second byte of a request: the other side asks back if it lacks something…
+/// First byte of an exchange: the other side asks back if it lacks something…
 const NEWS: u8 = 1;
 /// …or does not, because this is such a question itself.
 const BACK: u8 = 0;
+
+/// What a member asks and says about bans: whether to ask back, a digest of all that it knows, and the key with the founder's
+/// revocations. So these arrive even where the rest, which goes in the answer, does not.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Exchange {
+    kind: u8,
+    digest: [u8; 32],
+    head: State,
+}
+
+impl Exchange {
+    fn new(state: &State, kind: u8) -> Self {
+        Self { kind, digest: state.digest(), head: state.head() }
+    }
+
+    /// As it is sent, after its tag.
+    pub fn encode(&self) -> Vec<u8> {
+        [&[self.kind][..], &self.digest[..], self.head.encode().as_slice()].concat()
+    }
+
+    /// What was sent; none if it is something else.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (&kind, rest) = bytes.split_first()?;
+        let (digest, head) = rest.split_first_chunk::<32>()?;
+        Some(Self { kind, digest: *digest, head: State::decode(head)? })
+    }
+}
 
 /// Who is banned from the mesh, as far as this node knows.
 pub struct Bans {
@@ -183,8 +210,8 @@ impl Bans {
     }
 
     /// Answers a member: with nothing if both know the same, else with all that is known here. It writes to the disk.
-    pub fn answer(self: &Arc<Self>, from: transport::NodeId, request: &[u8]) -> Vec<u8> {
-        let Some((kind, digest, head)) = read_request(request) else { return Vec::new() };
+    pub fn answer(self: &Arc<Self>, from: transport::NodeId, exchange: Exchange) -> Vec<u8> {
+        let Exchange { kind, digest, head } = exchange;
         self.hear(head);
         let state = self.state();
         if state.digest() == digest {
@@ -234,7 +261,7 @@ impl Bans {
     }
 
     async fn try_exchange(self: &Arc<Self>, node: transport::NodeId, kind: u8) -> Result<(), RequestError> {
-        let request = request(&self.state(), kind);
+        let request = BulkRequest::Bans(Exchange::new(&self.state(), kind)).encode();
         let answer = self.endpoint.request(node, request.into()).await?.all(STATE_BYTES_MAX).await?;
         if let Some(heard) = State::decode(&answer) {
             let bans = self.clone();
@@ -373,23 +400,6 @@ async fn seal(gossip: Arc<GossipSocket>, mut keys: watch::Receiver<[u8; 32]>) {
         let key = *keys.borrow_and_update();
         gossip.seal_with(&key);
     }
-}
-
-/// Whether a request over the data plane is one about bans.
-pub fn is_request(request: &[u8]) -> bool {
-    request.first() == Some(&TAG)
-}
-
-/// Tag, kind, digest of all that is known, then the key and the founder's revocations: so these arrive even where the rest,
-/// which goes in the answer, does not.
-fn request(state: &State, kind: u8) -> Vec<u8> {
-    [&[TAG, kind][..], &state.digest()[..], state.head().encode().as_slice()].concat()
-}
-
-fn read_request(request: &[u8]) -> Option<(u8, [u8; 32], State)> {
-    let (&kind, rest) = request.strip_prefix(&[TAG])?.split_first()?;
-    let (digest, head) = rest.split_first_chunk::<32>()?;
-    Some((kind, *digest, State::decode(head)?))
 }
 
 /// Logs why an exchange failed.

@@ -1,12 +1,11 @@
 //! Which models other members serve. A node asks them when its user wants what it does not serve itself, or serves a second
 //! copy: the answer is where to go, and nothing is decided by it.
 use crate::handle::ServedModels;
-use crate::tags::SERVED as TAG;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::sync::{OnceLock, PoisonError};
 
-/// What this node tells members that ask.
+/// What this node answers members that ask.
 #[derive(Default)]
 pub(crate) struct Directory {
     /// What is served here.
@@ -22,16 +21,6 @@ pub(crate) struct Served {
     pub(crate) models: Vec<String>,
     /// Where its API listens, as it sees its own addresses.
     pub(crate) api: Option<SocketAddr>,
-}
-
-/// Whether this is the question.
-pub(crate) fn is_request(request: &[u8]) -> bool {
-    request == [TAG]
-}
-
-/// The question.
-pub(crate) fn request() -> Vec<u8> {
-    vec![TAG]
 }
 
 /// Most bytes of an answer: a node serves a few dozen models, and names are a line long.
@@ -69,6 +58,5 @@ mod tests {
         }
         let named = decode(br#"{"models": ["a", "b\u001b[2J"], "api": null}"#).unwrap();
         assert_eq!(named.models, ["a"], "no control characters reach a terminal");
-        assert!(is_request(&request()) && !is_request(b""));
     }
 }

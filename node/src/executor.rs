@@ -1,14 +1,14 @@
 //! The one thread that computes: it owns the loaded stages and runs what the core asks for, in order.
 use crate::driver::DriverHandle;
-use crate::residency::Residency;
+use crate::residency::{Key, Residency};
 use crate::tensors::{Tensor, Tensors};
 use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Want};
 use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
 use node_core::input::Input;
 use node_core::limits::CHALLENGE_STEPS;
-use node_core::work::Payload;
-use node_core::work::serve::{Item, ItemResult, LoadedStage, SampleSpec, Sampling};
+use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling};
+use node_core::work::{Loaded, Made, Payload};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
@@ -21,8 +21,8 @@ pub const SCRATCH_BYTES: u64 = 16 << 20;
 pub enum Command {
     /// A stage was loaded.
     Install {
-        /// Its job.
-        job: JobId,
+        /// Which.
+        key: Key,
         /// The epoch it was loaded for.
         epoch: Epoch,
         /// The order that is answered.
@@ -32,42 +32,45 @@ pub enum Command {
         /// What the plan allows it: caches grow into that as they are used.
         bytes_max: u64,
     },
-    /// The stage stays, under another epoch.
+    /// A stage stays, under another epoch.
     Keep {
-        /// Its job.
-        job: JobId,
+        /// Which.
+        key: Key,
         /// The epoch from now on.
         epoch: Epoch,
-        /// The order that is answered.
-        load: LoadId,
     },
-    /// Drop a job's stage.
+    /// Drop a stage, if it is here.
+    Drop {
+        /// Which.
+        key: Key,
+    },
+    /// Drop all stages of a job.
     Unload {
-        /// Its job.
+        /// The job.
         job: JobId,
     },
     /// Free a request's cache.
     Release {
-        /// Its job.
-        job: JobId,
+        /// Of which stage.
+        key: Key,
         /// The request.
         request: RequestId,
     },
     /// Run some steps on rows drawn from a number.
     Challenge {
-        /// Its job.
-        job: JobId,
+        /// Of which stage.
+        key: Key,
         /// The epoch it belongs to.
         epoch: Epoch,
         /// What the rows are drawn from.
         nonce: u64,
     },
     /// Run a batch.
-    Compute {
+    Run {
         /// Named in the answer.
         work: WorkId,
-        /// Its job.
-        job: JobId,
+        /// Of which stage.
+        key: Key,
         /// The epoch it belongs to: a stage of another epoch refuses it.
         epoch: Epoch,
         /// The batch.
@@ -88,7 +91,7 @@ pub fn spawn(
 }
 
 struct Executor {
-    stages: HashMap<JobId, (Epoch, Box<dyn Stage>)>,
+    stages: HashMap<Key, (Epoch, Box<dyn Stage>)>,
     tensors: Arc<Tensors>,
     residency: Arc<Residency>,
     driver: DriverHandle,
@@ -98,78 +101,86 @@ impl Executor {
     fn run(mut self, commands: &mpsc::Receiver<Command>) {
         while let Ok(command) = commands.recv() {
             match command {
-                Command::Install { job, epoch, load, stage, bytes_max } => {
-                    let installed = || self.install(job, epoch, load, stage, bytes_max);
+                Command::Install { key, epoch, load, stage, bytes_max } => {
+                    let installed = || self.install(key, epoch, load, stage, bytes_max);
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(installed)) {
-                        let result = Err(panic_text(panic.as_ref()));
-                        self.driver.input(Input::Loaded { job, load, result });
+                        self.failed(key, load, panic_text(panic.as_ref()));
                     }
                 }
-                Command::Keep { job, epoch, load } => self.keep(job, epoch, load),
-                Command::Unload { job } => {
-                    if self.stages.remove(&job).is_some() {
-                        self.driver.input(Input::CapacityChanged(self.residency.resident(job, None)));
+                Command::Keep { key, epoch } => {
+                    if let Some((held, _)) = self.stages.get_mut(&key) {
+                        *held = epoch;
                     }
                 }
-                Command::Release { job, request } => {
+                Command::Drop { key } => self.drop_stages(|held| held == key),
+                Command::Unload { job } => self.drop_stages(|(of, _)| of == job),
+                Command::Release { key, request } => {
                     // A stage that is broken says so at its next batch.
-                    if let Some((_, stage)) = self.stages.get_mut(&job) {
+                    if let Some((_, stage)) = self.stages.get_mut(&key) {
                         let _ = catch_unwind(AssertUnwindSafe(|| stage.release(request.0)));
                     }
                 }
-                Command::Challenge { job, epoch, nonce } => {
-                    let answer = catch_unwind(AssertUnwindSafe(|| self.challenge(job, epoch, nonce)));
+                Command::Challenge { key: (job, part), epoch, nonce } => {
+                    let answer = catch_unwind(AssertUnwindSafe(|| self.challenge((job, part), epoch, nonce)));
                     let result = answer.unwrap_or_else(|panic| Err(panic_text(panic.as_ref())));
-                    self.driver.input(Input::Challenged { job, epoch, nonce, result });
+                    self.driver.input(Input::Challenged { job, epoch, part, nonce, result });
                 }
-                Command::Compute { work, job, epoch, items } => {
-                    // What panics must not take the node with it: the stage is reported failed and loaded anew.
-                    let computed = catch_unwind(AssertUnwindSafe(|| self.compute(job, epoch, &items)));
+                Command::Run { work, key: (job, part), epoch, items } => {
+                    // What panics must not take the node with it: the stage is reported failed and loaded again.
+                    let computed = catch_unwind(AssertUnwindSafe(|| self.compute((job, part), epoch, &items)));
                     let results = computed.unwrap_or_else(|panic| Err(panic_text(panic.as_ref())));
-                    self.driver.input(Input::Computed { work, results });
+                    self.driver.input(Input::Ran { job, part, work, result: results.map(Made::Batch) });
                 }
             }
         }
     }
 
-    fn install(&mut self, job: JobId, epoch: Epoch, load: LoadId, stage: Box<dyn Stage>, bytes_max: u64) {
+    fn install(&mut self, key: Key, epoch: Epoch, load: LoadId, stage: Box<dyn Stage>, bytes_max: u64) {
         let now = stage.resident_bytes();
         let bytes = bytes_max.max(now.weights + now.working);
-        self.stages.insert(job, (epoch, stage));
-        // In this order: whoever plans after the job is ready sees what it takes.
-        self.driver.input(Input::CapacityChanged(self.residency.resident(job, Some(bytes))));
-        self.driver.input(Input::Loaded { job, load, result: Ok(LoadedStage { bytes }) });
+        self.stages.insert(key, (epoch, stage));
+        // In this order: a plan that is made after the job is ready counts what it takes.
+        self.driver.input(Input::CapacityChanged(self.residency.resident(key, Some(bytes))));
+        let ((job, part), result) = (key, Ok(Loaded { bytes, step: None }));
+        self.driver.input(Input::Loaded { job, part, load, result });
     }
 
-    fn keep(&mut self, job: JobId, epoch: Epoch, load: LoadId) {
-        let result = match self.stages.get_mut(&job) {
-            Some((held, stage)) => {
-                *held = epoch;
-                let now = stage.resident_bytes();
-                Ok(LoadedStage { bytes: self.residency.held(job).unwrap_or(now.weights + now.working) })
-            }
-            None => Err("there is no stage of this job to keep".to_owned()),
-        };
-        self.driver.input(Input::Loaded { job, load, result });
+    fn failed(&mut self, key: Key, load: LoadId, reason: String) {
+        self.stages.remove(&key);
+        if let (_, Some(offered)) = self.residency.fail(key, load, || {}) {
+            self.driver.input(Input::CapacityChanged(offered));
+        }
+        let (job, part) = key;
+        self.driver.input(Input::Loaded { job, part, load, result: Err(reason) });
     }
 
-    /// A digest of what the stage makes of some rows, one after the other: equal wherever the numerics are.
-    fn challenge(&mut self, job: JobId, epoch: Epoch, nonce: u64) -> Result<u64, String> {
-        let (held, stage) = self.stages.get_mut(&job).ok_or("no stage is loaded for this job")?;
+    fn drop_stages(&mut self, is_gone: impl Fn(Key) -> bool) {
+        for (key, stage) in self.stages.extract_if(|key, _| is_gone(*key)) {
+            drop(stage);
+            self.driver.input(Input::CapacityChanged(self.residency.resident(key, None)));
+        }
+    }
+
+    /// The stage of a key, if it is held under this epoch.
+    fn stage(&mut self, key: Key, epoch: Epoch) -> Result<&mut dyn Stage, String> {
+        let (held, stage) = self.stages.get_mut(&key).ok_or("this stage of the job is not loaded")?;
         if *held != epoch {
             return Err(format!("the stage was loaded for epoch {}, not {}", held.counter, epoch.counter));
         }
-        let digest = challenge(stage.as_mut(), nonce);
+        Ok(stage.as_mut())
+    }
+
+    /// A digest of what the stage makes of some rows, one after the other: equal wherever the numerics are.
+    fn challenge(&mut self, key: Key, epoch: Epoch, nonce: u64) -> Result<u64, String> {
+        let stage = self.stage(key, epoch)?;
+        let digest = challenge(stage, nonce);
         stage.release(CHALLENGE_SEQUENCE);
         digest.map_err(|e| e.to_string())
     }
 
-    fn compute(&mut self, job: JobId, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {
+    fn compute(&mut self, key: Key, epoch: Epoch, items: &[Item]) -> Result<Vec<ItemResult>, String> {
         let inputs: Vec<Option<Tensor>> = items.iter().map(|item| self.take(&item.input)).collect();
-        let (held, stage) = self.stages.get_mut(&job).ok_or("no stage is loaded for this job")?;
-        if *held != epoch {
-            return Err(format!("the stage was loaded for epoch {}, not {}", held.counter, epoch.counter));
-        }
+        let stage = self.stage(key, epoch)?;
         let batch = items.iter().zip(&inputs).map(|(item, input)| rows(item, input)).collect::<Result<Vec<_>, _>>()?;
         let outputs = stage.forward(&batch).map_err(|e| e.to_string())?;
         Ok(items.iter().zip(outputs).map(|(item, output)| self.result(item, output)).collect())
@@ -244,7 +255,7 @@ pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
             Tensor::Tokens(tokens)
         }
         // Different kinds never are frames of one stage: an empty payload is refused by the stage, by name.
-        (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Strip { .. }, _) => Tensor::Tokens(Vec::new()),
+        (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => Tensor::Tokens(Vec::new()),
     })
 }
 
@@ -252,7 +263,7 @@ fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, Strin
     let input = match input {
         Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
         Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
-        Some(Tensor::Strip { .. }) => return Err("cells of a grid are no rows of a stage".into()),
+        Some(Tensor::Halo { .. }) => return Err("cells of a grid are no rows of a stage".into()),
         None => return Err("the rows of a frame are gone before they were used".into()),
     };
     Ok(Rows {

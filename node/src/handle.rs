@@ -11,6 +11,7 @@ use crate::views::{Views, plan_report};
 use node_core::id::{JobId, NodeId};
 use node_core::input::Input;
 use node_core::output::Event;
+use node_core::work::PlanSpec;
 use node_core::work::serve::{DoneReason, ModelSpec, Request, Sampling};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -389,8 +390,8 @@ impl NodeHandle {
         let options = served.as_ref().map_or(options.clone(), |served| options.or(&ModelOptions::of(&served.spec)));
         let spec = opened.spec(&options);
         let (call, mut events) = self.inner.hub.open(8);
-        let model = Box::new(spec.clone());
-        self.inner.driver.input(Input::Deploy { call, model, plan_only: true });
+        let what = Box::new(PlanSpec::Model(spec.clone()));
+        self.inner.driver.input(Input::Plan { call, what, standbys: true });
         let answer = tokio::time::timeout(PLAN_MAX, async {
             loop {
                 match events.recv().await {

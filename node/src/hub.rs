@@ -1,4 +1,4 @@
-//! Routes what the core tells to whoever waits for it: calls to their callers, the rest to the log and the counters.
+//! Routes the events of the core: those of calls to the callers, all of them to listeners.
 use crate::handle::TokenEvent;
 use node_core::id::CallId;
 use node_core::output::Event;
@@ -82,8 +82,13 @@ impl Hub {
         let _ = self.listeners.send(event);
     }
 
+    /// A new call that waits for nothing.
+    pub fn call(&self) -> CallId {
+        CallId(self.next_call.fetch_add(1, Ordering::Relaxed))
+    }
+
     fn insert(&self, waiter: Waiter) -> CallId {
-        let call = CallId(self.next_call.fetch_add(1, Ordering::Relaxed));
+        let call = self.call();
         self.lock().insert(call, waiter);
         call
     }
@@ -114,9 +119,10 @@ fn call_of(event: &Event) -> Option<CallId> {
         | Event::Lost { .. }
         | Event::Standby { .. }
         | Event::Promoted { .. }
-        | Event::Reshaping { .. }
+        | Event::JobInherited { .. }
+        | Event::JobMoves { .. }
         | Event::Measured { .. }
-        | Event::Grid { .. }
+        | Event::Steps { .. }
         | Event::Refused { .. } => None,
     }
 }

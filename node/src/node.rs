@@ -2,10 +2,11 @@
 use crate::admission::{self, Admission, AdmissionError};
 use crate::bans::{self, Bans};
 use crate::boundary::Boundary;
+use crate::bulk::BulkRequest;
 use crate::calendar::date_time;
 use crate::config::UpOptions;
 use crate::device::Compute;
-use crate::directory::{self, Directory};
+use crate::directory::Directory;
 use crate::driver::{self, DriverHandle};
 use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Remembered, Serving};
 use crate::hub::Hub;
@@ -14,15 +15,15 @@ use crate::quiet::Quiet;
 use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
-use crate::shell::{Shell, grids::TileShell};
+use crate::shell::Shell;
 use crate::store::{Store, StoreError};
 use crate::submissions::{self, Submissions};
 use crate::tensors::{Tensor, Tensors};
-use crate::tiles::states::{States, Wanted};
+use crate::tiles::states::States;
 use crate::transfer::{Cache, Library, TransferError};
 use crate::vital::{End, Parts};
 use node_core::config::Config;
-use node_core::id::{Epoch, JobId, NodeId};
+use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
@@ -104,7 +105,9 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let me = NodeId(identity.node_id());
     let states = Arc::new(States::default());
     let inherited = submissions::inherited::folder(&options.data_dir);
-    let submissions = Arc::new(Submissions::new(me, generation.0, driver.clone(), states.clone(), inherited));
+    let hub = Arc::new(Hub::new());
+    let to_core = (driver.clone(), hub.clone());
+    let submissions = Arc::new(Submissions::new(me, generation.0, to_core, states.clone(), inherited));
     let directory = Arc::new(Directory::default());
     let ways_in = WaysIn {
         admission: admission.clone(),
@@ -142,7 +145,6 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let (data_dir, name) = (options.data_dir.clone(), options.name.clone());
     let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
     let bans = told_bans.get_or_init(|| bans).clone();
-    let hub = Arc::new(Hub::new());
     let residency = Arc::new(Residency::new(device.capacity.clone()));
     let (executor, executing) = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
         .map_err(|e| NodeError::Failed(e.to_string()))?;
@@ -181,7 +183,8 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         residency,
         recalled: recalled.clone(),
         boundary: boundary.clone(),
-        tiles: TileShell::new(tiles, states),
+        tiles,
+        states,
         submissions: submissions.clone(),
     };
     let seed = u64::from_le_bytes(me.0[..8].try_into().unwrap_or([0; 8])) ^ generation.0;
@@ -426,26 +429,12 @@ fn bind(
     library: &Arc<Library>,
 ) -> Result<Arc<Endpoint>, NodeError> {
     let (driver, tensors, library) = (driver.clone(), tensors.clone(), library.clone());
-    let (sunk, served) = (ways_in.clone(), ways_in.clone());
+    let (sunk, asked) = (ways_in.clone(), ways_in.clone());
     let sink = move |event: Event| arrive(event, &driver, &tensors, &sunk);
     let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
-        let (library, guests, bans) = (library.clone(), served.admission.get().cloned(), served.bans.get().cloned());
-        let (submissions, directory) = (served.submissions.clone(), served.directory.clone());
+        let (library, ways_in) = (library.clone(), asked.clone());
         // Reading a chunk may wait for the disk.
-        tokio::task::spawn_blocking(move || {
-            if let Some(wanted) = Wanted::decode(&request) {
-                return submissions.answer(&wanted, reply);
-            }
-            let answer = match (guests, bans) {
-                (Some(guests), _) if renewal::is_request(&request) => renewal::answer(&guests, from, &request),
-                _ if directory::is_request(&request) => directory.answer(),
-                (_, Some(bans)) if bans::is_request(&request) => bans.answer(from, &request),
-                _ => library.answer(&request),
-            };
-            if reply.blocking_send(answer.into()) {
-                reply.finish();
-            }
-        });
+        tokio::task::spawn_blocking(move || answer(from, &request, reply, &library, &ways_in));
     };
     let listen = transport::Options {
         listen: SocketAddr::new(options.listen, port + 1),
@@ -454,6 +443,24 @@ fn bind(
         limits: transport::Limits::default(),
     };
     Endpoint::bind(listen, sink, serve).map(Arc::new).map_err(|e| bind_error(port, &e))
+}
+
+/// Answers a member's question. Blocks.
+fn answer(from: transport::NodeId, request: &[u8], reply: Reply, library: &Library, ways_in: &WaysIn) {
+    let answer = match BulkRequest::decode(request) {
+        Some(BulkRequest::Grid(wanted)) => return ways_in.submissions.answer(&wanted, reply),
+        Some(BulkRequest::Weights(content, what)) => Some(library.answer(content, what)),
+        Some(BulkRequest::Renewal(chain)) => {
+            ways_in.admission.get().map(|guests| renewal::answer(guests, from, &chain))
+        }
+        Some(BulkRequest::Bans(exchange)) => ways_in.bans.get().map(|bans| bans.answer(from, exchange)),
+        Some(BulkRequest::Served) => Some(ways_in.directory.answer()),
+        None => None,
+    };
+    // A question that this node does not know, or cannot answer yet, is answered with a no.
+    if reply.blocking_send(answer.unwrap_or_else(|| vec![0]).into()) {
+        reply.finish();
+    }
 }
 
 /// Turns what the network brings into inputs of the core.
@@ -486,7 +493,7 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             let tensor = match head.dtype {
                 Dtype::U32 => Tensor::Tokens(frame::to_u32(&payload)),
                 Dtype::F32 | Dtype::F16 | Dtype::Bf16 => Tensor::Hidden(Arc::new(frame::to_f32(&payload))),
-                dtype @ (Dtype::Cells | Dtype::Bits | Dtype::HalfCells) => Tensor::Strip { bytes: payload, dtype },
+                dtype @ (Dtype::Cells | Dtype::Bits | Dtype::HalfCells) => Tensor::Halo { bytes: payload, dtype },
             };
             driver.input(Input::Frame { from: NodeId(from), header, tensor: tensors.arrive(tensor, credit) });
         }
@@ -518,8 +525,8 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
 fn header(head: &FrameHead) -> FrameHeader {
     FrameHeader {
         job: JobId(head.route.job),
-        epoch: Epoch { counter: head.route.epoch.counter, minter: NodeId(head.route.epoch.minter) },
-        part: head.route.part,
+        epoch: Epoch { counter: head.route.epoch.counter, issuer: NodeId(head.route.epoch.issuer) },
+        part: PartId(head.route.part),
         channel: head.channel,
         cursor: head.cursor,
         count: head.count,

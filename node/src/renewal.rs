@@ -4,8 +4,8 @@
 //! A member proves nothing new when it asks: it is connected by its certificate, and sends the chain along so that the
 //! new one gives it the same rights and no more.
 use crate::admission::{self, Admission, MEMBERSHIP};
+use crate::bulk::BulkRequest;
 use crate::handle::unix_seconds;
-use crate::tags::RENEWAL as TAG;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,7 +68,7 @@ async fn renewed(endpoint: &Endpoint, held: &MeshCredentials, me: &Identity) -> 
     if let Some(renewed) = renew_founder(held, me) {
         return Some(renewed);
     }
-    let request = [&[TAG], held.chain.encode().as_slice()].concat();
+    let request = BulkRequest::Renewal(held.chain.clone()).encode();
     for peer in endpoint.peers() {
         let Ok(response) = endpoint.request(peer.node, request.clone().into()).await else { continue };
         let Ok(answer) = response.all(CHAIN_BYTES_MAX + 1).await else { continue };
@@ -94,19 +94,13 @@ fn tell(held: &MeshCredentials) {
     }
 }
 
-/// Whether a request over the data plane is one for a longer membership.
-pub fn is_request(request: &[u8]) -> bool {
-    request.first() == Some(&TAG)
-}
-
-/// Answers a member that asks for a longer membership: a status byte, then its new chain.
-pub fn answer(admission: &Admission, from: NodeId, request: &[u8]) -> Vec<u8> {
-    let chain = grant(&admission.credentials(), admission.identity(), from, request, unix_seconds());
+/// Answers a member that asks for a longer membership than this one: a status byte, then its new chain.
+pub fn answer(admission: &Admission, from: NodeId, theirs: &Chain) -> Vec<u8> {
+    let chain = grant(&admission.credentials(), admission.identity(), from, theirs, unix_seconds());
     chain.map_or_else(|| vec![0], |chain| [&[1], chain.encode().as_slice()].concat())
 }
 
-fn grant(held: &MeshCredentials, me: &Identity, from: NodeId, request: &[u8], now: u64) -> Option<Chain> {
-    let theirs = Chain::decode(request.strip_prefix(&[TAG])?).ok()?;
+fn grant(held: &MeshCredentials, me: &Identity, from: NodeId, theirs: &Chain, now: u64) -> Option<Chain> {
     let subject = theirs.own()?.subject;
     let roles = theirs.verify(held.mesh, subject, now).ok().filter(|_| node_id(&subject) == from)?;
     held.issue(me, subject, roles, now + MEMBERSHIP.as_secs()).ok()
@@ -168,17 +162,13 @@ mod tests {
         (founder, mesh, member, held)
     }
 
-    fn ask(held: &MeshCredentials) -> Vec<u8> {
-        [&[TAG], held.chain.encode().as_slice()].concat()
-    }
-
     #[test]
     fn a_member_is_extended_with_the_rights_it_has() {
         for roles in [Roles::MEMBER, Roles::INVITER] {
             let (founder, mesh, member, held) = two(roles);
             assert!(advice(held.chain.expiry()).is_some());
             let from = node_id(&member.peer_id());
-            let chain = grant(&mesh, &founder, from, &ask(&held), unix_seconds()).expect("a longer chain");
+            let chain = grant(&mesh, &founder, from, &held.chain, unix_seconds()).expect("a longer chain");
             let answer = [&[1], chain.encode().as_slice()].concat();
             let renewed = accept(&held, member.peer_id(), &answer, unix_seconds()).expect("a better one");
             assert!(seconds_left(&renewed) > EXTEND_SECONDS && advice(renewed.chain.expiry()).is_none());
@@ -192,12 +182,11 @@ mod tests {
         let (founder, mesh, member, held) = two(Roles::INVITER);
         let (now, from) = (unix_seconds(), node_id(&member.peer_id()));
         let stranger = node_id(&Identity::generate().peer_id());
-        assert!(grant(&mesh, &founder, stranger, &ask(&held), now).is_none(), "somebody else's chain");
-        assert!(grant(&mesh, &founder, from, &ask(&held), now + WARN_SECONDS).is_none(), "it is over");
-        assert!(grant(&mesh, &founder, from, &[TAG, 1, 2], now).is_none(), "noise");
+        assert!(grant(&mesh, &founder, stranger, &held.chain, now).is_none(), "somebody else's chain");
+        assert!(grant(&mesh, &founder, from, &held.chain, now + WARN_SECONDS).is_none(), "it is over");
         let (_, other, _, _) = two(Roles::INVITER);
-        assert!(grant(&other, &founder, from, &ask(&held), now).is_none(), "another mesh");
-        let by_member = grant(&held, &member, node_id(&founder.peer_id()), &ask(&mesh), now).unwrap();
+        assert!(grant(&other, &founder, from, &held.chain, now).is_none(), "another mesh");
+        let by_member = grant(&held, &member, node_id(&founder.peer_id()), &mesh.chain, now).unwrap();
         assert!(by_member.expiry() <= held.chain.expiry(), "never longer than the issuer's");
     }
 

@@ -1,11 +1,14 @@
-//! Which stages this node is to hold, and the memory that they take: the mesh plans with what is left of it.
+//! Which parts of jobs this node is to hold, and the memory that they take: the mesh plans with what is left of it.
 use crate::config::Size;
 use node_core::config::Capacity;
-use node_core::id::{JobId, LoadId};
+use node_core::id::{JobId, LoadId, PartId};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// The stages of one node, shared by the thread that decides, the tasks that load and the thread that computes.
+/// Names a part at this node.
+pub type Key = (JobId, PartId);
+
+/// The parts of one node, shared by the thread that decides, the tasks that load and the threads that compute.
 pub struct Residency {
     capacity: Capacity,
     state: Mutex<State>,
@@ -14,14 +17,16 @@ pub struct Residency {
 #[derive(Default)]
 struct State {
     /// What the core wants held.
-    wanted: BTreeMap<JobId, Wanted>,
-    /// Bytes of the stages that the executor holds, which may be a step behind.
-    resident: BTreeMap<JobId, u64>,
+    wanted: BTreeMap<Key, Wanted>,
+    /// Bytes of the parts that an executor holds, which may be a step behind.
+    resident: BTreeMap<Key, u64>,
 }
 
 struct Wanted {
     load: LoadId,
     bytes_max: u64,
+    /// Bytes of the parts that this one replaces: they are not offered between the old parts' end and the new part's load.
+    replaced: u64,
 }
 
 impl Residency {
@@ -30,71 +35,100 @@ impl Residency {
         Self { capacity, state: Mutex::default() }
     }
 
-    /// A stage is to be loaded and may take `bytes_max`.
+    /// A part is to be loaded and may take `bytes_max`; parts of its job that it `replaces` are not wanted any more.
     ///
     /// # Errors
-    /// There is no room for it beside what other jobs hold here: two heads planned with the same free memory.
-    pub fn begin(&self, job: JobId, load: LoadId, bytes_max: u64) -> Result<(), String> {
+    /// There is no room for it beside the other parts here: two coordinators planned with the same free memory.
+    pub fn begin(&self, key: Key, load: LoadId, bytes_max: u64, replaces: &[PartId]) -> Result<(), String> {
         let mut state = self.lock();
-        let others = state.wanted.iter().filter(|(other, _)| **other != job);
-        let taken: u64 = others.map(|(other, w)| state.resident.get(other).copied().unwrap_or(w.bytes_max)).sum();
+        let mut replaced = 0;
+        for part in replaces.iter().copied().filter(|part| *part != key.1).chain([key.1]) {
+            replaced += state.wanted.remove(&(key.0, part)).map_or(0, |wanted| wanted.replaced);
+            replaced += state.resident.remove(&(key.0, part)).unwrap_or(0);
+        }
+        let of = |(other, wanted): (&Key, &Wanted)| state.resident.get(other).copied().unwrap_or(wanted.bytes_max);
+        let taken: u64 = state.wanted.iter().map(of).sum();
         let total = self.capacity.memory_total;
         if taken.saturating_add(bytes_max) > total {
             return Err(format!(
-                "no room for a stage of {}: this node offers {}, other jobs here take {}",
+                "no room for a part of {}: this node offers {}, other parts here take {}",
                 Size(bytes_max),
                 Size(total),
                 Size(taken)
             ));
         }
-        state.wanted.insert(job, Wanted { load, bytes_max });
+        state.wanted.insert(key, Wanted { load, bytes_max, replaced });
         Ok(())
     }
 
-    /// The stage that is held is asked for anew as it is: `tell` passes that on. A load under way for an earlier order is
-    /// dropped when it ends.
-    pub fn keep(&self, job: JobId, load: LoadId, bytes_max: u64, tell: impl FnOnce()) {
-        self.lock().wanted.insert(job, Wanted { load, bytes_max });
-        tell();
-    }
-
-    /// Bytes of a job's stage, as the executor said last.
-    pub fn held(&self, job: JobId) -> Option<u64> {
-        self.lock().resident.get(&job).copied()
-    }
-
-    /// A stage is loaded: `hand_over` gives it to the executor, if it is still wanted. Nothing can come between the two.
-    pub fn install(&self, job: JobId, load: LoadId, hand_over: impl FnOnce()) {
+    /// A part can be handed to its executor: `hand_over` does that, if the part is still wanted. Nothing can come between the two.
+    pub fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
         let state = self.lock();
-        if state.wanted.get(&job).is_some_and(|w| w.load == load) {
+        let wanted = state.wanted.get(&key).is_some_and(|wanted| wanted.load == load);
+        if wanted {
             hand_over();
         }
+        wanted
     }
 
-    /// A stage could not be loaded, nor is what was held before of any use: `drop_it` tells the executor.
-    pub fn fail(&self, job: JobId, load: LoadId, drop_it: impl FnOnce()) {
+    /// A part could not be loaded: `drop_it` notifies the executor, if the part is still wanted. Returns whether it is, and what
+    /// the node offers from now on, where that changes.
+    pub fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
         let mut state = self.lock();
-        if state.wanted.get(&job).is_some_and(|w| w.load == load) {
-            state.wanted.remove(&job);
-            drop_it();
+        if state.wanted.get(&key).is_none_or(|wanted| wanted.load != load) {
+            return (false, None);
         }
-    }
-
-    /// A stage is not wanted any more: `drop_it` tells the executor. A load that ends later is dropped.
-    pub fn end(&self, job: JobId, drop_it: impl FnOnce()) {
-        let mut state = self.lock();
-        state.wanted.remove(&job);
+        let freed = state.wanted.remove(&key).is_some_and(|wanted| wanted.replaced > 0);
         drop_it();
+        (true, freed.then(|| self.offered(&state)))
     }
 
-    /// The executor holds a stage of so many bytes now, or none; returns what the node offers from now on.
-    pub fn resident(&self, job: JobId, bytes: Option<u64>) -> Capacity {
+    /// A part is not wanted any more: `drop_it` notifies the executor. A load that ends later is dropped. Returns what the node
+    /// offers from now on, where that changes before the executor drops the part.
+    pub fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
+        let mut state = self.lock();
+        let freed = state.wanted.remove(&key).is_some_and(|wanted| wanted.replaced > 0);
+        drop_it();
+        freed.then(|| self.offered(&state))
+    }
+
+    /// No part of a job is wanted any more: `drop_them` notifies the executors. Otherwise as [`Self::end`].
+    pub fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
+        let mut state = self.lock();
+        let freed = state.wanted.iter().any(|((of, _), wanted)| *of == job && wanted.replaced > 0);
+        state.wanted.retain(|(of, _), _| *of != job);
+        drop_them();
+        freed.then(|| self.offered(&state))
+    }
+
+    /// Whether a part of a job is wanted.
+    pub fn wants(&self, job: JobId) -> bool {
+        self.lock().wanted.keys().any(|(of, _)| *of == job)
+    }
+
+    /// The executor holds a part of this number of bytes now, or none; returns what the node offers from now on.
+    pub fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
         let mut state = self.lock();
         match bytes {
-            Some(bytes) => state.resident.insert(job, bytes),
-            None => state.resident.remove(&job),
-        };
-        let taken: u64 = state.resident.values().sum();
+            Some(bytes) => {
+                state.resident.insert(key, bytes);
+                if let Some(wanted) = state.wanted.get_mut(&key) {
+                    wanted.replaced = 0;
+                }
+            }
+            None => drop(state.resident.remove(&key)),
+        }
+        self.offered(&state)
+    }
+
+    /// What the node offers now.
+    pub fn capacity(&self) -> Capacity {
+        self.offered(&self.lock())
+    }
+
+    fn offered(&self, state: &State) -> Capacity {
+        let replaced: u64 = state.wanted.values().map(|wanted| wanted.replaced).sum();
+        let taken = state.resident.values().sum::<u64>().saturating_add(replaced);
         Capacity { memory_free: self.capacity.memory_total.saturating_sub(taken), ..self.capacity.clone() }
     }
 
@@ -107,6 +141,9 @@ impl Residency {
 mod tests {
     use super::*;
     use std::cell::Cell;
+
+    const FIRST: Key = (JobId(1), PartId(0));
+    const SECOND: Key = (JobId(2), PartId(0));
 
     fn residency(total: u64) -> Residency {
         Residency::new(Capacity {
@@ -128,16 +165,41 @@ mod tests {
     #[test]
     fn what_is_held_is_not_offered_twice() {
         let node = residency(100);
-        node.begin(JobId(1), LoadId(1), 60).unwrap();
-        let refused = node.begin(JobId(2), LoadId(1), 50).unwrap_err();
+        node.begin(FIRST, LoadId(1), 60, &[]).unwrap();
+        let refused = node.begin(SECOND, LoadId(1), 50, &[]).unwrap_err();
         assert!(refused.contains("60 B") && refused.contains("100 B"), "{refused}");
-        assert_eq!(node.resident(JobId(1), Some(40)).memory_free, 60);
-        node.begin(JobId(2), LoadId(1), 50).unwrap();
-        node.begin(JobId(1), LoadId(2), 50).expect("a stage takes the place of the same job's");
-        assert_eq!(node.resident(JobId(1), None).memory_free, 100);
-        node.end(JobId(1), || {});
-        node.fail(JobId(2), LoadId(1), || {});
-        node.begin(JobId(3), LoadId(1), 100).expect("everything is free again");
+        assert_eq!(node.resident(FIRST, Some(40)).memory_free, 60);
+        node.begin(SECOND, LoadId(1), 50, &[]).unwrap();
+        node.begin(FIRST, LoadId(2), 50, &[PartId(0)]).expect("a part takes the place of the same job's");
+        assert_eq!(node.resident(FIRST, None).memory_free, 60, "what is replaced counts until the new part is loaded");
+        assert_eq!(node.resident(FIRST, Some(50)).memory_free, 50);
+        node.end(FIRST, || {});
+        node.fail(SECOND, LoadId(1), || {});
+        assert_eq!(node.resident(FIRST, None).memory_free, 100);
+        node.begin((JobId(3), PartId(0)), LoadId(1), 100, &[]).expect("everything is free again");
+    }
+
+    #[test]
+    fn parts_of_one_job_are_counted_each_and_what_is_replaced_only_once() {
+        let node = residency(100);
+        let part = |part| (JobId(1), PartId(part));
+        for number in [0, 1] {
+            node.begin(part(number), LoadId(number.into()), 40, &[]).unwrap();
+            node.resident(part(number), Some(40));
+        }
+        node.begin(part(2), LoadId(2), 40, &[]).expect_err("both parts stay");
+        node.begin(part(2), LoadId(2), 90, &[PartId(0), PartId(1)]).expect("both parts are replaced");
+        assert_eq!(node.capacity().memory_free, 20);
+        // Another order, before that load ends.
+        node.begin(part(3), LoadId(3), 50, &[PartId(2)]).unwrap();
+        assert_eq!(node.capacity().memory_free, 20);
+        assert!(!node.install(part(2), LoadId(2), || panic!("it is not wanted any more")));
+        assert!(node.install(part(3), LoadId(3), || {}));
+        assert_eq!(node.resident(part(3), Some(50)).memory_free, 50);
+        node.begin(part(4), LoadId(4), 50, &[PartId(3)]).unwrap();
+        let (wanted, offered) = node.fail(part(4), LoadId(4), || {});
+        assert_eq!((wanted, offered.map(|now| now.memory_free)), (true, Some(100)));
+        assert!(!node.wants(JobId(1)));
     }
 
     #[test]
@@ -145,14 +207,14 @@ mod tests {
         let node = residency(100);
         let installed = Cell::new(0);
         let count = || installed.set(installed.get() + 1);
-        node.begin(JobId(1), LoadId(1), 10).unwrap();
-        node.begin(JobId(1), LoadId(2), 10).unwrap();
-        node.install(JobId(1), LoadId(1), count);
+        node.begin(FIRST, LoadId(1), 10, &[]).unwrap();
+        node.begin(FIRST, LoadId(2), 10, &[PartId(0)]).unwrap();
+        node.install(FIRST, LoadId(1), count);
         assert_eq!(installed.get(), 0, "a later order is wanted");
-        node.install(JobId(1), LoadId(2), count);
+        node.install(FIRST, LoadId(2), count);
         assert_eq!(installed.get(), 1);
-        node.end(JobId(1), || {});
-        node.install(JobId(1), LoadId(2), count);
-        assert_eq!(installed.get(), 1, "nobody wants it");
+        node.end_job(JobId(1), || {});
+        node.install(FIRST, LoadId(2), count);
+        assert_eq!(installed.get(), 1, "it is not wanted any more");
     }
 }

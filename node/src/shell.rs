@@ -1,34 +1,44 @@
-//! Carries out what the core decides: the hands of a node. No policy lives here.
+//! Carries out what the core decides. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
 use crate::boundary::Boundary;
 use crate::driver::DriverHandle;
-use crate::executor::{self, Command};
+use crate::executor;
 use crate::hub::Hub;
-use crate::residency::Residency;
+use crate::residency::{Key, Residency};
 use crate::store::Store;
 use crate::submissions::Submissions;
 use crate::tensors::{Tensor, Tensors};
+use crate::tiles;
 use crate::transfer::{Ask, Library};
-use crate::views::Names;
-use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageOptions, Want};
-use node_core::id::{Epoch, JobId, LoadId, NodeId};
+use crate::views::{Names, count};
+use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
 use node_core::input::Input;
-use node_core::limits::{CHUNK_POSITIONS_MAX, SLOWER_TIMES};
+use node_core::job::ProgramView;
+use node_core::limits::SLOWER_TIMES;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
 use node_core::output::{Event, Output};
-use node_core::work::serve::{DoneReason, StageSpec};
-use node_core::work::steps::GridEvent;
-use node_core::work::{DownReason, Payload};
-use partitioner::{PlanError, explain};
+use node_core::work::serve::DoneReason;
+use node_core::work::steps::StepsEvent;
+use node_core::work::{Asked, DownReason, Ending, Order, PartWork, Payload, Placement, Run, Task};
+use partitioner::{Question, explain};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
-use transport::frame::{self, Dtype, Expectation, FrameHead, Route};
+use std::time::Duration;
+use transport::frame::{self, Dtype, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
 
 pub(crate) mod grids;
+mod stages;
+
+/// The order of a part that is to be loaded.
+struct Ordered {
+    key: Key,
+    epoch: Epoch,
+    load: LoadId,
+    /// Nodes that may have its data.
+    sources: Vec<NodeId>,
+}
 
 /// Everything outputs need.
 pub struct Shell {
@@ -37,7 +47,7 @@ pub struct Shell {
     pub(crate) identity: Identity,
     pub(crate) gossip: Arc<GossipSocket>,
     pub(crate) endpoint: Arc<Endpoint>,
-    pub(crate) executor: mpsc::Sender<Command>,
+    pub(crate) executor: mpsc::Sender<executor::Command>,
     pub(crate) tensors: Arc<Tensors>,
     pub(crate) store: Arc<Store>,
     pub(crate) library: Arc<Library>,
@@ -46,12 +56,13 @@ pub struct Shell {
     pub(crate) residency: Arc<Residency>,
     pub(crate) recalled: Arc<crate::handle::Recalled>,
     pub(crate) boundary: Arc<Boundary>,
-    pub(crate) tiles: grids::TileShell,
+    pub(crate) tiles: tiles::Commands,
+    pub(crate) states: Arc<tiles::states::States>,
     pub(crate) submissions: Arc<Submissions>,
 }
 
 impl Shell {
-    /// Does it, or hands it to a thread that does; never blocks. `node` is for the names of members.
+    /// Does it, or hands it to a thread that does; never blocks. `node` is for the names of members and the steps of jobs.
     pub fn carry_out(&mut self, output: Output, node: &Node) {
         match output {
             Output::SendDatagram { to, addr, bytes } => {
@@ -80,29 +91,36 @@ impl Shell {
                     move |_| Input::Verified { token, valid: false },
                 );
             }
-            Output::Plan { token, work, fleet, options, repair } => {
-                let plan = move || match repair {
-                    Some(current) => partitioner::repair(&current, &work, &fleet, &options),
-                    None => partitioner::plan(&work, &fleet, &options),
-                };
-                self.off_thread(
-                    move || Input::Planned { token, result: plan().map(Box::new) },
-                    move |why| Input::Planned { token, result: Err(PlanError::Invalid(why.into())) },
-                );
+            Output::Plan { asked, question } => self.plan(asked, question),
+            Output::Load { job, epoch, load, order, sources, replaces } => {
+                self.load((job, epoch, load), *order, sources, &replaces);
             }
-            Output::Load { job, epoch, load, stage } => self.load(job, epoch, load, *stage),
-            Output::Keep { job, epoch, load, stage } => self.keep(job, epoch, load, &stage),
-            Output::Fetch { job, epoch, stage } => self.fetch(job, epoch, *stage),
-            Output::Challenge { job, epoch, nonce } => self.execute(Command::Challenge { job, epoch, nonce }),
-            Output::Unload { job } => {
-                self.endpoint.forget(job.0);
-                self.residency.end(job, || self.execute(Command::Unload { job }));
-                self.unload_tiles(job);
+            Output::Restore { job, load, part, step } => {
+                self.compute_tiles(tiles::Command::Restore { key: (job, part), load, step });
             }
-            Output::Grid(command) => self.carry_out_grid(command),
-            Output::Compute { work, job, epoch, items } => self.execute(Command::Compute { work, job, epoch, items }),
-            Output::Release { job, request } => self.execute(Command::Release { job, request }),
+            Output::Keep { job, epoch, order } => self.keep(job, epoch, &order),
+            Output::Fetch { job, epoch, order, sources } => self.fetch((job, epoch), *order, sources),
+            Output::Challenge { job, epoch, part, nonce } => {
+                self.execute(executor::Command::Challenge { key: (job, part), epoch, nonce });
+            }
+            Output::Drop { job, part } => self.drop_part((job, part)),
+            Output::Unload { job } => self.unload(job),
+            Output::Run(run) => self.run(*run),
+            Output::Release { job, part, request } => {
+                self.execute(executor::Command::Release { key: (job, part), request });
+            }
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
+            Output::Share { tensor, also } => {
+                if let Some(payload) = self.tensors.get(tensor) {
+                    self.tensors.put(also, payload);
+                }
+            }
+            Output::Collect { job, from, part, step, kind, bytes } => {
+                self.collect((job, part), from, step, kind, bytes)
+            }
+            Output::Forget { job, part, step, kind } => self.forget_state((job, part), step, kind),
+            Output::KeepCheckpoint { job, step } => self.keep_checkpoint(job, step),
+            Output::Mirror { job, from, step, parts, simulation } => self.mirror((job, step), from, parts, simulation),
             Output::Remember { peers } => {
                 let store = self.store.clone();
                 self.runtime.spawn_blocking(move || {
@@ -117,9 +135,108 @@ impl Shell {
 
     fn notify(&self, event: Event, node: &Node) {
         let event = named(event, node);
-        log(&event, node);
-        self.submissions.tell(&event);
+        let step = step_of(&event, node);
+        log(&event, step, node);
+        self.submissions.tell(&event, step);
         self.hub.tell(event);
+    }
+
+    fn plan(&self, asked: Asked, question: Question) {
+        let question = Arc::new(question);
+        let failed = question.clone();
+        self.off_thread(
+            move || Input::Planned { asked, answer: question.answer() },
+            move |why| Input::Planned { asked, answer: failed.failed(&why) },
+        );
+    }
+
+    /// Has a part loaded, by the executor of its kind.
+    fn load(
+        &self,
+        (job, epoch, load): (JobId, Epoch, LoadId),
+        order: Order,
+        sources: Vec<NodeId>,
+        replaces: &[PartId],
+    ) {
+        let key = (job, order.part);
+        self.expect(job, epoch, &order);
+        let begun = self.residency.begin(key, load, order.bytes_max, replaces);
+        // A tile of the same number gives way when the new one is made; its saved states are not dropped with it.
+        let stays = |part: PartId| part == order.part && matches!(order.work, PartWork::Tile(_));
+        replaces.iter().filter(|part| !stays(**part)).for_each(|part| self.drop_quietly((job, *part)));
+        if let Err(reason) = begun {
+            self.drop_quietly(key);
+            self.driver.input(Input::CapacityChanged(self.residency.capacity()));
+            return self.driver.input(Input::Loaded { job, part: order.part, load, result: Err(reason) });
+        }
+        let ordered = Ordered { key, epoch, load, sources };
+        let Order { name, standby, bytes_max, work, .. } = order;
+        match work {
+            PartWork::Stage(stage) => self.load_stage(ordered, name, bytes_max, stage),
+            PartWork::Tile(order) => self.load_tile(ordered, tiles::TileSpec { key, standby, bytes_max, order }),
+        }
+    }
+
+    /// A part goes on under another epoch.
+    fn keep(&self, job: JobId, epoch: Epoch, order: &Order) {
+        self.expect(job, epoch, order);
+        match &order.work {
+            PartWork::Stage(_) => self.execute(executor::Command::Keep { key: (job, order.part), epoch }),
+            PartWork::Tile(_) => {}
+        }
+    }
+
+    /// Which frames will come for a part.
+    fn expect(&self, job: JobId, epoch: Epoch, order: &Order) {
+        let expected = match &order.work {
+            PartWork::Stage(stage) => stages::rows(stage, order.part),
+            PartWork::Tile(tile) => grids::halos(tile, order.part),
+        };
+        self.endpoint.expect(route(job, epoch, order.part), expected);
+    }
+
+    /// Gets the data of a part that is not to be loaded yet.
+    fn fetch(&self, (job, epoch): (JobId, Epoch), order: Order, sources: Vec<NodeId>) {
+        let key = (job, order.part);
+        match order.work {
+            PartWork::Stage(stage) => self.fetch_stage(key, epoch, order.name, stage, sources),
+            PartWork::Tile(tile) => self.fetch_simulation(key, epoch, tile.simulation, sources),
+        }
+    }
+
+    fn run(&self, Run { work, job, epoch, part, task }: Run) {
+        let key = (job, part);
+        match task {
+            Task::Batch(items) => self.execute(executor::Command::Run { work, key, epoch, items }),
+            Task::Steps(task) => self.compute_tiles(tiles::Command::Run { work, key, task }),
+        }
+    }
+
+    /// A part is not held any more.
+    fn drop_part(&self, key: Key) {
+        if let Some(offered) = self.residency.end(key, || self.drop_quietly(key)) {
+            self.driver.input(Input::CapacityChanged(offered));
+        }
+    }
+
+    /// Has the executors drop a part. Each ignores what it does not hold.
+    fn drop_quietly(&self, key: Key) {
+        self.execute(executor::Command::Drop { key });
+        self.compute_tiles(tiles::Command::Drop { key });
+    }
+
+    fn unload(&self, job: JobId) {
+        self.endpoint.forget(job.0);
+        let unload = || {
+            self.execute(executor::Command::Unload { job });
+            self.compute_tiles(tiles::Command::Unload { job });
+        };
+        if let Some(offered) = self.residency.end_job(job, unload) {
+            self.driver.input(Input::CapacityChanged(offered));
+        }
+        let submissions = self.submissions.clone();
+        self.runtime.spawn_blocking(move || submissions.forget_mirror(job));
+        self.submissions.forget_simulation(job);
     }
 
     fn send_frame(&self, to: NodeId, header: &FrameHeader, payload: Payload, copy: bool) {
@@ -135,7 +252,7 @@ impl Shell {
         let (dtype, width, bytes) = match &tensor {
             Tensor::Tokens(tokens) => (Dtype::U32, 1, frame::from_u32(tokens)),
             Tensor::Hidden(rows) => (Dtype::F32, rows.len() as u32 / header.count.max(1), frame::from_f32(rows)),
-            Tensor::Strip { bytes, dtype } => (*dtype, 1, bytes.clone()),
+            Tensor::Halo { bytes, dtype } => (*dtype, 1, bytes.clone()),
         };
         let head = FrameHead {
             route: route(header.job, header.epoch, header.part),
@@ -148,7 +265,7 @@ impl Shell {
         };
         let priority = match header.count {
             _ if copy => Priority::Copy,
-            _ if matches!(tensor, Tensor::Strip { .. }) => Priority::Decode,
+            _ if matches!(tensor, Tensor::Halo { .. }) => Priority::Decode,
             1 => Priority::Decode,
             _ => Priority::Prefill,
         };
@@ -167,89 +284,12 @@ impl Shell {
         }
     }
 
-    /// Which frames will come for a stage.
-    fn expect(&self, job: JobId, epoch: Epoch, spec: &StageSpec) {
-        let rows_in = if spec.layers.start == 0 {
-            Expectation::tokens(CHUNK_POSITIONS_MAX)
-        } else {
-            Expectation::hidden(spec.width, CHUNK_POSITIONS_MAX)
-        };
-        self.endpoint.expect(route(job, epoch, spec.stage), rows_in);
-    }
-
-    /// The stage that the executor holds goes on under another epoch.
-    fn keep(&self, job: JobId, epoch: Epoch, load: LoadId, spec: &StageSpec) {
-        self.expect(job, epoch, spec);
-        self.residency.keep(job, load, spec.bytes_max, || self.execute(Command::Keep { job, epoch, load }));
-    }
-
-    /// Gets the weights, loads the stage, warms it, and hands it to the executor.
-    fn load(&mut self, job: JobId, epoch: Epoch, load: LoadId, spec: StageSpec) {
-        self.recalled.note(&spec);
-        self.expect(job, epoch, &spec);
-        if let Err(reason) = self.residency.begin(job, load, spec.bytes_max) {
-            // The head takes it that a node that failed holds nothing of the job.
-            self.residency.end(job, || self.execute(Command::Unload { job }));
-            return self.driver.input(Input::Loaded { job, load, result: Err(reason) });
-        }
-        let (residency, bytes_max) = (self.residency.clone(), spec.bytes_max);
-        let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
-        let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
-        let failed = {
-            let (residency, driver, executor) = (residency.clone(), driver.clone(), executor.clone());
-            move |reason: String| {
-                residency.fail(job, load, || {
-                    let _ = executor.send(Command::Unload { job });
-                });
-                driver.input(Input::Loaded { job, load, result: Err(reason) });
-            }
-        };
-        let panicked = failed.clone();
-        let loading = async move {
-            let layers = spec.layers.start as usize..spec.layers.end as usize;
-            let ordered = Instant::now();
-            let held = library
-                .share(spec.content, &spec.name, layers.clone(), &spec.sources, &ask)
-                .await
-                .map_err(|e| e.to_string());
-            let got = ordered.elapsed();
-            // What is here now, others may fetch from here.
-            driver.input(Input::Holdings(library.contents()));
-            let loaded = tokio::task::spawn_blocking(move || {
-                held.and_then(|held| load_stage(&device, held.file.clone(), &spec, got))
-            })
-            .await;
-            match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
-                // The executor tells the core. A stage that nobody wants any more is dropped here.
-                Ok(stage) => residency.install(job, load, || {
-                    let _ = executor.send(Command::Install { job, epoch, load, stage, bytes_max });
-                }),
-                Err(reason) => {
-                    let layers = explain::layers(&(layers.start as u32..layers.end as u32));
-                    tracing::warn!("cannot hold layers {layers} of job {:016x}: {reason}", job.0);
-                    failed(reason);
-                }
-            }
-        };
-        self.spawn(loading, panicked);
-    }
-
-    /// Gets the weights of a stage that is not to be loaded yet.
-    fn fetch(&self, job: JobId, epoch: Epoch, spec: StageSpec) {
-        let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
-        let (driver, told) = (self.driver.clone(), self.driver.clone());
-        let fetching = async move {
-            let layers = spec.layers.start as usize..spec.layers.end as usize;
-            let held = library.share(spec.content, &spec.name, layers, &spec.sources, &ask).await;
-            driver.input(Input::Holdings(library.contents()));
-            let result = held.map(|held| held.fetched_bytes).map_err(|e| e.to_string());
-            driver.input(Input::Fetched { job, epoch, result });
-        };
-        self.spawn(fetching, move |reason| told.input(Input::Fetched { job, epoch, result: Err(reason) }));
-    }
-
-    fn execute(&self, command: Command) {
+    fn execute(&self, command: executor::Command) {
         let _ = self.executor.send(command);
+    }
+
+    fn compute_tiles(&self, command: tiles::Command) {
+        let _ = self.tiles.send(command);
     }
 
     /// Does work that takes time elsewhere. Its answer always comes: `failed` makes it from what a panic said.
@@ -296,71 +336,79 @@ fn named(event: Event, node: &Node) -> Event {
         Event::Done { call, reason: DoneReason::Failed(reason) } => {
             Event::Done { call, reason: DoneReason::Failed(name(reason)) }
         }
-        Event::Grid { job, event } => {
-            let event = match *event {
-                GridEvent::Waiting { reason } => GridEvent::Waiting { reason: name(reason) },
-                GridEvent::Ended { result: Err(reason), figures } => {
-                    GridEvent::Ended { result: Err(name(reason)), figures }
-                }
-                event @ (GridEvent::Inherited { .. }
-                | GridEvent::Placed { .. }
-                | GridEvent::Running { .. }
-                | GridEvent::Progress { .. }
-                | GridEvent::Report { .. }
-                | GridEvent::Checkpoint { .. }
-                | GridEvent::Moved
-                | GridEvent::Ended { .. }) => event,
+        Event::JobEnded { job, ending, figures } => {
+            let ending = match ending {
+                Ending::Moved(why) => Ending::Moved(name(why)),
+                Ending::Failed(why) => Ending::Failed(name(why)),
+                ending @ (Ending::Completed | Ending::Cancelled) => ending,
             };
-            Event::Grid { job, event: Box::new(event) }
+            Event::JobEnded { job, ending, figures }
+        }
+        Event::Steps { job, event: StepsEvent::Waiting { reason } } => {
+            Event::Steps { job, event: StepsEvent::Waiting { reason: name(reason) } }
         }
         event @ (Event::PeerUp { .. }
         | Event::PeerDown { .. }
         | Event::PlanReady { .. }
+        | Event::GridPlan { .. }
         | Event::Fleet { .. }
-        | Event::Reshaping { .. }
         | Event::Measured { .. }
+        | Event::JobInherited { .. }
         | Event::JobPlaced { .. }
         | Event::JobReady { .. }
-        | Event::JobEnded { .. }
+        | Event::JobMoves { .. }
         | Event::Token { .. }
         | Event::Done { .. }
+        | Event::Steps { .. }
         | Event::Lost { .. }
         | Event::Standby { .. }
         | Event::Promoted { .. }
-        | Event::GridPlan { .. }
         | Event::Refused { .. }) => event,
     }
 }
 
+/// The step from which a simulation runs that became ready. Where it was inherited, the placement before did not know that step.
+fn step_of(event: &Event, node: &Node) -> Option<u32> {
+    let Event::JobReady { job, .. } = event else { return None };
+    match node.jobs().find(|view| view.job == *job)?.program {
+        ProgramView::Steps { step, .. } => Some(step),
+        ProgramView::Serve { .. } => None,
+    }
+}
+
 /// Writes to the user's log what a person would want to wake up for, and no more.
-fn log(event: &Event, node: &Node) {
+fn log(event: &Event, step: Option<u32>, node: &Node) {
     let name = |id: &NodeId| Names::of(node).get(*id);
     match event {
         Event::PeerUp { node } => tracing::info!("{} is up", name(node)),
         Event::PeerDown { node, reason: DownReason::Left } => tracing::info!("{} left", name(node)),
         Event::PeerDown { node, reason: DownReason::Failed } => tracing::warn!("{} is down", name(node)),
-        Event::JobPlaced { job, epoch, plan } => {
-            let stage = |stage: &partitioner::Stage| {
-                format!("{} layers {}", name(&NodeId(stage.device.0)), explain::layers(&stage.layers))
-            };
-            let stages: Vec<String> = plan.stages().iter().map(stage).collect();
-            tracing::info!("job {:016x} epoch {}: {}", job.0, epoch.counter, stages.join(", "));
+        Event::JobPlaced { job, epoch, placement, .. } => {
+            let placed = placed(placement, &Names::of(node));
+            tracing::info!("job {:016x} epoch {}{placed}", job.0, epoch.counter);
         }
-        Event::JobReady { job, epoch, .. } => tracing::info!("job {:016x} epoch {} is ready", job.0, epoch.counter),
+        Event::JobReady { job, epoch, .. } => {
+            let state = step.map_or_else(|| "is ready".into(), |step| format!("runs from step {step}"));
+            tracing::info!("job {:016x} epoch {} {state}", job.0, epoch.counter);
+        }
         Event::JobDegraded { job, reason, .. } => tracing::warn!("job {:016x} cannot run: {reason}", job.0),
-        Event::JobEnded { job } => tracing::info!("job {:016x} ended", job.0),
+        Event::JobEnded { job, ending, .. } => match ending {
+            Ending::Completed => tracing::info!("job {:016x} is done", job.0),
+            Ending::Cancelled => tracing::info!("job {:016x} ended", job.0),
+            Ending::Moved(reason) | Ending::Failed(reason) => tracing::warn!("job {:016x} ended: {reason}", job.0),
+        },
         Event::Lost { job, node, silent_ms } => {
             tracing::warn!("job {:016x} lost {} after {silent_ms} ms of silence", job.0, name(node));
         }
-        Event::Standby { job, stage, node, current } => {
+        Event::Standby { job, part, node, current } => {
             let what = if *current { "is current" } else { "loads" };
-            tracing::info!("job {:016x} stage {stage}: standby {} {what}", job.0, name(node));
+            tracing::info!("job {:016x} part {part}: standby {} {what}", job.0, name(node));
         }
-        Event::Promoted { job, epoch, stage, node } => {
+        Event::Promoted { job, epoch, part, node } => {
             let counter = epoch.counter;
-            tracing::warn!("job {:016x} epoch {counter}: standby {} takes over stage {stage}", job.0, name(node));
+            tracing::warn!("job {:016x} epoch {counter}: standby {} takes over part {part}", job.0, name(node));
         }
-        Event::Reshaping { job, change } => tracing::info!(
+        Event::JobMoves { job, change } => tracing::info!(
             "job {:016x} moves: {} of weights for {:.2} ms/token instead of {:.2}",
             job.0,
             crate::config::Size(change.bytes),
@@ -383,51 +431,40 @@ fn log(event: &Event, node: &Node) {
                 None => tracing::debug!("rejected: {what}"),
             }
         }
-        Event::Grid { job, event } => grids::log(*job, event, &Names::of(node)),
-        Event::PlanReady { .. }
+        Event::Steps { job, event: StepsEvent::Checkpoint { step } } => {
+            tracing::info!("job {:016x}: checkpoint of step {step}", job.0);
+        }
+        Event::Steps { job, event: StepsEvent::Waiting { reason } } => {
+            tracing::warn!("job {:016x} waits: {reason}", job.0);
+        }
+        // Logged where it is known where its results go.
+        Event::JobInherited { .. } => {}
+        Event::Steps { event: StepsEvent::Progress { .. } | StepsEvent::Report { .. }, .. }
+        | Event::PlanReady { .. }
+        | Event::GridPlan { .. }
         | Event::Fleet { .. }
         | Event::Token { .. }
-        | Event::Done { .. }
-        | Event::GridPlan { .. } => {}
+        | Event::Done { .. } => {}
     }
 }
 
-/// `got`: what it took to have the weights on this machine.
-fn load_stage(
-    device: &crate::device::Compute,
-    file: Arc<kernels::weights::ModelFile>,
-    spec: &StageSpec,
-    got: Duration,
-) -> Result<Box<dyn Stage>, String> {
-    let options = StageOptions {
-        layers: spec.layers.start as usize..spec.layers.end as usize,
-        sequences: spec.sequences as usize,
-        context: spec.context as usize,
-        activations: if spec.int8 { Activations::Int8 } else { Activations::F32 },
-        threads: device.threads,
-    };
-    let begun = Instant::now();
-    let mut stage = device.load(file, options).map_err(|e| e.to_string())?;
-    let loaded = begun.elapsed();
-    warm(stage.as_mut(), spec).map_err(|e| e.to_string())?;
-    let [got, loaded, first] = [got, loaded, begun.elapsed() - loaded].map(|took| took.as_secs_f64());
-    let (layers, total) = (explain::layers(&spec.layers), got + loaded + first);
-    tracing::info!(
-        "layers {layers} of {} took {total:.2} s: {got:.2} to get the weights, {loaded:.2} to load them, {first:.2} for a step",
-        spec.name
-    );
-    Ok(stage)
-}
-
-/// A step nobody asked for, so that the first real one waits for no page and no compiler.
-fn warm(stage: &mut dyn Stage, spec: &StageSpec) -> Result<(), kernels::stage::StageError> {
-    let zeros = vec![0.0; stage.width()];
-    let input = if spec.layers.start == 0 { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
-    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: Changes::default() };
-    let row = Rows { sequence: u64::MAX, position: 0, input, want: Want::Token(draw) };
-    stage.forward(&[row])?;
-    stage.release(u64::MAX);
-    Ok(())
+/// Where the parts of a job are, human-readable, after the epoch.
+fn placed(placement: &Placement, names: &Names) -> String {
+    match placement {
+        Placement::Stages(stages) => {
+            let stage = |(node, layers): &(NodeId, std::ops::Range<u32>)| {
+                format!("{} layers {}", names.get(*node), explain::layers(layers))
+            };
+            format!(": {}", stages.iter().map(stage).collect::<Vec<_>>().join(", "))
+        }
+        Placement::Tiles { tiles, depth, step } => {
+            let tile = |(node, block): &(NodeId, partitioner::tiles::Block)| {
+                format!("{} {}", names.get(*node), grids::extent(block))
+            };
+            let tiles = tiles.iter().map(tile).collect::<Vec<_>>().join(", ");
+            format!(" from step {step}: {tiles}; halo depth {}", count(*depth as usize, "step"))
+        }
+    }
 }
 
 /// No frame for this long: no job is generating.
@@ -453,30 +490,38 @@ impl Ask for EndpointAsk {
     }
 }
 
-pub(crate) fn route(job: JobId, epoch: Epoch, part: u16) -> Route {
-    Route { job: job.0, epoch: transport::frame::Epoch { counter: epoch.counter, minter: epoch.minter.0 }, part }
+pub(crate) fn route(job: JobId, epoch: Epoch, part: PartId) -> Route {
+    Route {
+        job: job.0,
+        epoch: transport::frame::Epoch { counter: epoch.counter, issuer: epoch.issuer.0 },
+        part: part.0,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use node_core::input::GridInput;
+    use node_core::id::CallId;
     use node_core::work::steps::SaveKind;
+    use partitioner::{Answer, PlanError};
 
     #[test]
     fn work_that_panics_answers_with_an_error() {
+        let asked = Asked::Caller(CallId(7));
         let planned = answered(
             || panic!("no layers in {}", "the model"),
-            |why| Input::Planned { token: 7, result: Err(PlanError::Invalid(why.into())) },
+            |why| Input::Planned { asked, answer: Answer::Model(Err(PlanError::Invalid(why.into()))) },
         );
-        let Input::Planned { token: 7, result: Err(PlanError::Invalid(why)) } = &planned else { panic!("{planned:?}") };
+        let Input::Planned { asked: Asked::Caller(CallId(7)), answer: Answer::Model(Err(PlanError::Invalid(why))) } =
+            &planned
+        else {
+            panic!("{planned:?}")
+        };
         assert!(why.contains("no layers in the model") && why.contains("bug"), "{why}");
-        let (job, tile, step, kind) = (JobId(1), 2, 3, SaveKind::Checkpoint);
-        let collected = answered(
-            || std::panic::panic_any(5),
-            |why| Input::Grid(GridInput::Collected { job, tile, step, kind, result: Err(why) }),
-        );
-        assert!(matches!(collected, Input::Grid(GridInput::Collected { result: Err(_), .. })));
+        let (job, part, step, kind) = (JobId(1), PartId(2), 3, SaveKind::Checkpoint);
+        let collected =
+            answered(|| std::panic::panic_any(5), |why| Input::Collected { job, part, step, kind, result: Err(why) });
+        assert!(matches!(collected, Input::Collected { result: Err(_), .. }));
         assert!(matches!(answered(|| Input::Wakeup, |_| unreachable!("it did not panic")), Input::Wakeup));
     }
 }

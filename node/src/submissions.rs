@@ -1,7 +1,9 @@
-//! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers are told.
+//! The submitter's end of simulations: their job files, what comes of them on disk, and what watchers see.
+use crate::bulk::{BulkRequest, GridRequest};
 use crate::driver::DriverHandle;
+use crate::hub::Hub;
 use crate::shell::answered;
-use crate::tiles::states::{StateName, States, Wanted};
+use crate::tiles::states::{StateName, States};
 use bytes::Bytes;
 use checkpoints::Checkpoints;
 use forces::Forces;
@@ -9,9 +11,10 @@ use kernels::grid::Region;
 use kernels::grid::simulation::Simulation;
 use ledger::Ledger;
 use node_core::id::{ContentId, JobId, NodeId};
-use node_core::input::{GridInput, Input};
+use node_core::input::Input;
 use node_core::output::Event;
-use node_core::work::steps::{GridEvent, SaveKind};
+use node_core::work::steps::SaveKind;
+use node_core::work::{Ending, Inherited, JobSpec};
 use run_folder::{Existing, Opened};
 use spec::spec;
 pub use spec::work;
@@ -54,6 +57,7 @@ pub struct Submissions {
     seed: u64,
     count: AtomicU64,
     driver: DriverHandle,
+    hub: Arc<Hub>,
     endpoint: OnceLock<Arc<Endpoint>>,
     states: Arc<States>,
     /// Where simulations of other nodes are kept that this one goes on with.
@@ -79,10 +83,16 @@ pub struct Submit {
 
 impl Submissions {
     /// None yet. `seed` differs from life to life; `folder` is for simulations of other nodes that this one goes on with.
-    pub fn new(node: NodeId, seed: u64, driver: DriverHandle, states: Arc<States>, folder: PathBuf) -> Self {
+    pub fn new(
+        node: NodeId,
+        seed: u64,
+        (driver, hub): (DriverHandle, Arc<Hub>),
+        states: Arc<States>,
+        folder: PathBuf,
+    ) -> Self {
         let (count, endpoint, jobs) = (AtomicU64::new(0), OnceLock::new(), Mutex::default());
         let (held, fetching, ledger) = (Mutex::default(), Mutex::default(), Ledger::open(&folder));
-        Self { node, seed, count, driver, endpoint, states, folder, jobs, ledger, held, fetching }
+        Self { node, seed, count, driver, hub, endpoint, states, folder, jobs, ledger, held, fetching }
     }
 
     /// How other nodes are reached.
@@ -154,7 +164,10 @@ impl Submissions {
         forget_old(&mut jobs);
         drop(jobs);
         self.ledger.add(&submission);
-        self.driver.input(Input::Grid(GridInput::Submit(Box::new(spec))));
+        // What becomes of it comes as events of the job: the call need not be answered.
+        let call = self.hub.call();
+        self.driver.input(Input::Start { call, job: Box::new(JobSpec::Steps(spec)) });
+        self.driver.input(Input::Cancel { call });
         Ok(submission)
     }
 
@@ -191,7 +204,7 @@ impl Submissions {
 
     /// Ends a job.
     pub fn cancel(&self, job: JobId) {
-        self.driver.input(Input::Grid(GridInput::Cancel { job }));
+        self.driver.input(Input::End { job });
     }
 
     /// A job by its id.
@@ -204,38 +217,29 @@ impl Submissions {
         self.lock().clone()
     }
 
-    /// What the core told.
+    /// An event of the core. `step`: of a simulation that is ready, the step from which it runs.
     #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about simulations")]
-    pub fn tell(self: &Arc<Self>, event: &Event) {
+    pub fn tell(self: &Arc<Self>, event: &Event, step: Option<u32>) {
         match event {
-            Event::Grid { job, event } => {
-                if let GridEvent::Inherited { from, simulation, schedule } = &**event {
-                    self.inherit(*job, *from, *simulation, schedule);
-                }
+            Event::JobInherited { job, from, inherited } => match &**inherited {
+                Inherited::Steps { simulation, schedule } => self.inherit(*job, *from, *simulation, schedule),
+                Inherited::Serve { .. } => {}
+            },
+            Event::JobPlaced { job, .. }
+            | Event::JobReady { job, .. }
+            | Event::JobDegraded { job, .. }
+            | Event::Steps { job, .. } => {
                 if let Some(submission) = self.find(*job) {
-                    if matches!(**event, GridEvent::Ended { .. }) {
-                        // The disk is not for the thread that decides; whoever is told that it is over finds all on it.
-                        let (event, submissions) = (event.clone(), self.clone());
-                        std::thread::spawn(move || {
-                            let done = matches!(*event, GridEvent::Ended { result: Ok(()), .. });
-                            let finish = || {
-                                submission.finish_forces();
-                                submission.close(done);
-                                event
-                            };
-                            let failed = |why| Box::new(GridEvent::Ended { result: Err(why), figures: Vec::new() });
-                            submission.tell(&answered(finish, failed));
-                            if !submission.moved() {
-                                submissions.ledger.remove(&submission);
-                            }
-                        });
-                    } else {
-                        submission.tell(event);
-                    }
+                    submission.tell(event, step);
+                }
+            }
+            Event::JobEnded { job, ending, .. } => {
+                if let Some(submission) = self.find(*job) {
+                    self.end(submission, event.clone(), ending);
                 }
             }
             Event::Lost { job, node, silent_ms } => {
-                // The loss of whom it was inherited from is in it already.
+                // The loss of the coordinator from which it was inherited is in it already.
                 let known = self.find(*job).filter(|known| known.telling().inherited_from != Some(*node));
                 if let Some(submission) = known {
                     submission.lost(Duration::from_millis(*silent_ms));
@@ -245,7 +249,27 @@ impl Submissions {
         }
     }
 
-    /// Fetches what an owner put aside, and does with it what it is for. Blocks.
+    /// A simulation is over here. The disk is not for the thread that decides; when its end is seen, all is on the disk.
+    fn end(self: &Arc<Self>, submission: Arc<Submission>, event: Event, ending: &Ending) {
+        let (job, submissions, completed) = (submission.job, self.clone(), *ending == Ending::Completed);
+        if matches!(ending, Ending::Moved(_)) {
+            submission.telling().moved = true;
+        }
+        std::thread::spawn(move || {
+            let finish = || {
+                submission.finish_forces();
+                submission.close(completed);
+                event
+            };
+            let failed = |why| Event::JobEnded { job, ending: Ending::Failed(why), figures: Vec::new() };
+            submission.tell(&answered(finish, failed), None);
+            if !submission.moved() {
+                submissions.ledger.remove(&submission);
+            }
+        });
+    }
+
+    /// Fetches what an owner saved, and does with it what it is for. Blocks.
     ///
     /// # Errors
     /// It cannot be fetched, or not be written: it may be tried again.
@@ -259,21 +283,21 @@ impl Submissions {
         match name.kind {
             SaveKind::Snapshot => {
                 // The core has bounded it by the tile.
-                let state = self.whole(runtime, from, Wanted::State(name), bytes)?;
+                let state = self.whole(runtime, from, GridRequest::State(name), bytes)?;
                 self.states.put(name, state);
                 Ok(())
             }
             SaveKind::Checkpoint => {
                 let submission = self.find(name.job).ok_or("the job is over")?;
                 let Some(mut part) = submission.begin_part(name)? else { return Ok(()) };
-                self.stream(runtime, from, Wanted::State(name), |block| part.write(block))?;
+                self.stream(runtime, from, GridRequest::State(name), |block| part.write(block))?;
                 submission.add_part(part.complete()?);
                 Ok(())
             }
             SaveKind::Output(_) => {
                 let submission = self.find(name.job).ok_or("the job is over")?;
                 let most = submission.frame_bytes(name)?;
-                let state = self.whole(runtime, from, Wanted::State(name), most)?;
+                let state = self.whole(runtime, from, GridRequest::State(name), most)?;
                 submission.take(name, &state)
             }
         }
@@ -295,7 +319,7 @@ impl Submissions {
         let held = held.ok_or("the tile is no longer requested")?;
         let bytes = checkpoints::bytes(&held, region);
         let mut cells = Vec::with_capacity(usize::try_from(bytes).map_err(|e| e.to_string())?);
-        let wanted = Wanted::checkpoint(job, step, region);
+        let wanted = GridRequest::checkpoint(job, step, region);
         self.stream(runtime, from, wanted, |block| {
             if (cells.len() + block.len()) as u64 > bytes {
                 return Err(format!("more than the {bytes} bytes of {region:?} came"));
@@ -314,10 +338,10 @@ impl Submissions {
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
-        wanted: Wanted,
+        wanted: GridRequest,
         most: u64,
     ) -> Result<Bytes, String> {
-        if let (true, Wanted::State(name)) = (from == self.node, &wanted) {
+        if let (true, GridRequest::State(name)) = (from == self.node, &wanted) {
             return self.states.get(name).ok_or_else(|| "the state is gone".into());
         }
         let mut all = Vec::with_capacity(usize::try_from(most).map_err(|e| e.to_string())?);
@@ -336,7 +360,7 @@ impl Submissions {
         &self,
         runtime: &tokio::runtime::Handle,
         from: NodeId,
-        wanted: Wanted,
+        wanted: GridRequest,
         mut each: impl FnMut(&[u8]) -> Result<(), String>,
     ) -> Result<(), String> {
         if from == self.node {
@@ -348,7 +372,7 @@ impl Submissions {
             return taken;
         }
         let endpoint = self.endpoint.get().ok_or("the node is not connected yet")?.clone();
-        let request = wanted.encode().into();
+        let request = BulkRequest::Grid(wanted).encode().into();
         let late = |_| format!("nothing came for {BLOCK_MAX:?}");
         runtime.block_on(async move {
             let asked = tokio::time::timeout(BLOCK_MAX, endpoint.request(from.0, request)).await.map_err(late)?;
@@ -364,7 +388,7 @@ impl Submissions {
     }
 
     /// Answers a member, block by block. Blocks.
-    pub fn answer(&self, wanted: &Wanted, reply: Reply) {
+    pub fn answer(&self, wanted: &GridRequest, reply: Reply) {
         let given = self.give(wanted, &mut |block| reply.blocking_send(block));
         match given {
             Ok(()) => reply.finish(),
@@ -373,23 +397,23 @@ impl Submissions {
     }
 
     /// Gives out what is asked for, as long as it is wanted (`each` is true).
-    fn give(&self, wanted: &Wanted, each: &mut dyn FnMut(Bytes) -> bool) -> Result<(), String> {
+    fn give(&self, wanted: &GridRequest, each: &mut dyn FnMut(Bytes) -> bool) -> Result<(), String> {
         match wanted {
-            Wanted::State(name) => {
+            GridRequest::State(name) => {
                 let state = self.states.get(name).ok_or("this node does not hold the state")?;
                 each(state);
                 Ok(())
             }
-            Wanted::Checkpoint { job, step, start, end } => {
+            GridRequest::Checkpoint { job, step, start, end } => {
                 let submission = self.find(*job).ok_or("the job was not submitted here")?;
                 let region = Region { start: start.map(|at| at as usize), end: end.map(|at| at as usize) };
                 submission.checkpoint(*step)?.read(region, each)
             }
-            Wanted::Look(look) => {
+            GridRequest::Look(look) => {
                 each(self.show(look)?);
                 Ok(())
             }
-            Wanted::Simulation(content) => {
+            GridRequest::Simulation(content) => {
                 let simulation = self.simulation_of(*content).ok_or("this node does not hold the simulation")?;
                 simulation.pack(&mut |part| part.chunks(PACKED_BLOCK).all(|block| each(Bytes::copy_from_slice(block))));
                 Ok(())

@@ -14,7 +14,7 @@ pub enum Tensor {
     /// Token ids.
     Tokens(Vec<u32>),
     /// Cells of a grid for a neighbour of the tile that has them.
-    Strip {
+    Halo {
         /// As they lie in memory.
         bytes: Bytes,
         /// How many bits a cell has.
@@ -22,7 +22,7 @@ pub enum Tensor {
     },
 }
 
-/// All payloads of this node that somebody still needs. Bounded by the core: it discards what it does not use, and
+/// All payloads of this node that are still needed. Bounded by the core: it discards what it does not use, and
 /// transport's credits bound what arrives.
 #[derive(Default)]
 pub struct Tensors {
@@ -30,13 +30,10 @@ pub struct Tensors {
     arrivals: AtomicU64,
 }
 
-/// Set in ids minted here, clear in those minted by the core.
-const ARRIVAL: u64 = 1 << 63;
-
 impl Tensors {
     /// Keeps an arrival and names it. Its sender gets the credit back when the payload is taken.
     pub fn arrive(&self, tensor: Tensor, credit: transport::Credit) -> TensorId {
-        let id = TensorId(ARRIVAL | self.arrivals.fetch_add(1, Ordering::Relaxed));
+        let id = TensorId::Arrived(self.arrivals.fetch_add(1, Ordering::Relaxed));
         self.lock().insert(id, (tensor, Some(credit)));
         id
     }
@@ -85,8 +82,8 @@ mod tests {
             });
             assert!(panics.join().is_err());
         });
-        tensors.put(TensorId(1), Tensor::Tokens(vec![7]));
-        assert!(matches!(tensors.take(TensorId(1)), Some(Tensor::Tokens(tokens)) if tokens == [7]));
+        tensors.put(TensorId::Made(1), Tensor::Tokens(vec![7]));
+        assert!(matches!(tensors.take(TensorId::Made(1)), Some(Tensor::Tokens(tokens)) if tokens == [7]));
         assert!(tensors.is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! The thread that computes tiles of simulations: it owns them, and makes the steps that the core asks for, in order.
 use crate::device::Compute;
 use crate::driver::DriverHandle;
-use crate::residency::Residency;
+use crate::residency::{Key, Residency};
 use crate::submissions::Watched;
 use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
@@ -9,9 +9,11 @@ use kernels::grid::any_tile::{GridTile, Mark};
 use kernels::grid::simulation::Simulation;
 use kernels::grid::tile::Threads;
 use kernels::grid::{Link, Look, Region};
-use node_core::id::{JobId, LoadId, WorkId};
-use node_core::input::{GridInput, Input};
-use node_core::work::steps::{Report, SaveKind, Stop, StopKind, TileLoaded, TileMade, TileOrder, TileStart, TileWork};
+use node_core::id::{JobId, LoadId, PartId, WorkId};
+use node_core::input::Input;
+use node_core::work::steps::{Report, SaveKind, Stop, StopKind, TileMade, TileOrder, TileStart, TileWork};
+use node_core::work::{Loaded, Made};
+use partitioner::Tier;
 use partitioner::tiles::Block;
 use states::{StateName, States};
 use std::collections::{HashMap, VecDeque};
@@ -30,12 +32,10 @@ mod tests;
 pub enum Command {
     /// Make a tile.
     Load {
-        /// Its job.
-        job: JobId,
         /// The order that is answered.
         load: LoadId,
         /// What it is.
-        order: Box<TileOrder>,
+        spec: Box<TileSpec>,
         /// What is computed.
         simulation: Arc<Simulation>,
         /// Gives the cells of a checkpoint, if it starts from one.
@@ -43,12 +43,10 @@ pub enum Command {
     },
     /// Some cells that a tile starts with, made or fetched meanwhile.
     Cells {
-        /// Its job.
-        job: JobId,
+        /// Which tile.
+        key: Key,
         /// The order that they are for.
         load: LoadId,
-        /// Which tile.
-        tile: u16,
         /// Where they are.
         part: Region,
         /// As a saved state has them.
@@ -56,34 +54,35 @@ pub enum Command {
     },
     /// All of them came, or why not.
     CellsEnd {
-        /// Its job.
-        job: JobId,
+        /// Which tile.
+        key: Key,
         /// The order that is answered.
         load: LoadId,
-        /// Which tile.
-        tile: u16,
         /// Why not.
         result: Result<(), String>,
     },
     /// Give a tile the cells of a snapshot among the states.
     Restore {
-        /// Its job.
-        job: JobId,
+        /// Which tile.
+        key: Key,
         /// The order that is answered.
         load: LoadId,
-        /// Which tile.
-        tile: u16,
         /// The snapshot's step.
         step: u32,
     },
     /// Compute.
-    Run(Box<TileWork>),
-    /// Drop a tile.
-    Drop {
-        /// Its job.
-        job: JobId,
+    Run {
+        /// Named in the answers.
+        work: WorkId,
         /// Which tile.
-        tile: u16,
+        key: Key,
+        /// What to do.
+        task: TileWork,
+    },
+    /// Drop a tile and its states, if it is here.
+    Drop {
+        /// Which tile.
+        key: Key,
     },
     /// Drop all tiles of a job.
     Unload {
@@ -92,14 +91,26 @@ pub enum Command {
     },
 }
 
+/// A tile as it is ordered.
+pub struct TileSpec {
+    /// Names it.
+    pub key: Key,
+    /// It is a standby of this tier.
+    pub standby: Option<Tier>,
+    /// What the plan allows it.
+    pub bytes_max: u64,
+    /// The rest of its order.
+    pub order: TileOrder,
+}
+
 /// Gives the cells of a box, as a saved state has them. Blocks.
 pub type CellSource = Box<dyn Fn(Region) -> Result<Vec<u8>, String> + Send>;
 
 /// What the thread needs.
 pub struct Hands {
-    /// Strips.
+    /// Halos.
     pub tensors: Arc<Tensors>,
-    /// States that were put aside.
+    /// States that were saved.
     pub states: Arc<States>,
     /// Memory taken.
     pub residency: Arc<Residency>,
@@ -126,7 +137,7 @@ pub fn spawn(hands: Hands) -> std::io::Result<(Commands, JoinHandle<()>)> {
 }
 
 struct Tiles {
-    tiles: HashMap<(JobId, u16), Held>,
+    tiles: HashMap<Key, Held>,
     /// Started with the first tile.
     threads: Option<Threads>,
     /// Runs that a GPU is at, in its order: at most one of each tile, since the core waits for the answer.
@@ -140,7 +151,7 @@ struct Tiles {
 
 struct Held {
     simulation: Arc<Simulation>,
-    order: Box<TileOrder>,
+    spec: Box<TileSpec>,
     /// None at a warm standby.
     tile: Option<Box<dyn GridTile>>,
     /// The state that it starts with is being made or fetched.
@@ -181,8 +192,7 @@ impl Launched {
 /// A run that is to be answered: while the device is at it, when the one before is done, so that the device has its next one
 /// before it ends this; the last one of all when it is done itself.
 struct Pending {
-    job: JobId,
-    tile: u16,
+    key: Key,
     work: WorkId,
     before: Option<Launched>,
     this: Launched,
@@ -209,55 +219,57 @@ impl Tiles {
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Load { job, load, order, simulation, checkpoint } => {
-                let tile = order.tile;
-                if let Some(loaded) = guarded(|| self.load(job, load, order, simulation, checkpoint)).transpose() {
-                    self.answer(GridInput::Loaded { job, tile, load, result: loaded });
+            Command::Load { load, spec, simulation, checkpoint } => {
+                let key = spec.key;
+                if let Some(result) = guarded(|| self.load(load, spec, simulation, checkpoint)).transpose() {
+                    self.answer_load(key, load, result);
                 }
             }
-            Command::Cells { job, load, tile, part, cells } => {
-                if let Err(reason) = guarded(|| self.put(job, load, tile, part, &cells)) {
-                    self.loaded(job, load, tile, Err(reason));
+            Command::Cells { key, load, part, cells } => {
+                if let Err(reason) = guarded(|| self.put(key, load, part, &cells)) {
+                    self.loaded(key, load, Err(reason));
                 }
             }
-            Command::CellsEnd { job, load, tile, result } => self.loaded(job, load, tile, result),
-            Command::Restore { job, load, tile, step } => {
-                let result = guarded(|| self.restore(job, tile, step));
-                self.answer(GridInput::Loaded { job, tile, load, result });
+            Command::CellsEnd { key, load, result } => self.loaded(key, load, result),
+            Command::Restore { key: (job, part), load, step } => {
+                let result = guarded(|| self.restore((job, part), step));
+                self.hands.driver.input(Input::Loaded { job, part, load, result });
             }
-            Command::Run(work) => {
-                let (job, tile, id, began) = (work.job, work.tile, work.work, Instant::now());
-                match guarded(|| self.compute(&work)) {
+            Command::Run { work, key, task } => {
+                let began = Instant::now();
+                match guarded(|| self.compute(work, key, &task)) {
                     Ok((mut made, mark)) if mark.is_reached() => {
                         made.compute_ns = nanos(began.elapsed());
-                        self.answer(GridInput::Made { job, tile, work: id, result: Ok(made) });
+                        self.answer_run(key, work, Ok(made));
                     }
-                    Ok((made, mark)) => match self.launched(&work, began, mark, made) {
+                    Ok((made, mark)) => match self.launched((work, key, &task), began, mark, made) {
                         Ok(run) => self.pending.push_back(run),
-                        Err(reason) => self.answer(GridInput::Made { job, tile, work: id, result: Err(reason) }),
+                        Err(reason) => self.answer_run(key, work, Err(reason)),
                     },
-                    Err(reason) => self.answer(GridInput::Made { job, tile, work: id, result: Err(reason) }),
+                    Err(reason) => self.answer_run(key, work, Err(reason)),
                 }
             }
-            Command::Drop { job, tile } => {
-                self.tiles.remove(&(job, tile));
-                self.hands.states.drop_tile(job, tile);
-                self.taken(job);
+            Command::Drop { key } => {
+                self.hands.states.drop_part(key);
+                self.drop_tiles(|held| held == key);
             }
             Command::Unload { job } => {
-                let before = self.tiles.len();
-                self.tiles.retain(|(of, _), _| *of != job);
                 self.hands.states.drop_job(job);
-                if self.tiles.len() < before {
-                    self.taken(job);
-                }
+                self.drop_tiles(|(of, _)| of == job);
             }
+        }
+    }
+
+    fn drop_tiles(&mut self, is_gone: impl Fn(Key) -> bool) {
+        for (key, tile) in self.tiles.extract_if(|key, _| is_gone(*key)) {
+            drop(tile);
+            self.hands.driver.input(Input::CapacityChanged(self.hands.residency.resident(key, None)));
         }
     }
 
     /// Answers a run when it is made.
     fn finish(&self, run: Pending) {
-        let Pending { job, tile, work, before, this, last, mut made } = run;
+        let Pending { key, work, before, this, last, mut made } = run;
         let wait = || {
             if let Some(before) = before {
                 let (end, took) = before.wait()?;
@@ -273,77 +285,86 @@ impl Tiles {
         };
         let result = wait().map(|()| made);
         let _ = this.answered.set(Instant::now());
-        self.answer(GridInput::Made { job, tile, work, result });
+        self.answer_run(key, work, result);
     }
 
-    /// A device was told a run, and is at it until the mark.
-    fn launched(&mut self, work: &TileWork, began: Instant, mark: Mark, made: TileMade) -> Result<Pending, String> {
-        let (job, tile) = (work.job, work.tile);
-        let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is not here")?;
+    /// A device has a run to make, and is at it until the mark.
+    fn launched(
+        &mut self,
+        (work, key, task): (WorkId, Key, &TileWork),
+        began: Instant,
+        mark: Mark,
+        made: TileMade,
+    ) -> Result<Pending, String> {
+        let held = self.tiles.get_mut(&key).ok_or("the tile is not here")?;
         let before = held.last.take();
         let after = before.as_ref().map(|before| before.end.clone());
         let this = Launched { began, end: Arc::default(), after, answered: Arc::default() };
-        let last = work.to == held.order.schedule.steps;
+        let last = task.to == held.spec.order.schedule.steps;
         let watch = match &self.watch {
             Some(watch) => watch,
             None => self.watch.insert(watcher()?),
         };
-        watch.send((mark, this.end.clone())).map_err(|_| "nobody waits for the device any more")?;
-        // Now somebody will say when it ends.
+        watch.send((mark, this.end.clone())).map_err(|_| "the thread that waits for devices has ended")?;
+        // From here on its end is reported.
         held.last = Some(this.clone());
-        Ok(Pending { job, tile, work: work.work, before, this, last, made })
+        Ok(Pending { key, work, before, this, last, made })
     }
 
-    fn answer(&self, input: GridInput) {
-        self.hands.driver.input(Input::Grid(input));
+    fn answer_run(&self, (job, part): Key, work: WorkId, result: Result<TileMade, String>) {
+        self.hands.driver.input(Input::Ran { job, part, work, result: result.map(Made::Steps) });
     }
 
-    /// Tells how much the tiles of a job take here.
-    fn taken(&self, job: JobId) {
-        let held = self.tiles.iter().filter(|((of, _), _)| *of == job);
-        let bytes: u64 = held.map(|(_, held)| held.order.bytes_max).sum();
-        let capacity = self.hands.residency.resident(job, (bytes > 0).then_some(bytes));
-        self.hands.driver.input(Input::CapacityChanged(capacity));
+    /// Answers a load. What could not be loaded takes nothing.
+    fn answer_load(&mut self, key: Key, load: LoadId, result: Result<Loaded, String>) {
+        let Hands { residency, driver, .. } = &self.hands;
+        if result.is_err() {
+            let (_, offered) = residency.fail(key, load, || {});
+            let dropped = self.tiles.remove(&key).map(|_| residency.resident(key, None));
+            if let Some(capacity) = dropped.or(offered) {
+                driver.input(Input::CapacityChanged(capacity));
+            }
+        }
+        let (job, part) = key;
+        driver.input(Input::Loaded { job, part, load, result });
     }
 
     /// Makes a tile. None: the state that it starts with follows.
     fn load(
         &mut self,
-        job: JobId,
         load: LoadId,
-        order: Box<TileOrder>,
+        spec: Box<TileSpec>,
         simulation: Arc<Simulation>,
         checkpoint: Option<CellSource>,
-    ) -> Result<Option<TileLoaded>, String> {
-        let key = (job, order.tile);
+    ) -> Result<Option<Loaded>, String> {
+        let (key, bytes) = (spec.key, spec.bytes_max);
         self.tiles.remove(&key);
-        let mut held = Held { simulation, order, tile: None, loading: None, last: None };
-        let warm = held.order.standby == Some(node_core::work::steps::Tier::Warm);
-        if !warm {
+        let mut held = Held { simulation, spec, tile: None, loading: None, last: None };
+        if held.spec.standby != Some(Tier::Warm) {
             held.tile = Some(held.make(&self.hands.device)?);
-            held.loading = match held.order.start {
-                TileStart::Initial => Some(self.begin(job, load, &held, None)?),
+            held.loading = match held.spec.order.start {
+                TileStart::Initial => Some(self.begin(load, &held, None)?),
                 TileStart::Checkpoint { .. } => {
                     let source = checkpoint.ok_or("the checkpoint cannot be asked for")?;
-                    Some(self.begin(job, load, &held, Some(source))?)
+                    Some(self.begin(load, &held, Some(source))?)
                 }
                 TileStart::Continue | TileStart::Snapshot => None,
             };
         }
-        let (bytes, loading) = (held.order.bytes_max, held.loading.is_some());
+        let loading = held.loading.is_some();
         self.tiles.insert(key, held);
-        self.taken(job);
-        Ok((!loading).then_some(TileLoaded { bytes, step: None }))
+        self.hands.driver.input(Input::CapacityChanged(self.hands.residency.resident(key, Some(bytes))));
+        Ok((!loading).then_some(Loaded { bytes, step: None }))
     }
 
     /// Begins to make the state that a tile starts with, or to fetch it: beside this thread, which goes on with other tiles,
     /// and in parts, of which two are in memory.
-    fn begin(&self, job: JobId, load: LoadId, held: &Held, source: Option<CellSource>) -> Result<Loading, String> {
+    fn begin(&self, load: LoadId, held: &Held, source: Option<CellSource>) -> Result<Loading, String> {
         let commands = self.own.upgrade().ok_or("the node is about to end")?;
         // One part waits while the next is made.
         let (ready, waiting) = mpsc::sync_channel(1);
         let (simulation, threads) = (held.simulation.clone(), self.hands.device.threads);
-        let (tile, parts) = (held.order.tile, simulation.initial_parts(region(held.order.block())));
+        let (key, parts) = (held.spec.key, simulation.initial_parts(held.region()));
         let make = move || {
             let result = guarded(|| {
                 for part in parts {
@@ -355,11 +376,11 @@ impl Tiles {
                         // The tile is not wanted any more.
                         break;
                     }
-                    let _ = commands.send(Command::Cells { job, load, tile, part, cells });
+                    let _ = commands.send(Command::Cells { key, load, part, cells });
                 }
                 Ok(())
             });
-            let _ = commands.send(Command::CellsEnd { job, load, tile, result });
+            let _ = commands.send(Command::CellsEnd { key, load, result });
         };
         let thread = std::thread::Builder::new().name("initial".into()).spawn(make);
         thread.map_err(|e| format!("no thread: {e}"))?;
@@ -367,8 +388,8 @@ impl Tiles {
     }
 
     /// Cells of a tile that is being made.
-    fn put(&mut self, job: JobId, load: LoadId, tile: u16, part: Region, cells: &[u8]) -> Result<(), String> {
-        let held = self.tiles.get_mut(&(job, tile));
+    fn put(&mut self, key: Key, load: LoadId, part: Region, cells: &[u8]) -> Result<(), String> {
+        let held = self.tiles.get_mut(&key);
         let Some(Held { tile: Some(tile), loading: Some(loading), .. }) = held else { return Ok(()) };
         if loading.load != load {
             return Ok(());
@@ -379,26 +400,26 @@ impl Tiles {
     }
 
     /// The state that a tile starts with is whole, or cannot be had.
-    fn loaded(&mut self, job: JobId, load: LoadId, tile: u16, result: Result<(), String>) {
-        let Some(held) = self.tiles.get_mut(&(job, tile)) else { return };
+    fn loaded(&mut self, key: Key, load: LoadId, result: Result<(), String>) {
+        let Some(held) = self.tiles.get_mut(&key) else { return };
         if held.loading.take_if(|loading| loading.load == load).is_none() {
             return;
         }
-        let step = match held.order.start {
+        let step = match held.spec.order.start {
             TileStart::Checkpoint { step } => step,
             TileStart::Initial | TileStart::Continue | TileStart::Snapshot => 0,
         };
         if let Some(tile) = &mut held.tile {
             tile.resume(step.into());
         }
-        let result = result.map(|()| TileLoaded { bytes: held.order.bytes_max, step: Some(step) });
-        self.answer(GridInput::Loaded { job, tile, load, result });
+        let result = result.map(|()| Loaded { bytes: held.spec.bytes_max, step: Some(step) });
+        self.answer_load(key, load, result);
     }
 
-    fn restore(&mut self, job: JobId, tile: u16, step: u32) -> Result<TileLoaded, String> {
-        let name = StateName { job, tile, step, kind: SaveKind::Snapshot };
+    fn restore(&mut self, (job, part): Key, step: u32) -> Result<Loaded, String> {
+        let name = StateName { job, part, step, kind: SaveKind::Snapshot };
         let cells = self.hands.states.take(&name).ok_or("the snapshot is gone")?;
-        let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is gone")?;
+        let held = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         let mut restored = match held.tile.take() {
             Some(tile) => tile,
             None => held.make(&self.hands.device)?,
@@ -406,41 +427,42 @@ impl Tiles {
         restored.restore(restored.region(), &cells).map_err(|e| e.to_string())?;
         restored.resume(step.into());
         held.tile = Some(restored);
-        Ok(TileLoaded { bytes: held.order.bytes_max, step: Some(step) })
+        Ok(Loaded { bytes: held.spec.bytes_max, step: Some(step) })
     }
 
-    /// Makes a run, or tells the device to. It is made when the mark is reached.
+    /// Makes a run, or gives it to the device. It is made when the mark is reached.
     ///
-    /// A tile without neighbours is told to go on before that: while the device is at one piece the next is there already, and
+    /// A tile without neighbours is given the next run before that: while the device is at one piece the next is there already, and
     /// no more than that, so that it can be stopped within two.
-    fn compute(&mut self, work: &TileWork) -> Result<(TileMade, Mark), String> {
-        let strips: Vec<(u16, Option<Tensor>)> =
-            work.strips_in.iter().map(|&(link, id)| (link, self.hands.tensors.take(id))).collect();
-        let held = self.tiles.get_mut(&(work.job, work.tile)).ok_or("the tile is not here")?;
+    fn compute(&mut self, work: WorkId, key: Key, task: &TileWork) -> Result<(TileMade, Mark), String> {
+        let halos: Vec<(u16, Option<Tensor>)> =
+            task.halos_in.iter().map(|&(link, id)| (link, self.hands.tensors.take(id))).collect();
+        let held = self.tiles.get_mut(&key).ok_or("the tile is not here")?;
         let tile = held.tile.as_mut().ok_or("the tile has no cells")?;
         let threads = match &mut self.threads {
             Some(threads) => threads,
             none => none.insert(Threads::new(self.hands.device.threads).map_err(|e| format!("no threads: {e}"))?),
         };
-        if tile.steps() != u64::from(work.from) {
-            return Err(format!("the tile has made {} steps, not {}", tile.steps(), work.from));
+        if tile.steps() != u64::from(task.from) {
+            return Err(format!("the tile has made {} steps, not {}", tile.steps(), task.from));
         }
-        for (link, strip) in strips {
-            let Some(Tensor::Strip { bytes, .. }) = strip else {
-                return Err("a strip is gone before it was used".into());
+        for (link, halo) in halos {
+            let Some(Tensor::Halo { bytes, .. }) = halo else {
+                return Err("a halo is gone before it was used".into());
             };
             let expected = tile.bytes_in(link.into()).map_err(|e| e.to_string())?;
             if expected > 0 {
                 tile.unpack(link.into(), &bytes).map_err(|e| e.to_string())?;
             }
         }
-        let mut making = Making { work, hands: &self.hands, simulation: &held.simulation, made: TileMade::default() };
+        let (hands, simulation) = (&self.hands, &*held.simulation);
+        let mut making = Making { work, key, task, hands, simulation, made: TileMade::default() };
         making.steps(&mut **tile, threads)?;
         Ok((making.made, tile.mark()))
     }
 }
 
-/// Starts whoever waits for devices; ends with the sender. What waits here is bounded: two runs of each tile.
+/// Starts the thread that waits for devices; it ends with the sender. What waits here is bounded: two runs of each tile.
 fn watcher() -> Result<mpsc::Sender<(Mark, Arc<End>)>, String> {
     let (sender, marks) = mpsc::channel::<(Mark, Arc<End>)>();
     let watch = move || {
@@ -458,15 +480,19 @@ fn nanos(duration: Duration) -> u64 {
 }
 
 impl Held {
+    fn region(&self) -> Region {
+        region(self.spec.order.block(self.spec.key.1))
+    }
+
     fn make(&self, device: &Compute) -> Result<Box<dyn GridTile>, String> {
-        let (simulation, order) = (&self.simulation, &self.order);
+        let (simulation, order) = (&self.simulation, &self.spec.order);
         let depth = order.depth as usize;
         let (grid, rule) = (simulation.grid(), simulation.rule());
-        let mut tile = device.tile(grid, rule, region(order.block()), depth).map_err(|e| e.to_string())?;
+        let mut tile = device.tile(grid, rule, self.region(), depth).map_err(|e| e.to_string())?;
         let links: Vec<Link> = order
-            .links(order.tile)
+            .links(self.spec.key.1)
             .iter()
-            .map(|link| Link { region: region(&order.tiles[usize::from(link.peer)].1), shift: link.shift })
+            .map(|link| Link { region: region(order.block(PartId(link.peer))), shift: link.shift })
             .collect();
         tile.link(&links).map_err(|e| e.to_string())?;
         Ok(tile)
@@ -475,7 +501,9 @@ impl Held {
 
 /// A run of steps as it is made.
 struct Making<'a> {
-    work: &'a TileWork,
+    work: WorkId,
+    key: Key,
+    task: &'a TileWork,
     hands: &'a Hands,
     simulation: &'a Simulation,
     made: TileMade,
@@ -483,23 +511,23 @@ struct Making<'a> {
 
 impl Making<'_> {
     fn steps(&mut self, tile: &mut dyn GridTile, threads: &mut Threads) -> Result<(), String> {
-        let work = self.work;
-        let (mut step, mut stops) = (work.from, work.stops.iter().peekable());
-        if work.from == work.to {
+        let task = self.task;
+        let (mut step, mut stops) = (task.from, task.stops.iter().peekable());
+        if task.from == task.to {
             self.pack(tile)?;
         }
         loop {
             while let Some(stop) = stops.next_if(|stop| stop.step <= step) {
                 self.stop(tile, threads, stop)?;
             }
-            if step >= work.to {
+            if step >= task.to {
                 return Ok(());
             }
-            // As far as the next stop; the last pass by itself, where somebody waits for its strips.
-            let (alone, tail) = (!work.strips_out.is_empty(), tile.tail() as u32);
-            let until = stops.peek().map_or(work.to, |stop| stop.step).min(work.to);
-            let until = if alone && until == work.to && work.to - step > tail { work.to - tail } else { until };
-            if alone && until == work.to && tile.left() == (work.to - step) as usize {
+            // As far as the next stop; the last pass by itself, where neighbours wait for its halos.
+            let (alone, tail) = (!task.halos_out.is_empty(), tile.tail() as u32);
+            let until = stops.peek().map_or(task.to, |stop| stop.step).min(task.to);
+            let until = if alone && until == task.to && task.to - step > tail { task.to - tail } else { until };
+            if alone && until == task.to && tile.left() == (task.to - step) as usize {
                 tile.strips(threads).map_err(|e| e.to_string())?;
                 if tile.is_detached() {
                     tile.interior(threads).map_err(|e| e.to_string())?;
@@ -510,7 +538,7 @@ impl Making<'_> {
                 }
             } else {
                 tile.advance(threads, (until - step) as usize).map_err(|e| e.to_string())?;
-                if alone && until == work.to {
+                if alone && until == task.to {
                     self.pack(tile)?;
                 }
             }
@@ -518,25 +546,25 @@ impl Making<'_> {
         }
     }
 
-    /// Strips for the neighbours; the core sends them.
+    /// Halos for the neighbours; the core sends them.
     fn pack(&mut self, tile: &mut dyn GridTile) -> Result<(), String> {
         let dtype = dtype(self.simulation.rule().costs().cell_bits);
-        let mut sizes = Vec::with_capacity(self.work.strips_out.len());
-        for &(link, id) in &self.work.strips_out {
+        let mut sizes = Vec::with_capacity(self.task.halos_out.len());
+        for &(link, id) in &self.task.halos_out {
             let room = tile.bytes_out(link.into()).map_err(|e| e.to_string())?;
-            let mut strip = Buffer::with_room(room);
-            tile.pack_into(link.into(), &mut strip).map_err(|e| e.to_string())?;
-            if strip.is_empty() {
+            let mut halo = Buffer::with_room(room);
+            tile.pack_into(link.into(), &mut halo).map_err(|e| e.to_string())?;
+            if halo.is_empty() {
                 // Nothing crosses there, but the neighbour waits for the step: a frame has at least one element.
-                strip.resize(dtype.bytes() as usize, 0);
+                halo.resize(dtype.bytes() as usize, 0);
             }
-            let bytes = strip.len() as u64;
+            let bytes = halo.len() as u64;
             sizes.push(((bytes / dtype.bytes()) as u32, bytes));
-            self.hands.tensors.put(id, Tensor::Strip { bytes: strip.into(), dtype });
+            self.hands.tensors.put(id, Tensor::Halo { bytes: halo.into(), dtype });
         }
         if !sizes.is_empty() {
-            let (job, tile, work) = (self.work.job, self.work.tile, self.work.work);
-            self.hands.driver.input(Input::Grid(GridInput::Strips { job, tile, work, sizes }));
+            let ((job, part), work) = (self.key, self.work);
+            self.hands.driver.input(Input::Halos { job, part, work, sizes });
         }
         Ok(())
     }
@@ -555,8 +583,8 @@ impl Making<'_> {
                     SaveKind::Output(number) => self.output(tile, number)?,
                 };
                 self.made.saves.push((stop.step, kind, bytes.len() as u64));
-                let name = StateName { job: self.work.job, tile: self.work.tile, step: stop.step, kind };
-                self.hands.states.put(name, bytes);
+                let (job, part) = self.key;
+                self.hands.states.put(StateName { job, part, step: stop.step, kind }, bytes);
             }
         }
         Ok(())
@@ -567,7 +595,7 @@ impl Making<'_> {
         let outputs = self.simulation.outputs();
         let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
             Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
-            // More than the job names: for whoever watches.
+            // More than the job names: for watchers.
             None => {
                 let watched = Watched::of(self.simulation);
                 (watched.quantity, watched.shown)
@@ -608,7 +636,7 @@ pub fn common(a: &Region, b: &Region) -> Option<Region> {
     (0..3).all(|axis| start[axis] < end[axis]).then_some(Region { start, end })
 }
 
-/// How strips of a rule whose cells have so many bits lie in a frame.
+/// How halos of a rule whose cells have this number of bits lie in a frame.
 pub fn dtype(cell_bits: u64) -> Dtype {
     match cell_bits {
         bits if bits.is_multiple_of(32) => Dtype::Cells,

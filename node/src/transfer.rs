@@ -10,7 +10,7 @@ use holding::Holding;
 use kernels::weights::{ModelFile, ShardIndex};
 use ledger::Ledger;
 use node_core::id::{ContentId, NodeId};
-use request::{Request, encode_bitmap};
+use request::encode_bitmap;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,6 +21,7 @@ use std::time::Instant;
 
 pub use cache::Cache;
 pub use ledger::{PeerWeights, TransferView};
+pub use request::WeightsRequest;
 
 mod cache;
 mod fetch;
@@ -182,8 +183,8 @@ impl Library {
     }
 
     /// Answers a peer's request: a status byte (1: here it is), then the bytes.
-    pub fn answer(&self, request: &[u8]) -> Vec<u8> {
-        self.find(request).map_or_else(|| vec![0], |bytes| [&[1], bytes.as_slice()].concat())
+    pub fn answer(&self, content: ContentId, what: WeightsRequest) -> Vec<u8> {
+        self.find(content, what).map_or_else(|| vec![0], |bytes| [&[1], bytes.as_slice()].concat())
     }
 
     /// What people see.
@@ -338,13 +339,12 @@ impl Library {
         self.cache.dir().join(format!("{}.side", blake3::hash(canonical.as_os_str().as_encoded_bytes()).to_hex()))
     }
 
-    fn find(&self, request: &[u8]) -> Option<Vec<u8>> {
-        let (content, what) = Request::decode(request)?;
+    fn find(&self, content: ContentId, what: WeightsRequest) -> Option<Vec<u8>> {
         let held = self.lock().get(&content).cloned()?;
         match what {
-            Request::Index => Some(held.index.encode()),
-            Request::Have => Some(encode_bitmap(&held.bitmap())),
-            Request::Chunk(number) => {
+            WeightsRequest::Index => Some(held.index.encode()),
+            WeightsRequest::Have => Some(encode_bitmap(&held.bitmap())),
+            WeightsRequest::Chunk(number) => {
                 let bytes = held.read(number as usize)?;
                 self.ledger.served(bytes.len() as u64);
                 Some(bytes)

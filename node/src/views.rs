@@ -1,12 +1,11 @@
-//! What people and programs see of a node: members, jobs and plans, read off the core.
+//! What users and programs see of a node: members, jobs and plans, read off the core.
 use node_core::id::NodeId;
-use node_core::job::JobState;
+use node_core::job::{self, JobState, ProgramView, WhatView};
 use node_core::limits;
 use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
-use node_core::tiles::{GridJobView, HeldTile};
-use node_core::work::{Change, DownReason};
+use node_core::work::{Change, DownReason, HeldPart, HeldWork};
 use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -264,9 +263,9 @@ pub struct Views {
     /// See [`StateView`].
     pub jobs: Vec<JobView>,
     /// Simulations that this node coordinates.
-    pub grids: Vec<GridJobView>,
+    pub grids: Vec<job::JobView>,
     /// Tiles that it holds, of its own simulations and of others'.
-    pub tiles: Vec<HeldTile>,
+    pub tiles: Vec<HeldPart>,
 }
 
 impl Views {
@@ -275,84 +274,98 @@ impl Views {
         Self {
             peers: peer_views(node),
             jobs: job_views(node),
-            grids: node.grids().collect(),
-            tiles: node.tiles().collect(),
+            grids: node.jobs().filter(|job| matches!(job.program, ProgramView::Steps { .. })).collect(),
+            tiles: node.parts().filter(|part| matches!(part.what, HeldWork::Tile { .. })).collect(),
         }
     }
 }
 
-/// Jobs for the API: those this node heads, then the stages it holds of others'.
+/// Served models for the API: those that this node coordinates, then the stages that it holds of others'.
 fn job_views(node: &Node) -> Vec<JobView> {
     let own = node.membership().own();
     let names = Names::of(node);
-    let name = |id: NodeId| names.get(id);
-    let stage = |id: NodeId, layers: Range<u32>, bytes: Option<u64>, step_ns: Option<u64>| StageView {
-        node: hex(&id),
-        name: name(id),
+    let mut jobs: Vec<JobView> = node.jobs().filter_map(|job| served_view(job, &own.name, &names)).collect();
+    for part in node.parts().filter(|part| part.epoch.issuer != own.node) {
+        let Some(held) = held_view(part, own.node, &names) else { continue };
+        // A job's parts come one after the other.
+        match jobs.last_mut().filter(|last| !last.head && last.job == held.job) {
+            Some(last) => {
+                last.stages.extend(held.stages);
+                let both = [last.state.as_str(), held.state.as_str()];
+                let state = ["loading", "holding"].into_iter().find(|state| both.contains(state));
+                last.state = state.unwrap_or("standby").to_owned();
+            }
+            None => jobs.push(held),
+        }
+    }
+    jobs
+}
+
+/// A job that this node coordinates, if it serves a model.
+fn served_view(job: job::JobView, own_name: &str, names: &Names) -> Option<JobView> {
+    let ProgramView::Serve { moved, context, sequences, running, waiting, .. } = job.program else { return None };
+    let stages = job.parts.iter().filter_map(|part| match &part.what {
+        WhatView::Stage(layers) => Some(held_stage(part.owner, layers, part.bytes, Some(part.step_ns), names)),
+        WhatView::Tile { .. } => None,
+    });
+    let standbys = job.parts.iter().zip(0..).filter_map(|(part, stage)| {
+        let standby = part.standby.as_ref()?;
+        let state = match (standby.node, standby.resident, standby.current) {
+            (None, ..) => "none",
+            (_, _, true) => "current",
+            (_, true, false) => "catching up",
+            (_, false, false) => "loading",
+        };
+        let name = standby.node.map(|node| names.get(node));
+        Some(StandbyView::new(stage, name, standby.tier, state, standby.stall_ns))
+    });
+    Some(JobView {
+        job: format!("{:016x}", job.job.0),
+        state: job_state(job.state).to_owned(),
+        reason: job.reason.map(|reason| names.in_text(&reason)),
+        head: true,
+        coordinator: own_name.to_owned(),
+        epoch: job.epoch.counter,
+        token_ms: job.step_ns as f64 / 1e6,
+        stages: stages.collect(),
+        standbys: standbys.collect(),
+        moved: moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
+        context: Some(context),
+        sequences: Some(sequences),
+        running: running as u32,
+        queued: waiting as u32,
+        model: job.name,
+    })
+}
+
+/// A stage that this node holds of another node's job.
+fn held_view(part: HeldPart, me: NodeId, names: &Names) -> Option<JobView> {
+    let HeldWork::Stage { layers } = part.what else { return None };
+    let state = match (part.bytes.is_some(), part.standby) {
+        (false, _) => "loading",
+        (true, false) => "holding",
+        (true, true) => "standby",
+    };
+    Some(JobView {
+        job: format!("{:016x}", part.job.0),
+        state: state.to_owned(),
+        coordinator: names.get(part.epoch.issuer),
+        epoch: part.epoch.counter,
+        stages: vec![held_stage(me, &layers, part.bytes, None, names)],
+        model: part.name,
+        ..JobView::default()
+    })
+}
+
+fn held_stage(node: NodeId, layers: &Range<u32>, bytes: Option<u64>, step_ns: Option<u64>, names: &Names) -> StageView {
+    StageView {
+        node: hex(&node),
+        name: names.get(node),
         first_layer: layers.start,
         end_layer: layers.end,
         bytes: bytes.unwrap_or(0),
         step_ms: step_ns.map(|ns| ns as f64 / 1e6),
-    };
-    let headed: Vec<JobView> = node
-        .jobs()
-        .map(|job| JobView {
-            job: format!("{:016x}", job.job.0),
-            model: job.name,
-            state: job_state(job.state).to_owned(),
-            reason: job.reason.map(|reason| names.in_text(&reason)),
-            head: true,
-            coordinator: own.name.clone(),
-            epoch: job.epoch.counter,
-            token_ms: job.token_ns as f64 / 1e6,
-            stages: job
-                .stages
-                .into_iter()
-                .map(|held| stage(held.node, held.layers, held.bytes, Some(held.step_ns)))
-                .collect(),
-            standbys: job
-                .standbys
-                .into_iter()
-                .map(|standby| {
-                    let state = match (standby.node, standby.resident, standby.current) {
-                        (None, ..) => "none",
-                        (_, _, true) => "current",
-                        (_, true, false) => "catching up",
-                        (_, false, false) => "loading",
-                    };
-                    StandbyView::new(standby.stage, standby.node.map(name), standby.tier, state, standby.stall_ns)
-                })
-                .collect(),
-            moved: job.moved.map(|moved| MoveView { change: moved.change.into(), fetched_bytes: moved.fetched_bytes }),
-            context: Some(job.context),
-            sequences: Some(job.sequences),
-            running: job.running as u32,
-            queued: job.waiting as u32,
-        })
-        .collect();
-    let held = node.stages().filter(|s| s.epoch.minter != own.node).map(|s| JobView {
-        job: format!("{:016x}", s.job.0),
-        model: s.name,
-        state: match (s.bytes.is_some(), s.standby) {
-            (false, _) => "loading",
-            (true, false) => "holding",
-            (true, true) => "standby",
-        }
-        .to_owned(),
-        reason: None,
-        head: false,
-        coordinator: name(s.epoch.minter),
-        epoch: s.epoch.counter,
-        token_ms: 0.0,
-        stages: vec![stage(own.node, s.layers, s.bytes, None)],
-        standbys: Vec::new(),
-        moved: None,
-        context: None,
-        sequences: None,
-        running: 0,
-        queued: 0,
-    });
-    headed.into_iter().chain(held).collect()
+    }
 }
 
 /// Longest name shown of another node.
@@ -386,7 +399,7 @@ fn job_state(state: JobState) -> &'static str {
     match state {
         JobState::Planning => "planning",
         JobState::Loading => "loading",
-        JobState::Ready => "ready",
+        JobState::Running => "ready",
         JobState::Degraded => "degraded",
     }
 }

@@ -22,6 +22,8 @@ mod standby;
 
 mod fit;
 
+mod question;
+
 pub mod tiles;
 
 pub mod explain;
@@ -30,6 +32,7 @@ pub use fit::{CONTEXT_MIN, Fit, largest_fit};
 pub use fleet::{Device, DeviceId, Fleet, Link};
 pub use layers::plan;
 pub use plan::{Goal, InvalidPlan, LossPlan, Options, Plan, PlanError, Stage};
+pub use question::{Answer, GridStandbysQuestion, ModelAnswer, ModelQuestion, ModelStandbysQuestion, Question};
 pub use repair::{moved_bytes, repair};
 pub use standby::{Standby, Tier, standbys};
 pub use work::{Layer, Work};

@@ -4,13 +4,14 @@
 //! `H(layer, row, kv')`; the last layer's row becomes the token. So a token is right only if every layer saw every position
 //! once, in order, under any cut; `solo` computes the same on one stage.
 use crate::host::HostSpec;
-use node_core::id::{ContentId, Epoch, JobId, LoadId, RequestId, TensorId, WorkId};
-use node_core::input::{GridInput, Input};
+use node_core::id::{ContentId, Epoch, JobId, LoadId, PartId, RequestId, TensorId};
+use node_core::input::Input;
 use node_core::limits::CHALLENGE_STEPS;
 use node_core::time::{Duration, Instant};
 use node_core::work::Payload;
-use node_core::work::serve::{Item, ItemResult, LoadedStage, SampleSpec, Sampling, StageSpec};
+use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling, StageOrder};
 use node_core::work::steps::TileWork;
+use node_core::work::{Loaded, Made, Order, PartWork, Run};
 use std::collections::BTreeMap;
 
 /// What leaves one host and arrives at another.
@@ -50,11 +51,11 @@ pub struct Executor {
     cache_bytes_per_second: u64,
     /// Bytes that stages may take, whatever the node's advert says.
     pub memory: u64,
-    stages: BTreeMap<JobId, Stage>,
+    stages: BTreeMap<(JobId, PartId), Stage>,
     tensors: BTreeMap<TensorId, Cargo>,
     /// Its tiles of simulations.
     pub(crate) grids: crate::grids::GridDevice,
-    /// The next arrival's name, top bit set.
+    /// Counts arrivals.
     arrivals: u64,
     /// Work runs in order.
     pub(crate) busy_until: Instant,
@@ -73,7 +74,9 @@ pub struct Executor {
 #[derive(Debug)]
 struct Stage {
     epoch: Epoch,
-    spec: StageSpec,
+    bytes: u64,
+    layers: std::ops::Range<u32>,
+    order: StageOrder,
     /// Per request, per layer of the stage: the chain after each position.
     caches: BTreeMap<RequestId, Vec<Vec<u64>>>,
 }
@@ -90,7 +93,7 @@ impl Executor {
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
             grids: crate::grids::GridDevice::default(),
-            arrivals: 1 << 63,
+            arrivals: 0,
             busy_until: Instant(0),
             stalled: None,
             hung: false,
@@ -122,80 +125,91 @@ impl Executor {
         Some((until, less))
     }
 
-    /// `Output::Load`: with empty caches. A stage beyond the memory left is refused.
-    pub fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, load: LoadId, spec: StageSpec) -> (Instant, Input) {
-        let bytes = spec.bytes_max;
-        let old = self.stages.remove(&job);
+    /// `Output::Load` of a stage: with empty caches. A stage beyond the memory left is refused.
+    pub fn load(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        epoch: Epoch,
+        load: LoadId,
+        order: &Order,
+        replaces: &[PartId],
+    ) -> (Instant, Input) {
+        let (part, bytes) = (order.part, order.bytes_max);
+        let loaded = |result| Input::Loaded { job, part, load, result };
+        let PartWork::Stage(stage) = order.work.clone() else { return (now, loaded(Err("not a stage".into()))) };
+        let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
         let free = self.memory_free();
         if self.refusals > 0 {
             self.refusals -= 1;
-            return (now + Duration::from_millis(1), Input::Loaded { job, load, result: Err("out of memory".into()) });
+            return (now + Duration::from_millis(1), loaded(Err("out of memory".into())));
         }
         if bytes > free {
             let reason = format!("a stage of {bytes} bytes, {free} are free");
-            return (now + Duration::from_millis(1), Input::Loaded { job, load, result: Err(reason) });
+            return (now + Duration::from_millis(1), loaded(Err(reason)));
         }
-        let same = old.as_ref().is_some_and(|old| old.spec.layers == spec.layers && old.spec.content == spec.content);
-        self.stages.insert(job, Stage { epoch, spec, caches: BTreeMap::new() });
+        let layers = stage.layers_of(part);
+        let same = old.iter().any(|old| old.layers == layers && old.order.content == stage.content);
+        self.stages.insert((job, part), Stage { epoch, bytes, layers, order: stage, caches: BTreeMap::new() });
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
         let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
         self.busy_until = self.busy_until.max(now) + took;
-        (self.busy_until, Input::Loaded { job, load, result: Ok(LoadedStage { bytes }) })
+        (self.busy_until, loaded(Ok(Loaded { bytes, step: None })))
     }
 
-    /// `Output::Keep`: the stage stays, with its caches, under another epoch.
-    pub fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch, load: LoadId) -> (Instant, Input) {
-        let result = match self.stages.get_mut(&job) {
-            Some(stage) => {
-                stage.epoch = epoch;
-                Ok(LoadedStage { bytes: stage.spec.bytes_max })
-            }
-            None => Err("there is no stage of this job to keep".into()),
-        };
-        self.busy_until = self.busy_until.max(now) + Duration::from_micros(100);
-        (self.busy_until, Input::Loaded { job, load, result })
+    /// `Output::Keep`: a stage stays, with its caches, under another epoch.
+    pub fn keep(&mut self, job: JobId, epoch: Epoch, part: PartId) {
+        if let Some(stage) = self.stages.get_mut(&(job, part)) {
+            stage.epoch = epoch;
+        }
     }
 
     /// Bytes that stages do not take.
     pub fn memory_free(&self) -> u64 {
-        let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.spec.bytes_max));
+        let taken = self.stages.values().fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
         let taken = taken.saturating_add(self.grids.taken());
         self.memory.saturating_sub(taken)
     }
 
     /// `Output::Unload`.
     pub fn unload(&mut self, job: JobId) {
-        self.stages.remove(&job);
+        self.stages.retain(|(of, _), _| *of != job);
         self.grids.unload(job);
     }
 
-    /// `Output::Compute`: when it will be done, and with what.
-    pub fn compute(
-        &mut self,
-        now: Instant,
-        work: WorkId,
-        job: JobId,
-        epoch: Epoch,
-        items: Vec<Item>,
-    ) -> Option<(Instant, Input)> {
+    /// `Output::Drop`.
+    pub fn drop_part(&mut self, job: JobId, part: PartId) {
+        self.stages.remove(&(job, part));
+        self.grids.drop_tile(job, part);
+    }
+
+    /// A batch of a stage: when it will be done, and with what.
+    pub fn compute(&mut self, now: Instant, run: &Run, items: Vec<Item>) -> Option<(Instant, Input)> {
+        let (job, part, work) = (run.job, run.part, run.work);
         let rows: u64 = items.iter().map(|item| u64::from(item.count)).sum();
         let seen: u64 = items.iter().map(positions_seen).sum();
-        let layers = self.stages.get(&job).map_or(0, |stage| stage.spec.layers.len() as u64);
-        let results = self.run_batch(job, epoch, items);
+        let layers = self.stages.get(&(job, part)).map_or(0, |stage| stage.layers.len() as u64);
+        let result = self.run_batch(run, items).map(Made::Batch);
         let took = Duration::from_nanos(self.batch_ns(layers, rows, seen));
         self.busy_until = self.busy_until.max(now) + took;
-        (!self.hung).then_some((self.busy_until, Input::Computed { work, results }))
+        (!self.hung).then_some((self.busy_until, Input::Ran { job, part, work, result }))
     }
 
     /// `Output::Challenge`: when it will be done, and with what.
-    pub fn challenge(&mut self, now: Instant, job: JobId, epoch: Epoch, nonce: u64) -> Option<(Instant, Input)> {
-        let stage = self.stages.get(&job).filter(|stage| stage.epoch == epoch);
-        let digest = stage.map(|stage| stage.spec.layers.clone().fold(nonce, |row, layer| mix(u64::from(layer), row)));
-        let layers = stage.map_or(0, |stage| stage.spec.layers.len() as u64);
+    pub fn challenge(
+        &mut self,
+        now: Instant,
+        (job, part): (JobId, PartId),
+        epoch: Epoch,
+        nonce: u64,
+    ) -> Option<(Instant, Input)> {
+        let stage = self.stages.get(&(job, part)).filter(|stage| stage.epoch == epoch);
+        let digest = stage.map(|stage| stage.layers.clone().fold(nonce, |row, layer| mix(u64::from(layer), row)));
+        let layers = stage.map_or(0, |stage| stage.layers.len() as u64);
         let step = Duration::from_nanos(self.batch_ns(layers, 1, 0));
         self.busy_until = self.busy_until.max(now) + step.saturating_mul(CHALLENGE_STEPS);
         let result = digest.ok_or_else(|| format!("no stage of {epoch:?} here"));
-        (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, nonce, result }))
+        (!self.hung).then_some((self.busy_until, Input::Challenged { job, epoch, part, nonce, result }))
     }
 
     /// One pass over the weights, a tenth of it more for each further row, and the cache of all positions that rows see: what a
@@ -210,11 +224,11 @@ impl Executor {
     }
 
     /// A batch as a whole works or fails; its inputs are gone either way.
-    fn run_batch(&mut self, job: JobId, epoch: Epoch, items: Vec<Item>) -> Result<Vec<ItemResult>, String> {
+    fn run_batch(&mut self, run: &Run, items: Vec<Item>) -> Result<Vec<ItemResult>, String> {
         let made: Vec<TensorId> = items.iter().map(|item| item.output).collect();
         let fails = self.failures > 0;
         self.failures = self.failures.saturating_sub(1);
-        let results: Vec<_> = items.into_iter().map(|item| self.compute_item(job, epoch, item)).collect();
+        let results: Vec<_> = items.into_iter().map(|item| self.compute_item(run, item)).collect();
         let results: Result<Vec<ItemResult>, String> = results.into_iter().collect();
         let results = if fails { Err("the device was lost".into()) } else { results };
         if results.is_err() {
@@ -224,23 +238,24 @@ impl Executor {
     }
 
     /// `Output::Release`.
-    pub fn release(&mut self, job: JobId, request: RequestId) {
-        if let Some(stage) = self.stages.get_mut(&job) {
+    pub fn release(&mut self, job: JobId, part: PartId, request: RequestId) {
+        if let Some(stage) = self.stages.get_mut(&(job, part)) {
             stage.caches.remove(&request);
         }
     }
 
-    /// `GridCommand::Run`: when its strips are made, when it is done, and with what.
-    pub fn run_tile(&mut self, now: Instant, run: &TileWork) -> Option<RunTimes> {
-        let strips = run.strips_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
-        let cells = self.grids.cells_of(run).saturating_mul(u64::from(run.to - run.from));
+    /// Steps of a tile: when its halos are made, when it is done, and with what.
+    pub fn run_tile(&mut self, now: Instant, run: &Run, steps: &TileWork) -> Option<RunTimes> {
+        let (job, part, work) = (run.job, run.part, run.work);
+        let strips = steps.halos_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
+        let cells = self.grids.cells_of(job, part).saturating_mul(u64::from(steps.to - steps.from));
         let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
         let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(CELL_NS) * percent / 100);
         let begins = self.busy_until.max(now);
         self.busy_until = begins + took;
         let fails = self.failures > 0;
         self.failures = self.failures.saturating_sub(1);
-        let made = if fails { Err("the device was lost".into()) } else { self.grids.run(run, strips) };
+        let made = if fails { Err("the device was lost".into()) } else { self.grids.run((job, part), steps, strips) };
         let mut sizes = Vec::new();
         let result = made.map(|(mut made, strips)| {
             for (tensor, cargo) in strips {
@@ -248,15 +263,14 @@ impl Executor {
                 self.tensors.insert(tensor, cargo);
             }
             made.compute_ns = took.as_nanos() as u64;
-            made
+            Made::Steps(made)
         });
-        let (job, tile, work) = (run.job, run.tile, run.work);
-        let done = Input::Grid(GridInput::Made { job, tile, work, result });
+        let done = Input::Ran { job, part, work, result };
         let (strips, ends) = (begins + took / 2, self.busy_until);
         (!self.hung).then_some(RunTimes { strips, sizes, ends, done })
     }
 
-    /// `GridCommand::Share`.
+    /// `Output::Share`.
     pub fn share(&mut self, tensor: TensorId, also: TensorId) {
         if let Some(cargo) = self.tensors.get(&tensor).cloned() {
             self.tensors.insert(also, cargo);
@@ -288,8 +302,9 @@ impl Executor {
     /// A payload arrives.
     pub fn take(&mut self, cargo: Cargo) -> TensorId {
         self.arrivals += 1;
-        self.tensors.insert(TensorId(self.arrivals), cargo);
-        TensorId(self.arrivals)
+        let tensor = TensorId::Arrived(self.arrivals);
+        self.tensors.insert(tensor, cargo);
+        tensor
     }
 
     /// Names of tensors held, for messages.
@@ -326,36 +341,37 @@ impl Executor {
         })
     }
 
-    fn compute_item(&mut self, job: JobId, epoch: Epoch, item: Item) -> Result<ItemResult, String> {
+    fn compute_item(&mut self, run: &Run, item: Item) -> Result<ItemResult, String> {
         let input = match item.input {
             Payload::Tokens(tokens) => Cargo::Tokens(tokens),
             Payload::Tensor(id) => self.tensors.remove(&id).ok_or_else(|| format!("no tensor {id:?} here"))?,
             Payload::Tensors(ids) => self.join(&ids)?,
         };
-        let stage = self.stages.get_mut(&job).ok_or_else(|| format!("no stage of {job:?} here"))?;
-        if stage.epoch != epoch {
-            return Err(format!("a stage of {:?}, asked for {epoch:?}", stage.epoch));
+        let stage =
+            self.stages.get_mut(&(run.job, run.part)).ok_or_else(|| format!("no stage of {:?} here", run.job))?;
+        if stage.epoch != run.epoch {
+            return Err(format!("a stage of {:?}, asked for {:?}", stage.epoch, run.epoch));
         }
         let mut rows = match input {
-            Cargo::Tokens(tokens) if stage.spec.layers.start == 0 => {
-                tokens.into_iter().map(|token| embed(&stage.spec.content, token)).collect()
+            Cargo::Tokens(tokens) if stage.layers.start == 0 => {
+                tokens.into_iter().map(|token| embed(&stage.order.content, token)).collect()
             }
             Cargo::Tokens(_) => return Err("tokens for a stage without the embedding".into()),
-            Cargo::Rows(_, _) if stage.spec.layers.start == 0 => return Err("rows for the first stage".into()),
+            Cargo::Rows(_, _) if stage.layers.start == 0 => return Err("rows for the first stage".into()),
             Cargo::Rows(rows, _) => rows,
         };
         if rows.len() != item.count as usize {
             return Err(format!("{} rows for {} positions", rows.len(), item.count));
         }
-        if !stage.caches.contains_key(&item.request) && stage.caches.len() >= stage.spec.sequences as usize {
+        if !stage.caches.contains_key(&item.request) && stage.caches.len() >= stage.order.sequences as usize {
             return Err(format!("{} sequences are open already", stage.caches.len()));
         }
-        let cache = stage.caches.entry(item.request).or_insert_with(|| vec![Vec::new(); stage.spec.layers.len()]);
-        for (chain, layer) in cache.iter_mut().zip(stage.spec.layers.clone()) {
+        let cache = stage.caches.entry(item.request).or_insert_with(|| vec![Vec::new(); stage.layers.len()]);
+        for (chain, layer) in cache.iter_mut().zip(stage.layers.clone()) {
             run_layer(chain, layer, item.position, &mut rows)?;
         }
-        if stage.spec.layers.end < stage.spec.layers_total {
-            let row_bytes = stage.spec.width * 4;
+        if stage.layers.end < stage.order.layers_total() {
+            let row_bytes = stage.order.width * 4;
             self.tensors.insert(item.output, Cargo::Rows(rows, row_bytes));
             return Ok(ItemResult::Hidden);
         }

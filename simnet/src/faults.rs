@@ -7,7 +7,7 @@ use crate::host::HostId;
 use crate::units;
 use node_core::codec;
 use node_core::id::NodeId;
-use node_core::message::Message;
+use node_core::message::{Message, ToCoordinator, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -237,14 +237,18 @@ impl Moment {
             (Moment::Plan, Output::Plan { .. }) => Some(host),
             (Moment::Mint, Output::Notify(Event::JobPlaced { .. })) => Some(host),
             (Moment::Promotion, Output::SendMessage { to, bytes }) => match message(bytes) {
-                Some(Message::Prepare { epoch, .. }) if epoch.counter > 1 => Some(*to),
+                Some(Message::ToParticipant { epoch, say: ToParticipant::Prepare(_), .. }) if epoch.counter > 1 => {
+                    Some(*to)
+                }
                 _ => None,
             },
             (Moment::Prepared, Output::SendMessage { bytes, .. }) => {
-                matches!(message(bytes), Some(Message::Prepared { .. })).then_some(host)
+                matches!(message(bytes), Some(Message::ToCoordinator { say: ToCoordinator::Prepared { .. }, .. }))
+                    .then_some(host)
             }
             (Moment::Go, Output::SendMessage { to, bytes }) => {
-                matches!(message(bytes), Some(Message::Go { .. })).then_some(*to)
+                matches!(message(bytes), Some(Message::ToParticipant { say: ToParticipant::Go { .. }, .. }))
+                    .then_some(*to)
             }
             _ => None,
         }

@@ -4,10 +4,9 @@
 //! A tile knows cells of its own and of its halo by where they are; what is not known cannot be computed, and says so.
 //! `solo` computes the same in one piece.
 use crate::compute::{Cargo, mix};
-use node_core::id::{ContentId, JobId, TensorId};
-use node_core::work::steps::{
-    Report, SaveKind, SimulationId, StopKind, TileLoaded, TileMade, TileOrder, TileStart, TileWork,
-};
+use node_core::id::{ContentId, JobId, PartId, TensorId};
+use node_core::work::steps::{Report, SaveKind, SimulationId, StopKind, TileMade, TileOrder, TileStart, TileWork};
+use node_core::work::{Loaded, Order, PartWork};
 use partitioner::tiles::{Block, TileLink};
 use std::collections::BTreeMap;
 
@@ -19,12 +18,14 @@ pub type Saved = BTreeMap<Place, u64>;
 /// The tiles of one host.
 #[derive(Debug, Default)]
 pub struct GridDevice {
-    tiles: BTreeMap<(JobId, u16), Tile>,
-    states: BTreeMap<(JobId, u16, u32, SaveKind), Saved>,
+    tiles: BTreeMap<(JobId, PartId), Tile>,
+    states: BTreeMap<(JobId, PartId, u32, SaveKind), Saved>,
 }
 
 #[derive(Debug)]
 struct Tile {
+    part: PartId,
+    bytes: u64,
     order: TileOrder,
     links: Vec<TileLink>,
     step: u32,
@@ -61,10 +62,10 @@ fn seed(simulation: SimulationId) -> u64 {
 }
 
 /// What a report says of a tile that is so far.
-fn not_finite(order: &TileOrder, step: u32) -> Option<([u64; 3], u16)> {
+fn not_finite(order: &TileOrder, part: PartId, step: u32) -> Option<([u64; 3], u16)> {
     let name = order.simulation.content.0;
     let after = name[8..12].first_chunk().map(|bytes| u32::from_le_bytes(*bytes)).filter(|_| name[12] == 1)?;
-    let (from, to) = (order.block().from, order.block().to);
+    let (from, to) = (order.block(part).from, order.block(part).to);
     let [x, y, z] = UNSTABLE;
     let has = (from[0]..to[0]).contains(&x) && (from[2]..to[2]).contains(&z);
     let near = y.clamp(from[1], to[1] - 1);
@@ -139,7 +140,7 @@ impl Tile {
     /// The places of a strip, out or in.
     fn strip(&self, link: &TileLink, out: bool) -> Vec<Place> {
         let reach = i64::from(self.order.depth) * i64::from(self.order.work.radius);
-        let (own, peer) = (self.order.block(), &self.order.tiles[usize::from(link.peer)].1);
+        let (own, peer) = (self.order.block(self.part), &self.order.blocks[usize::from(link.peer)]);
         let (mine, theirs) = match out {
             true => (self.grown(own, [0; 3], 0), self.grown(peer, link.shift, reach)),
             false => (self.grown(own, [0; 3], reach), self.grown(peer, link.shift, 0)),
@@ -151,15 +152,15 @@ impl Tile {
 
     fn owned(&self) -> Saved {
         let cells = self.cells.as_ref();
-        places(self.order.block()).filter_map(|at| Some((at, *cells?.get(&at)?))).collect()
+        places(self.order.block(self.part)).filter_map(|at| Some((at, *cells?.get(&at)?))).collect()
     }
 
     /// One step of all that can be computed.
     fn advance(&mut self, left: u32) -> Result<(), String> {
         let work = &self.order.work;
-        let wraps = std::array::from_fn(|axis| !self.cut(self.order.block(), axis));
+        let wraps = std::array::from_fn(|axis| !self.cut(self.order.block(self.part), axis));
         let halo = i64::from(left.saturating_sub(1)) * i64::from(work.radius);
-        let (from, to) = self.grown(self.order.block(), [0; 3], halo);
+        let (from, to) = self.grown(self.order.block(self.part), [0; 3], halo);
         let cells = self.cells.as_ref().ok_or("no cells")?;
         let inside =
             |at: &Place| (0..3).all(|axis| work.periodic[axis] || (0..work.size[axis] as i64).contains(&at[axis]));
@@ -178,40 +179,42 @@ impl Tile {
 impl GridDevice {
     /// Bytes that tiles take.
     pub fn taken(&self) -> u64 {
-        self.tiles.values().map(|tile| tile.order.bytes_max).sum()
+        self.tiles.values().map(|tile| tile.bytes).sum()
     }
 
-    /// `GridCommand::Load`; `cells` of a checkpoint, if it starts from one.
-    pub fn load(&mut self, job: JobId, order: TileOrder, cells: Option<Saved>) -> Result<TileLoaded, String> {
-        let (tile, bytes) = (order.tile, order.bytes_max);
+    /// `Output::Load` of a tile; `cells` of a checkpoint, if it starts from one.
+    pub fn load(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
+        let (part, bytes) = (order.part, order.bytes_max);
+        let PartWork::Tile(order) = order.work.clone() else { return Err("not a tile".into()) };
         let (cells, step) = match order.start {
             TileStart::Initial => {
                 let seed = seed(order.simulation);
-                (Some(places(order.block()).map(|at| (at, initial(seed, at))).collect()), Some(0))
+                (Some(places(order.block(part)).map(|at| (at, initial(seed, at))).collect()), Some(0))
             }
             TileStart::Checkpoint { step } => (Some(cells.ok_or("the checkpoint is gone")?), Some(step)),
             TileStart::Continue | TileStart::Snapshot => (None, None),
         };
-        let links = order.links(tile);
-        self.tiles.insert((job, tile), Tile { order, links, step: step.unwrap_or(0), cells });
-        Ok(TileLoaded { bytes, step })
+        let links = order.links(part);
+        self.tiles.insert((job, part), Tile { part, bytes, order, links, step: step.unwrap_or(0), cells });
+        Ok(Loaded { bytes, step })
     }
 
-    /// `GridCommand::Restore`.
-    pub fn restore(&mut self, job: JobId, tile: u16, step: u32) -> Result<TileLoaded, String> {
-        let cells = self.states.remove(&(job, tile, step, SaveKind::Snapshot)).ok_or("the snapshot is gone")?;
-        let held = self.tiles.get_mut(&(job, tile)).ok_or("the tile is gone")?;
+    /// `Output::Restore`.
+    pub fn restore(&mut self, job: JobId, part: PartId, step: u32) -> Result<Loaded, String> {
+        let cells = self.states.remove(&(job, part, step, SaveKind::Snapshot)).ok_or("the snapshot is gone")?;
+        let held = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         (held.cells, held.step) = (Some(cells), step);
-        Ok(TileLoaded { bytes: held.order.bytes_max, step: Some(step) })
+        Ok(Loaded { bytes: held.bytes, step: Some(step) })
     }
 
-    /// `GridCommand::Run`: what is made, and strips to keep under their names.
+    /// Steps of a tile: what is made, and halos to keep under their names.
     pub fn run(
         &mut self,
+        (job, part): (JobId, PartId),
         work: &TileWork,
         strips: Vec<(u16, Option<Cargo>)>,
     ) -> Result<(TileMade, Vec<(TensorId, Cargo)>), String> {
-        let tile = self.tiles.get_mut(&(work.job, work.tile)).ok_or("the tile is gone")?;
+        let tile = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
         if tile.step != work.from {
             return Err(format!("the tile has made {} steps, not {}", tile.step, work.from));
         }
@@ -231,18 +234,18 @@ impl GridDevice {
                 match stop.what {
                     StopKind::Report { hash: wanted } => {
                         let hash = wanted.then(|| hash(&tile.owned()));
-                        let not_finite = not_finite(&tile.order, stop.step);
+                        let not_finite = not_finite(&tile.order, part, stop.step);
                         made.reports.push((stop.step, Report { totals: vec![1], hash, not_finite }));
                     }
                     StopKind::Save(kind) => {
                         let owned = tile.owned();
                         // What the planner counts: of full states one of each kind.
-                        let same = |(job, number, _, of): &(JobId, u16, u32, SaveKind)| {
-                            (*job, *number, *of) == (work.job, work.tile, kind) && !matches!(kind, SaveKind::Output(_))
+                        let same = |(of_job, number, _, of): &(JobId, PartId, u32, SaveKind)| {
+                            (*of_job, *number, *of) == (job, part, kind) && !matches!(kind, SaveKind::Output(_))
                         };
                         assert!(!self.states.keys().any(same), "a tile keeps two full states: {kind:?}");
                         made.saves.push((stop.step, kind, 8 * owned.len() as u64));
-                        self.states.insert((work.job, work.tile, stop.step, kind), owned);
+                        self.states.insert((job, part, stop.step, kind), owned);
                     }
                 }
             }
@@ -254,7 +257,7 @@ impl GridDevice {
         }
         let cells = tile.cells.as_ref().ok_or("no cells")?;
         let mut out = Vec::new();
-        for &(link, tensor) in &work.strips_out {
+        for &(link, tensor) in &work.halos_out {
             let places = tile.strip(&tile.links[usize::from(link)], true);
             let values: Option<Vec<u64>> = places
                 .iter()
@@ -269,24 +272,24 @@ impl GridDevice {
     }
 
     /// A state that was put aside.
-    pub fn state(&self, job: JobId, tile: u16, step: u32, kind: SaveKind) -> Option<&Saved> {
-        self.states.get(&(job, tile, step, kind))
+    pub fn state(&self, job: JobId, part: PartId, step: u32, kind: SaveKind) -> Option<&Saved> {
+        self.states.get(&(job, part, step, kind))
     }
 
     /// Keeps a snapshot that was fetched.
-    pub fn keep(&mut self, job: JobId, tile: u16, step: u32, cells: Saved) {
-        self.states.insert((job, tile, step, SaveKind::Snapshot), cells);
+    pub fn keep(&mut self, job: JobId, part: PartId, step: u32, cells: Saved) {
+        self.states.insert((job, part, step, SaveKind::Snapshot), cells);
     }
 
-    /// `GridCommand::Forget`.
-    pub fn forget(&mut self, job: JobId, tile: u16, step: u32, kind: SaveKind) {
-        self.states.remove(&(job, tile, step, kind));
+    /// `Output::Forget`.
+    pub fn forget(&mut self, job: JobId, part: PartId, step: u32, kind: SaveKind) {
+        self.states.remove(&(job, part, step, kind));
     }
 
-    /// `GridCommand::Drop`.
-    pub fn drop_tile(&mut self, job: JobId, tile: u16) {
-        self.tiles.remove(&(job, tile));
-        self.states.retain(|(of, number, _, _), _| (*of, *number) != (job, tile));
+    /// `Output::Drop`.
+    pub fn drop_tile(&mut self, job: JobId, part: PartId) {
+        self.tiles.remove(&(job, part));
+        self.states.retain(|(of, number, _, _), _| (*of, *number) != (job, part));
     }
 
     /// `Output::Unload`.
@@ -296,7 +299,7 @@ impl GridDevice {
     }
 
     /// Steps of a run cost so much of a host.
-    pub fn cells_of(&self, work: &TileWork) -> u64 {
-        self.tiles.get(&(work.job, work.tile)).map_or(1, |tile| tile.order.block().cells())
+    pub fn cells_of(&self, job: JobId, part: PartId) -> u64 {
+        self.tiles.get(&(job, part)).map_or(1, |tile| tile.order.block(part).cells())
     }
 }

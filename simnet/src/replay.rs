@@ -7,7 +7,7 @@ use node_core::input::Input;
 use node_core::output::Output;
 use node_core::record::{Entry, Header, Reader, RecordError};
 use node_core::time::Instant;
-use node_core::work::serve::StageSpec;
+use node_core::work::{JobSpec, Order, PartWork};
 use partitioner::explain::{bytes, layers};
 
 /// What a recording came to.
@@ -102,13 +102,23 @@ fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String>
         | Input::CapacityChanged(_)
         | Input::Holdings(_)
         | Input::Frame { .. }
-        | Input::Computed { .. }
+        | Input::Ran { .. }
+        | Input::Halos { .. }
+        | Input::Collected { .. }
+        | Input::Kept { .. }
+        | Input::Mirrored { .. }
+        | Input::Plan { .. }
         | Input::PeerFound { .. }
         | Input::Planned { .. }
         | Input::Survey { .. }
-        | Input::Challenged { .. }
-        | Input::Grid(_) => None,
-        Input::Deploy { call, model, .. } => Some(format!("> deploy {} (call {})", model.name, call.0)),
+        | Input::Challenged { .. } => None,
+        Input::Start { call, job } => {
+            let name = match &**job {
+                JobSpec::Serve(model) => &model.name,
+                JobSpec::Steps(grid) => &grid.name,
+            };
+            Some(format!("> start {name} (call {})", call.0))
+        }
         Input::Submit { call, request, .. } => Some(format!("> request {} of {} tokens", call.0, request.prompt.len())),
         Input::Connected { node, rtt_ns } => {
             Some(format!("> connected to {}, round trip {:.2} ms", name(*node), *rtt_ns as f64 / 1e6))
@@ -121,12 +131,12 @@ fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String>
         }
         Input::Drain(draining) => Some(format!("> drain {}", if *draining { "on" } else { "off" })),
         Input::Cancel { call } => Some(format!("> cancel call {}", call.0)),
-        Input::Undeploy { job } => Some(format!("> end job {:016x}", job.0)),
+        Input::End { job } => Some(format!("> end job {:016x}", job.0)),
         Input::Loaded { job, result: Ok(loaded), .. } => {
-            Some(format!("> loaded a stage of job {:016x}, {}", job.0, bytes(loaded.bytes)))
+            Some(format!("> loaded a part of job {:016x}, {}", job.0, bytes(loaded.bytes)))
         }
         Input::Loaded { job, result: Err(reason), .. } => {
-            Some(format!("> could not load a stage of job {:016x}: {reason}", job.0))
+            Some(format!("> could not load a part of job {:016x}: {reason}", job.0))
         }
         Input::Fetched { job, result: Ok(fetched), .. } => {
             Some(format!("> fetched {} of weights for job {:016x}", bytes(*fetched), job.0))
@@ -145,24 +155,36 @@ fn worth_output(output: &Output, name: &dyn Fn(NodeId) -> String) -> Option<Stri
         | Output::Sign { .. }
         | Output::Verify { .. }
         | Output::Plan { .. }
-        | Output::Compute { .. }
+        | Output::Run(_)
+        | Output::Share { .. }
+        | Output::Collect { .. }
+        | Output::Forget { .. }
+        | Output::KeepCheckpoint { .. }
+        | Output::Mirror { .. }
+        | Output::Restore { .. }
         | Output::Challenge { .. }
-        | Output::Grid(_)
         | Output::Release { .. }
         | Output::Discard { .. }
         | Output::Remember { .. } => None,
         Output::Connect { node, .. } => Some(format!("< connect to {}", name(*node))),
         Output::Disconnect { node } => Some(format!("< disconnect from {}", name(*node))),
-        Output::Load { epoch, stage, .. } => Some(about_stage("load", stage, *epoch)),
-        Output::Keep { epoch, stage, .. } => Some(about_stage("keep", stage, *epoch)),
-        Output::Fetch { epoch, stage, .. } => Some(about_stage("fetch", stage, *epoch)),
-        Output::Unload { job } => Some(format!("< unload the stage of job {:016x}", job.0)),
+        Output::Load { epoch, order, .. } => Some(about("load", order, *epoch)),
+        Output::Keep { epoch, order, .. } => Some(about("keep", order, *epoch)),
+        Output::Fetch { epoch, order, .. } => Some(about("fetch", order, *epoch)),
+        Output::Drop { job, part } => Some(format!("< drop part {part} of job {:016x}", job.0)),
+        Output::Unload { job } => Some(format!("< unload job {:016x}", job.0)),
         Output::Notify(event) => describe(event, name, &|call| call.0).map(|text| format!("< {text}")),
     }
 }
 
-fn about_stage(what: &str, stage: &StageSpec, epoch: Epoch) -> String {
-    format!("< {what} layers {} of {}, epoch {}", layers(&stage.layers), stage.name, epoch.counter)
+fn about(what: &str, order: &Order, epoch: Epoch) -> String {
+    let (name, epoch) = (&order.name, epoch.counter);
+    match &order.work {
+        PartWork::Stage(stage) => {
+            format!("< {what} layers {} of {name}, epoch {epoch}", layers(&stage.layers_of(order.part)))
+        }
+        PartWork::Tile(_) => format!("< {what} tile {} of {name}, epoch {epoch}", order.part),
+    }
 }
 
 /// What a member calls itself; its id, where its advert has not come.

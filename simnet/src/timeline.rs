@@ -5,13 +5,13 @@ use crate::workload::{Call, Workload};
 use crate::world::{Observer, World};
 use node_core::codec;
 use node_core::id::{CallId, NodeId};
-use node_core::message::{FrameHeader, Message};
+use node_core::message::{FrameHeader, FromTile, Message, ToCoordinator, ToParticipant};
 use node_core::output::{Event, Output};
-use node_core::tiles::message::TileMessage;
 use node_core::time::{Duration, Instant};
 use node_core::work::DownReason;
 use node_core::work::serve::DoneReason;
-use node_core::work::steps::GridEvent;
+use node_core::work::steps::StepsEvent;
+use node_core::work::{Ending, Placement};
 use partitioner::explain::{bytes, layers};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -119,7 +119,7 @@ impl Observer for Timeline {
             Event::PeerUp { node } => seen.down.remove(node) || seen.messages,
             Event::PeerDown { node, .. } => seen.down.insert(*node) || seen.messages,
             Event::Token { .. } => false,
-            Event::Grid { event, .. } => !matches!(**event, GridEvent::Progress { .. } | GridEvent::Report { .. }),
+            Event::Steps { event, .. } => !matches!(event, StepsEvent::Progress { .. } | StepsEvent::Report { .. }),
             Event::PlanReady { .. }
             | Event::Fleet { .. }
             | Event::GridPlan { .. }
@@ -131,7 +131,8 @@ impl Observer for Timeline {
             | Event::Lost { .. }
             | Event::Standby { .. }
             | Event::Promoted { .. }
-            | Event::Reshaping { .. }
+            | Event::JobMoves { .. }
+            | Event::JobInherited { .. }
             | Event::Measured { .. }
             | Event::Refused { .. } => true,
         };
@@ -160,14 +161,15 @@ fn message(output: &Output) -> Option<(NodeId, String)> {
     }
     let Output::SendMessage { to, bytes } = output else { return None };
     match codec::decode_message(bytes).ok()? {
-        Message::PushPull { .. } | Message::Held { .. } => None,
-        Message::Tile { say, .. }
-            if matches!(*say, TileMessage::Held { again: false, .. } | TileMessage::Progress { .. }) =>
-        {
-            None
-        }
-        Message::Prepare { epoch, prepare, .. } => {
-            Some((*to, format!("Prepare e{} stage {}", epoch.counter, prepare.stage)))
+        Message::PushPull { .. }
+        | Message::ToParticipant { say: ToParticipant::Held { again: false, .. }, .. }
+        | Message::ToCoordinator {
+            say: ToCoordinator::Held { .. } | ToCoordinator::Tile(FromTile::Progress { .. }),
+            ..
+        } => None,
+        Message::ToParticipant { epoch, say: ToParticipant::Prepare(order), .. } => {
+            let role = if order.standby.is_some() { "standby of" } else { "owner of" };
+            Some((*to, format!("Prepare e{} {role} part {}", epoch.counter, order.part)))
         }
         other => Some((*to, format!("{other:?}").chars().take(MESSAGE_CHARS).collect())),
     }
@@ -193,23 +195,34 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
         Event::PeerUp { node } => format!("sees {} again", host(*node)),
         Event::PeerDown { node, reason: DownReason::Left } => format!("{} has left", host(*node)),
         Event::PeerDown { node, reason: DownReason::Failed } => format!("reports {} down", host(*node)),
-        Event::JobPlaced { epoch, plan, .. } => {
-            let stages = plan.stages().iter();
-            let stages = stages.map(|stage| format!("{} {}", host(stage.device.into()), layers(&stage.layers)));
-            format!("places epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", "))
-        }
+        Event::JobPlaced { epoch, placement, .. } => match &**placement {
+            Placement::Stages(stages) => {
+                let stages = stages.iter().map(|(node, of)| format!("{} {}", host(*node), layers(of)));
+                format!("places epoch {}: {}", epoch.counter, stages.collect::<Vec<_>>().join(", "))
+            }
+            Placement::Tiles { tiles, depth, step } => {
+                let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
+                format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
+            }
+        },
+        Event::JobInherited { from, .. } => format!("takes the job over from {}", host(*from)),
         Event::JobReady { epoch, .. } => format!("epoch {} is ready", epoch.counter),
-        Event::JobDegraded { reason, .. } => format!("cannot serve now: {reason}"),
-        Event::JobEnded { .. } => "the job has ended".into(),
+        Event::JobDegraded { reason, .. } => format!("cannot run now: {reason}"),
+        Event::JobEnded { ending, .. } => match ending {
+            Ending::Completed => "the job is complete".into(),
+            Ending::Cancelled => "the job was ended".into(),
+            Ending::Moved(reason) => format!("leaves the job to another node: {reason}"),
+            Ending::Failed(reason) => format!("the job failed: {reason}"),
+        },
         Event::Lost { node, silent_ms, .. } => format!("lost {}, silent for {silent_ms} ms", host(*node)),
-        Event::Standby { stage, node, current, .. } => {
+        Event::Standby { part, node, current, .. } => {
             let does = if *current { "is current as" } else { "loads as" };
-            format!("{} {does} standby of stage {stage}", host(*node))
+            format!("{} {does} standby of part {part}", host(*node))
         }
-        Event::Promoted { epoch, stage, node, .. } => {
-            format!("promotes {} to stage {stage} under epoch {}", host(*node), epoch.counter)
+        Event::Promoted { epoch, part, node, .. } => {
+            format!("promotes {} to part {part} under epoch {}", host(*node), epoch.counter)
         }
-        Event::Reshaping { change, .. } => format!(
+        Event::JobMoves { change, .. } => format!(
             "moves the job: {} of weights, {:.2} ms/token become {:.2}",
             bytes(change.bytes),
             change.before_ns as f64 / 1e6,
@@ -227,20 +240,11 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             Some(from) => format!("refused from {}: {what}", host(*from)),
             None => format!("refused: {what}"),
         },
-        Event::Grid { event, .. } => match &**event {
-            GridEvent::Placed { epoch, depth, tiles, step, .. } => {
-                let tiles: Vec<String> = tiles.iter().map(|(node, _)| host(*node)).collect();
-                format!("cuts epoch {} from step {step}, depth {depth}: {}", epoch.counter, tiles.join(", "))
-            }
-            GridEvent::Inherited { from, .. } => format!("takes the simulation over from {}", host(*from)),
-            GridEvent::Moved => "leaves the simulation to another node".into(),
-            GridEvent::Running { epoch, step } => format!("runs epoch {} from step {step}", epoch.counter),
-            GridEvent::Progress { step } => format!("all tiles completed step {step}"),
-            GridEvent::Report { step, .. } => format!("has the sums of step {step}"),
-            GridEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
-            GridEvent::Waiting { reason } => format!("the simulation waits: {reason}"),
-            GridEvent::Ended { result: Ok(()), .. } => "the simulation is complete".into(),
-            GridEvent::Ended { result: Err(reason), .. } => format!("the simulation failed: {reason}"),
+        Event::Steps { event, .. } => match event {
+            StepsEvent::Progress { step } => format!("all tiles completed step {step}"),
+            StepsEvent::Report { step, .. } => format!("has the sums of step {step}"),
+            StepsEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
+            StepsEvent::Waiting { reason } => format!("the simulation waits: {reason}"),
         },
         Event::PlanReady { .. } | Event::Fleet { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })

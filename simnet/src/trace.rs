@@ -28,34 +28,37 @@ impl Trace {
             }
             Input::Frame { from, header, tensor } => {
                 self.hasher.update(&from.0);
-                self.numbers(&[header.job.0, u64::from(header.part), header.request().0, u64::from(header.cursor)]);
-                self.numbers(&[u64::from(header.epoch.counter), u64::from(header.count), tensor.0]);
+                self.numbers(&[header.job.0, u64::from(header.part.0), header.channel, u64::from(header.cursor)]);
+                self.numbers(&[u64::from(header.epoch.counter), u64::from(header.count)]);
+                self.hasher.update(format!("{tensor:?}").as_bytes());
             }
-            Input::Computed { work, results } => {
+            Input::Ran { work, result, .. } => {
                 self.numbers(&[work.0]);
-                self.hasher.update(format!("{results:?}").as_bytes());
+                self.hasher.update(format!("{result:?}").as_bytes());
             }
-            Input::Signed { token, .. } | Input::Verified { token, .. } | Input::Planned { token, .. } => {
-                self.numbers(&[*token]);
+            Input::Signed { token, .. } | Input::Verified { token, .. } => self.numbers(&[*token]),
+            Input::Planned { asked, .. } => {
+                self.hasher.update(format!("{asked:?}").as_bytes());
             }
-            Input::Loaded { job, load, result } => {
-                self.numbers(&[job.0, load.0, u64::from(result.is_ok())]);
+            Input::Loaded { job, part, load, result } => {
+                self.numbers(&[job.0, part.0.into(), load.0, u64::from(result.is_ok())]);
             }
-            Input::Fetched { job, epoch, result } | Input::Challenged { job, epoch, result, .. } => {
+            Input::Fetched { job, epoch, result, .. } | Input::Challenged { job, epoch, result, .. } => {
                 self.numbers(&[job.0, epoch.counter.into(), result.as_ref().map_or(u64::MAX, |bytes| *bytes)]);
             }
-            Input::Deploy { call, .. }
+            Input::Start { call, .. }
+            | Input::Plan { call, .. }
             | Input::Submit { call, .. }
             | Input::Cancel { call }
             | Input::Survey { call, .. } => {
                 self.numbers(&[call.0]);
             }
-            Input::Undeploy { job } => self.numbers(&[job.0]),
+            Input::End { job } => self.numbers(&[job.0]),
             Input::LinkMeasured { node, rtt_ns, bytes_per_second } => {
                 self.hasher.update(&node.0);
                 self.numbers(&[*rtt_ns, *bytes_per_second]);
             }
-            Input::Grid(input) => {
+            Input::Halos { .. } | Input::Collected { .. } | Input::Kept { .. } | Input::Mirrored { .. } => {
                 self.hasher.update(format!("{input:?}").as_bytes());
             }
             Input::Banned(nodes) => {
@@ -115,18 +118,22 @@ fn kind(input: &Input) -> u8 {
         Input::Holdings(_) => 10,
         Input::Leave => 11,
         Input::Drain(_) => 12,
-        Input::Deploy { .. } => 13,
+        Input::Start { .. } => 13,
         Input::Planned { .. } => 14,
         Input::Submit { .. } => 15,
         Input::Cancel { .. } => 16,
-        Input::Undeploy { .. } => 17,
+        Input::End { .. } => 17,
         Input::Loaded { .. } => 18,
         Input::Frame { .. } => 19,
-        Input::Computed { .. } => 20,
+        Input::Ran { .. } => 20,
         Input::Banned(_) => 21,
         Input::Fetched { .. } => 22,
         Input::Challenged { .. } => 23,
-        Input::Grid(_) => 24,
+        Input::Halos { .. } => 24,
         Input::Survey { .. } => 25,
+        Input::Plan { .. } => 26,
+        Input::Collected { .. } => 27,
+        Input::Kept { .. } => 28,
+        Input::Mirrored { .. } => 29,
     }
 }

@@ -7,6 +7,7 @@ use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
+use node_core::work::JobSpec;
 use node_core::work::serve::{DoneReason, ModelSpec, Request, Sampling};
 use partitioner::{Layer, Work};
 use std::collections::BTreeMap;
@@ -120,8 +121,8 @@ impl Workload {
     pub fn turn_to(&mut self, world: &mut World, head: HostId) {
         self.next += 1;
         self.head = head;
-        let (call, model) = (CallId(self.next), Box::new(self.model.clone()));
-        world.inject(head, Input::Deploy { call, model, plan_only: false });
+        let (call, model) = (CallId(self.next), self.model.clone());
+        world.inject(head, Input::Start { call, job: Box::new(JobSpec::Serve(model)) });
     }
 
     /// A request, now.
@@ -168,7 +169,7 @@ impl Workload {
     pub fn stages(&self, world: &World) -> Vec<HostId> {
         let node = world.host(self.head).node.as_ref();
         let view = node.and_then(|node| node.jobs().find(|view| Some(view.job) == self.job));
-        view.iter().flat_map(|view| &view.stages).filter_map(|stage| world.host_of(stage.node)).collect()
+        view.iter().flat_map(|view| &view.parts).filter_map(|part| world.host_of(part.owner)).collect()
     }
 
     /// Takes in what nodes told.
@@ -209,9 +210,10 @@ impl Workload {
                 | Event::Lost { .. }
                 | Event::Standby { .. }
                 | Event::Promoted { .. }
-                | Event::Reshaping { .. }
+                | Event::JobMoves { .. }
+                | Event::JobInherited { .. }
                 | Event::Measured { .. }
-                | Event::Grid { .. }
+                | Event::Steps { .. }
                 | Event::GridPlan { .. }
                 | Event::Refused { .. } => self.notes.push(told),
             }

@@ -20,7 +20,7 @@ use node_core::node::Node;
 use node_core::output::{Event as Notice, Output};
 use node_core::record;
 use node_core::time::{Duration, Instant};
-use node_core::work::Contact;
+use node_core::work::{Contact, PartWork, Run, Task};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
@@ -470,51 +470,82 @@ impl World {
                 let valid = sign(&peer_id, &bytes) == signature;
                 self.answer(id, self.options.signature, Input::Verified { token, valid });
             }
-            Output::Plan { token, work, fleet, options, repair } => {
-                let result = match repair {
-                    Some(current) => partitioner::repair(&current, &work, &fleet, &options),
-                    None => partitioner::plan(&work, &fleet, &options),
-                };
-                let result = result.map(Box::new);
-                self.answer(id, self.options.plan, Input::Planned { token, result });
+            Output::Plan { asked, question } => {
+                let answer = question.answer();
+                self.answer(id, self.options.plan, Input::Planned { asked, answer });
             }
-            Output::Load { job, epoch, load, stage } => {
-                host.disk.fetch(stage.content, &stage.layers, stage.layers_total);
-                let answer = host.executor.load(now, job, epoch, load, *stage);
-                self.answer_at(id, answer);
-                self.measure_memory(id);
-            }
-            Output::Keep { job, epoch, load, .. } => {
-                let answer = host.executor.keep(now, job, epoch, load);
-                self.answer_at(id, answer);
-            }
-            Output::Fetch { job, epoch, stage } => {
-                let bytes = host.disk.fetch(stage.content, &stage.layers, stage.layers_total);
+            Output::Load { job, epoch, load, order, replaces, sources: _ } => match &order.work {
+                PartWork::Stage(stage) => {
+                    host.disk.fetch(stage.content, &stage.layers_of(order.part), stage.layers_total());
+                    let answer = host.executor.load(now, job, epoch, load, &order, &replaces);
+                    self.answer_at(id, answer);
+                    self.measure_memory(id);
+                }
+                PartWork::Tile(_) => {
+                    replaces.iter().for_each(|&part| host.executor.drop_part(job, part));
+                    self.load_tile(id, (job, epoch), load, &order);
+                }
+            },
+            Output::Restore { job, load, part, step } => self.restore_tile(id, (job, part), load, step),
+            Output::Keep { job, epoch, order } => host.executor.keep(job, epoch, order.part),
+            Output::Fetch { job, epoch, order, sources: _ } => {
+                let part = order.part;
+                let PartWork::Stage(stage) = &order.work else { return };
+                let bytes = host.disk.fetch(stage.content, &stage.layers_of(part), stage.layers_total());
                 let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / FETCH_BYTES_PER_SECOND);
-                self.answer(id, took + self.options.sync, Input::Fetched { job, epoch, result: Ok(bytes) });
+                self.answer(id, took + self.options.sync, Input::Fetched { job, epoch, part, result: Ok(bytes) });
             }
-            Output::Challenge { job, epoch, nonce } => {
-                if let Some(answer) = host.executor.challenge(now, job, epoch, nonce) {
+            Output::Challenge { job, epoch, part, nonce } => {
+                if let Some(answer) = host.executor.challenge(now, (job, part), epoch, nonce) {
                     self.answer_at(id, answer);
                 }
+            }
+            Output::Drop { job, part } => {
+                host.executor.drop_part(job, part);
+                self.measure_memory(id);
             }
             Output::Unload { job } => {
                 host.executor.unload(job);
                 self.measure_memory(id);
             }
-            Output::Compute { work, job, epoch, items } => {
-                if let Some(answer) = host.executor.compute(now, work, job, epoch, items) {
-                    self.answer_at(id, answer);
-                }
-            }
-            Output::Release { job, request } => host.executor.release(job, request),
+            Output::Run(run) => self.run(id, *run),
+            Output::Release { job, part, request } => host.executor.release(job, part, request),
             Output::Discard { tensor } => host.executor.discard(tensor),
+            Output::Share { tensor, also } => host.executor.share(tensor, also),
+            Output::Collect { job, from, part, step, kind, bytes } => {
+                self.collect_state(id, from, (job, part, step, kind), bytes);
+            }
+            Output::Forget { job, part, step, kind } => host.executor.grids.forget(job, part, step, kind),
+            Output::KeepCheckpoint { job, step } => self.keep_checkpoint(id, job, step),
+            Output::Mirror { job, from, step, parts, simulation: _ } => {
+                let bytes = parts.iter().map(|(_, bytes)| bytes).sum();
+                self.mirror_checkpoint(id, from, (job, step), bytes);
+            }
             Output::Remember { peers } => {
                 host.disk.write(peers);
                 self.queue.push(now + self.options.sync, Happening::Synced { host: id, life: host.life });
             }
-            Output::Grid(command) => self.carry_out_grid(id, command),
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
+        }
+    }
+
+    /// `Output::Run`.
+    fn run(&mut self, id: HostId, mut run: Run) {
+        let (now, job, part, work) = (self.now, run.job, run.part, run.work);
+        match std::mem::replace(&mut run.task, Task::Batch(Vec::new())) {
+            Task::Batch(items) => {
+                if let Some(answer) = self.hosts[id.index()].executor.compute(now, &run, items) {
+                    self.answer_at(id, answer);
+                }
+            }
+            Task::Steps(steps) => {
+                let Some(times) = self.hosts[id.index()].executor.run_tile(now, &run, &steps) else { return };
+                let sizes = times.sizes;
+                if !sizes.is_empty() {
+                    self.answer(id, times.strips.since(now), Input::Halos { job, part, work, sizes });
+                }
+                self.answer(id, times.ends.since(now), times.done);
+            }
         }
     }
 

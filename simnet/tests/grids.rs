@@ -1,12 +1,14 @@
 //! Simulations in the virtual world: whatever happens to the nodes, the state hash is that of a run in one piece.
 use node_core::codec;
-use node_core::id::{Epoch, JobId, NodeId};
-use node_core::input::{GridInput, Input};
-use node_core::message::Message;
+use node_core::id::{CallId, Epoch, JobId, NodeId, PartId};
+use node_core::input::Input;
+use node_core::job::{PartView, WhatView};
+use node_core::message::{Message, ToParticipant};
 use node_core::output::{Event, Output};
-use node_core::tiles::message::TileMessage;
 use node_core::time::{Duration, Instant};
-use node_core::work::steps::{GridEvent, GridSpec, Schedule, Tier, TileOrder, TileStart};
+use node_core::work::steps::{GridSpec, Schedule, StepsEvent, TileOrder, TileStart};
+use node_core::work::{Ending, JobSpec, Order, PartWork, Placement};
+use partitioner::Tier;
 use partitioner::tiles::GridWork;
 use simnet::checker::membership;
 use simnet::grids::{UNSTABLE, simulation, solo, unstable};
@@ -30,9 +32,19 @@ struct Room {
     /// When steps were told, and how many.
     progress: Vec<(Instant, u32)>,
     owners: Vec<HostId>,
+    /// The step from which the present placement goes on.
+    from: u32,
     checkpoints: Vec<u32>,
     standbys: usize,
     notes: Vec<String>,
+}
+
+fn result(ending: Ending) -> Result<(), String> {
+    match ending {
+        Ending::Completed => Ok(()),
+        Ending::Cancelled => Err("it was cancelled".into()),
+        Ending::Moved(reason) | Ending::Failed(reason) => Err(reason),
+    }
 }
 
 fn ms(millis: u64) -> Duration {
@@ -95,6 +107,7 @@ impl Room {
             ended: None,
             progress: Vec::new(),
             owners: Vec::new(),
+            from: 0,
             checkpoints: Vec::new(),
             standbys: 0,
             notes: Vec::new(),
@@ -106,53 +119,50 @@ impl Room {
     }
 
     fn submit(&mut self, spec: GridSpec) {
-        self.world.inject(SUBMITTER, Input::Grid(GridInput::Submit(Box::new(spec))));
+        let job = Box::new(JobSpec::Steps(spec));
+        self.world.inject(SUBMITTER, Input::Start { call: CallId(1), job });
     }
 
     fn hear(&mut self) {
         for told in self.world.take_told() {
-            if let Event::Grid { event, .. } = &told.event
-                && let GridEvent::Inherited { from, .. } = **event
-            {
+            if let Event::JobInherited { from, .. } = &told.event {
                 self.notes.push(format!("{:?} {:?} inherits from {from}", told.at, told.host));
                 self.coordinator = told.host;
             }
             // Of two that go on with it for a while, one may come to the end before it learns of the other.
             if told.host != self.coordinator {
-                if let Event::Grid { event, .. } = told.event {
-                    self.elsewhere(*event);
-                }
+                self.elsewhere(told.event);
                 continue;
             }
             if let Event::Standby { current: true, .. } = told.event {
                 self.standbys += 1;
             }
-            let Event::Grid { event, .. } = told.event else {
-                self.notes.push(format!("{:?} {:?}", told.at, told.event));
-                continue;
-            };
-            match *event {
-                GridEvent::Placed { tiles, .. } => {
-                    self.notes.push(format!("{:?} placed {tiles:?}", told.at));
+            match told.event {
+                Event::JobPlaced { epoch, placement, .. } => {
+                    let Placement::Tiles { tiles, step, .. } = *placement else { continue };
+                    self.notes.push(format!("{:?} places epoch {} from {step}: {tiles:?}", told.at, epoch.counter));
                     self.owners = tiles.iter().filter_map(|(node, _)| self.world.host_of(*node)).collect();
+                    self.from = step;
                 }
-                GridEvent::Progress { step } => self.progress.push((told.at, step)),
-                GridEvent::Report { report, .. } => self.report = report.hash.or(self.report),
-                GridEvent::Checkpoint { step } => self.checkpoints.push(step),
-                GridEvent::Ended { result, .. } => self.ended = Some(result),
-                GridEvent::Running { step, epoch } => {
-                    self.notes.push(format!("{:?} runs epoch {} from {step}", told.at, epoch.counter));
+                Event::JobReady { epoch, .. } => {
+                    self.notes.push(format!("{:?} runs epoch {} from {}", told.at, epoch.counter, self.from));
                 }
-                GridEvent::Waiting { reason } => self.notes.push(reason),
-                GridEvent::Inherited { .. } | GridEvent::Moved => {}
+                Event::JobEnded { ending, .. } => self.ended = Some(result(ending)),
+                Event::Steps { event, .. } => match event {
+                    StepsEvent::Progress { step } => self.progress.push((told.at, step)),
+                    StepsEvent::Report { report, .. } => self.report = report.hash.or(self.report),
+                    StepsEvent::Checkpoint { step } => self.checkpoints.push(step),
+                    StepsEvent::Waiting { reason } => self.notes.push(reason),
+                },
+                event => self.notes.push(format!("{:?} {event:?}", told.at)),
             }
         }
     }
 
-    fn elsewhere(&mut self, event: GridEvent) {
-        if let GridEvent::Ended { result: Ok(()), .. } = event {
+    fn elsewhere(&mut self, event: Event) {
+        if let Event::JobEnded { ending: Ending::Completed, .. } = event {
             self.ended = Some(Ok(()));
-        } else if let GridEvent::Report { report, .. } = event {
+        } else if let Event::Steps { event: StepsEvent::Report { report, .. }, .. } = event {
             self.report = report.hash.or(self.report);
         }
     }
@@ -212,8 +222,12 @@ fn a_node_that_turns_out_to_be_slow_gets_less_to_do() {
         room.submit(spec);
         let rows = |room: &Room| -> Vec<u64> {
             let coordinator = room.world.host(SUBMITTER).node.as_ref().expect("it lives");
-            let tiles = coordinator.grids().next().map_or_else(Vec::new, |job| job.tiles);
-            tiles.iter().map(|tile| tile.block.cells()).collect()
+            let parts = coordinator.jobs().next().map_or_else(Vec::new, |job| job.parts);
+            let cells = |part: &PartView| match &part.what {
+                WhatView::Tile { block, .. } => block.cells(),
+                WhatView::Stage(_) => 0,
+            };
+            parts.iter().map(cells).collect()
         };
         assert!(room.run(ms(60_000), |room| room.step() >= 10));
         let before = rows(&room);
@@ -241,7 +255,7 @@ fn a_node_that_only_holds_the_others_up_is_let_go() {
     assert!(room.run(ms(120_000), |room| room.owners.len() == 3 && room.step() >= 4));
     assert!(room.run(ms(120_000), |room| room.owners.len() == 2), "{:?}", room.notes);
     room.world.run_for(ms(2000));
-    let held = room.world.host(HostId(2)).node.as_ref().map(|node| node.tiles().count());
+    let held = room.world.host(HostId(2)).node.as_ref().map(|node| node.parts().count());
     assert_eq!(held, Some(0), "it keeps no memory for it");
     assert!(room.run(ms(600_000), |room| room.ended.is_some()));
     assert_eq!((room.ended, room.report), (Some(Ok(())), Some(solo(7, SIZE, PERIODIC, 2000))));
@@ -408,7 +422,7 @@ fn successors_come_in_order_and_a_minority_waits() {
     room.world.strike(Fault::Crash(SUBMITTER));
     assert!(!room.run(ms(20_000), |room| room.ended.is_some()));
     assert_eq!(room.coordinator, SUBMITTER);
-    assert_eq!(room.world.host(HostId(1)).node.as_ref().map(|node| node.tiles().count()), Some(0));
+    assert_eq!(room.world.host(HostId(1)).node.as_ref().map(|node| node.parts().count()), Some(0));
 }
 
 #[test]
@@ -433,7 +447,7 @@ fn a_submitter_that_was_only_paused_stands_down() {
     room.finishes(ms(60_000));
     assert_ne!(room.coordinator, SUBMITTER);
     room.world.run_for(ms(3000));
-    let grids = room.world.host(SUBMITTER).node.as_ref().map(|node| node.grids().count());
+    let grids = room.world.host(SUBMITTER).node.as_ref().map(|node| node.jobs().count());
     assert_eq!(grids, Some(0), "its job is the successor's now");
 }
 
@@ -450,21 +464,21 @@ fn claimed_epochs_end_no_simulation() {
     let coordinator = node(&room, SUBMITTER);
     let owner = room.owners.iter().copied().find(|owner| *owner != SUBMITTER).expect("others take part");
     let (owner, stranger) = (node(&room, owner), NodeId([0xEE; 16]));
-    let last = Epoch { counter: u32::MAX, minter: coordinator };
+    let last = Epoch { counter: u32::MAX, issuer: coordinator };
     let counter = orders.0.borrow().as_ref().map(|(epoch, _)| epoch.counter).expect("tiles were asked for");
-    let next = Epoch { counter: counter + 1, minter: coordinator };
+    let next = Epoch { counter: counter + 1, issuer: coordinator };
     let epoch = |room: &Room| {
-        let grid = room.world.host(SUBMITTER).node.as_ref().and_then(|node| node.grids().next());
+        let grid = room.world.host(SUBMITTER).node.as_ref().and_then(|node| node.jobs().next());
         grid.expect("it is coordinated still").epoch
     };
     let before = epoch(&room);
     let claims = [
         (stranger, last),
         (stranger, next),
-        (stranger, Epoch { counter: counter + 5, minter: owner }),
+        (stranger, Epoch { counter: counter + 5, issuer: owner }),
         (owner, last),
-        (owner, Epoch { counter: u32::MAX, minter: owner }),
-        (owner, Epoch { counter: counter + 5, minter: stranger }),
+        (owner, Epoch { counter: u32::MAX, issuer: owner }),
+        (owner, Epoch { counter: counter + 5, issuer: stranger }),
     ];
     for (from, mine) in claims {
         let bytes = codec::encode_message(&Message::Stale { job: JOB, mine }).unwrap();
@@ -473,13 +487,15 @@ fn claimed_epochs_end_no_simulation() {
         assert_eq!(epoch(&room), before, "{from} claims {mine:?}");
     }
     // A successor takes the job over under the last epoch there is, so that none is left to the next.
-    let stolen = Epoch { counter: u32::MAX, minter: owner };
+    let stolen = Epoch { counter: u32::MAX, issuer: owner };
     let (_, order) = orders.0.borrow().clone().unwrap();
     for host in room.owners.clone() {
         let tile = room.owners.iter().position(|owner| *owner == host).unwrap() as u16;
-        let order = Box::new(TileOrder { tile, start: TileStart::Continue, ..(*order).clone() });
-        let say = Box::new(TileMessage::Prepare(order));
-        let bytes = codec::encode_message(&Message::Tile { job: JOB, epoch: stolen, say }).unwrap();
+        let PartWork::Tile(work) = order.work.clone() else { panic!("a tile's order") };
+        let work = PartWork::Tile(TileOrder { start: TileStart::Continue, ..work });
+        let order = Box::new(Order { part: PartId(tile), work, ..(*order).clone() });
+        let say = ToParticipant::Prepare(order);
+        let bytes = codec::encode_message(&Message::ToParticipant { job: JOB, epoch: stolen, say }).unwrap();
         room.world.inject(host, Input::Message { from: owner, bytes });
     }
     room.run(ms(100), |_| false);
@@ -490,17 +506,15 @@ fn claimed_epochs_end_no_simulation() {
     room.finishes(ms(120_000));
 }
 
-type Order = (Epoch, Box<TileOrder>);
-
 /// The last order that a coordinator gave.
 #[derive(Clone, Default)]
-struct Orders(Rc<RefCell<Option<Order>>>);
+struct Orders(Rc<RefCell<Option<(Epoch, Box<Order>)>>>);
 
 impl Observer for Orders {
     fn output(&mut self, _at: Instant, _host: HostId, output: &Output) {
         if let Output::SendMessage { bytes, .. } = output
-            && let Ok(Message::Tile { epoch, say, .. }) = codec::decode_message(bytes)
-            && let TileMessage::Prepare(order) = *say
+            && let Ok(Message::ToParticipant { epoch, say: ToParticipant::Prepare(order), .. }) =
+                codec::decode_message(bytes)
         {
             *self.0.borrow_mut() = Some((epoch, order));
         }

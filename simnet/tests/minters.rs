@@ -6,7 +6,7 @@
 use node_core::codec;
 use node_core::id::{CallId, Epoch, JobId};
 use node_core::input::Input;
-use node_core::message::Message;
+use node_core::message::{FromStage, Message, ToCoordinator};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
 use node_core::work::serve::{DoneReason, Sampling};
@@ -147,7 +147,11 @@ impl Observer for Late {
         let mut seen = self.seen.borrow_mut();
         seen.handled.remove(&host);
         let Input::Message { bytes, .. } = input else { return };
-        let Ok(Message::Token { job, epoch, .. }) = codec::decode_message(bytes) else { return };
+        let Ok(Message::ToCoordinator { job, epoch, say: ToCoordinator::Stage(FromStage::Token { .. }) }) =
+            codec::decode_message(bytes)
+        else {
+            return;
+        };
         if seen.placed.get(&(host, job)).is_some_and(|placed| epoch < *placed) {
             seen.handled.insert(host, epoch);
             seen.count += 1;

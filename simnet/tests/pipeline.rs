@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, reason = "figures for people")]
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::CallId;
+use node_core::job::PartView;
 use node_core::output::Event;
 use node_core::time::Duration;
 use node_core::work::serve::DoneReason;
@@ -85,7 +86,7 @@ impl Room {
     fn standby_of(&self, owner: HostId) -> Option<HostId> {
         let stage = self.work.stages(&self.world).iter().position(|&host| host == owner)?;
         let job = self.world.host(HEAD).node.as_ref()?.jobs().next()?;
-        let standby = job.standbys.iter().find(|standby| usize::from(standby.stage) == stage)?;
+        let standby = job.parts.get(stage)?.standby.clone()?;
         self.world.host_of(standby.node?)
     }
 
@@ -213,8 +214,9 @@ fn settle(room: &mut Room) {
     let covered = |_: &Workload, world: &World| {
         let job = world.host(HEAD).node.as_ref().and_then(|node| node.jobs().next());
         job.is_some_and(|job| {
-            let current = job.standbys.iter().filter(|standby| standby.current).count();
-            current > 0 && current == job.stages.iter().filter(|stage| stage.node != world.host(HEAD).node_id).count()
+            let current = |part: &PartView| part.standby.as_ref().is_some_and(|standby| standby.current);
+            let current = job.parts.iter().filter(|part| current(part)).count();
+            current > 0 && current == job.parts.iter().filter(|part| part.owner != world.host(HEAD).node_id).count()
         })
     };
     assert!(room.work.run(&mut room.world, ms(10_000), covered), "all stages have standbys: {:?}", room.work.notes);
@@ -302,7 +304,7 @@ fn a_stage_that_drains_hands_over_while_it_serves() {
         room.world.inject(leaver, node_core::input::Input::Drain(true));
         room.run_for(ms(2_000));
         let node = room.world.host(leaver).node.as_ref().expect("it runs");
-        assert_eq!(node.stages().count(), 0, "{what}: it holds nothing any more");
+        assert_eq!(node.parts().count(), 0, "{what}: it holds nothing any more");
         let room = room.check(&what);
         room.assert_all_finished(&what);
         let tokens = &room.work.calls[&call].tokens;
@@ -522,6 +524,7 @@ fn a_stage_that_is_never_ready_though_its_node_lives_is_placed_elsewhere() {
         let mut draw = chance(seed, "a load that hangs");
         let mut room = Room::serving(Options::swarm(seed), 6);
         let call = room.submit(seed, draw.random_range(1..100), 200);
+        room.run_for(ms(50)); // standbys are chosen
         let before = room.work.stages(&room.world);
         // Its standby dies with it, so that a node that has not begun to load the stage has to. All of those hang but one.
         let victim = room.some_stage(draw.random_range(0..100)).expect("a stage that is not the head's");

@@ -5,6 +5,7 @@
 use node_core::config::Capacity;
 use node_core::id::CallId;
 use node_core::input::Input;
+use node_core::job::{PartView, ProgramView, WhatView};
 use node_core::output::Event;
 use node_core::time::Duration;
 use node_core::work::Change;
@@ -82,13 +83,17 @@ impl Room {
     fn layers_of(&self, host: HostId) -> u32 {
         let node = self.world.host(host).node_id;
         let jobs = self.world.host(HEAD).node.as_ref().and_then(|head| head.jobs().next());
-        let stages = jobs.map(|job| job.stages).unwrap_or_default();
-        stages.iter().filter(|stage| stage.node == node).map(|stage| stage.layers.end - stage.layers.start).sum()
+        let parts = jobs.map(|job| job.parts).unwrap_or_default();
+        let layers = |part: &PartView| match &part.what {
+            WhatView::Stage(layers) => layers.end - layers.start,
+            WhatView::Tile { .. } => 0,
+        };
+        parts.iter().filter(|part| part.owner == node).map(layers).sum()
     }
 
     fn moves(&self) -> Vec<Change> {
         let change = |told: &simnet::Told| match &told.event {
-            Event::Reshaping { change, .. } => Some(*change),
+            Event::JobMoves { change, .. } => Some(*change),
             _ => None,
         };
         self.work.notes.iter().filter_map(change).collect()
@@ -96,7 +101,10 @@ impl Room {
 
     fn fetched(&self) -> Option<u64> {
         let node = self.world.host(HEAD).node.as_ref()?;
-        node.jobs().next()?.moved.map(|moved| moved.fetched_bytes)
+        match node.jobs().next()?.program {
+            ProgramView::Serve { moved, .. } => moved.map(|moved| moved.fetched_bytes),
+            ProgramView::Steps { .. } => None,
+        }
     }
 
     fn epochs_ready(&self) -> usize {

@@ -10,13 +10,13 @@ pub const HEADER_BYTES: usize = 68;
 /// Largest payload of any job: 512 positions of a model 16,384 wide in f32. Expectations may only be smaller.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 20;
 
-/// One version of a job's placement: (counter, minter), ordered lexicographically.
+/// One version of a job's placement: (counter, issuer), ordered lexicographically.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Epoch {
     /// Grows with each re-plan.
     pub counter: u32,
     /// Who minted it.
-    pub minter: NodeId,
+    pub issuer: NodeId,
 }
 
 /// The stream a frame travels on: one per job, epoch and receiving part.
@@ -183,7 +183,7 @@ pub fn encode_header(head: &FrameHead, codec: Codec, payload: &[u8]) -> [u8; HEA
     out[8..16].copy_from_slice(&head.route.job.to_le_bytes());
     out[16..20].copy_from_slice(&head.route.epoch.counter.to_le_bytes());
     out[20..24].copy_from_slice(&head.count.to_le_bytes());
-    out[24..40].copy_from_slice(&head.route.epoch.minter);
+    out[24..40].copy_from_slice(&head.route.epoch.issuer);
     out[40..48].copy_from_slice(&head.channel.to_le_bytes());
     out[48..52].copy_from_slice(&head.cursor.to_le_bytes());
     out[52..56].copy_from_slice(&head.width.to_le_bytes());
@@ -228,10 +228,10 @@ fn read_header(r: &mut Reader<'_>, seed: u32) -> Option<Result<RawHeader, FrameE
     if flags > 1 || reserved != 0 {
         return Some(Err(FrameError::Reserved));
     }
-    let minter = r.array()?;
+    let issuer = r.array()?;
     let (channel, cursor, width) = (r.u64()?, r.u32()?, r.u32()?);
     let (raw_length, wire_length, checksum) = (r.u32()?, r.u32()?, r.u32()?);
-    let route = Route { job, epoch: Epoch { counter, minter }, part };
+    let route = Route { job, epoch: Epoch { counter, issuer }, part };
     let head = FrameHead { route, channel, cursor, count, last: flags == 1, dtype, width };
     Some(Ok(RawHeader { head, codec, raw_length, wire_length, checksum, seed }))
 }
@@ -383,7 +383,7 @@ mod tests {
     use crate::fuzz::Noise;
 
     fn head() -> FrameHead {
-        let route = Route { job: 7, epoch: Epoch { counter: 3, minter: [5; 16] }, part: 2 };
+        let route = Route { job: 7, epoch: Epoch { counter: 3, issuer: [5; 16] }, part: 2 };
         FrameHead { route, channel: 9, cursor: 40, count: 2, last: true, dtype: Dtype::F32, width: 3 }
     }
 

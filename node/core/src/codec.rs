@@ -12,7 +12,7 @@ use bytes::{Buf, BufMut};
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Version of every encoding in this file and of the protocol it serves. A change of meaning is a new number.
-pub const PROTOCOL: u8 = 11;
+pub const PROTOCOL: u8 = 12;
 
 /// A datagram once opened. Its kind is its second byte.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -43,6 +43,8 @@ struct Guard {
     excluded: BTreeMap<NodeId, Instant>,
     /// Nodes that this head hears but a neighbour does not: which neighbour, and since when.
     reported: BTreeMap<NodeId, (NodeId, Instant)>,
+    /// When a node's report cost another one its place last.
+    believed: BTreeMap<NodeId, Instant>,
     /// Participants that hold their stage of the present placement no longer, and may still be used.
     emptied: BTreeSet<NodeId>,
     /// Requests were struck for a failure under this placement.
@@ -54,6 +56,16 @@ struct Guard {
 impl Guard {
     fn has(&self, node: NodeId) -> bool {
         self.participants.contains(&node) || self.standbys.contains(&node)
+    }
+
+    /// Which end of a link that did not heal goes, and for how long the other one was not heard.
+    fn cut_off(&mut self, now: Instant) -> Option<(NodeId, Duration)> {
+        let due = self.reported.iter().find(|&(_, &(_, since))| now.since(since) >= LINK_CUT);
+        let (&node, &(by, since)) = due?;
+        self.reported.remove(&node);
+        self.believed.retain(|_, at| now.since(*at) < BELIEVED_ONCE);
+        let again = self.believed.insert(by, now).is_some();
+        Some((if again { by } else { node }, now.since(since)))
     }
 }
 
@@ -104,7 +116,8 @@ impl Failover {
     }
 
     /// A participant reports its neighbour silent, or (with no silence) heard again. If this head hears the neighbour
-    /// itself (`heard`), only their link may be cut: the neighbour goes if that has not healed after `LINK_CUT`.
+    /// itself (`heard`), only their link may be cut: the neighbour goes if that has not healed after `LINK_CUT`. A node that does
+    /// not hear a second neighbour within a minute, though this one hears that one too, goes itself.
     pub fn handle_reported(
         &mut self,
         now: Instant,
@@ -127,12 +140,11 @@ impl Failover {
 
     /// Links that did not heal.
     pub fn handle_wakeup(&mut self, now: Instant) {
-        let cut = |(&job, guard): (&JobId, &Guard)| {
-            let due = guard.reported.iter().find(|&(_, &(_, since))| now.since(since) >= LINK_CUT);
-            due.map(|(&node, &(_, since))| (job, node, now.since(since)))
-        };
         // One at a time: the ends of a cut link report each other, and losing one end settles it.
-        while let Some((job, node, silent)) = self.jobs.iter().find_map(cut) {
+        while let Some((job, node, silent)) = self.jobs.iter_mut().find_map(|(&job, guard)| {
+            let (node, silent) = guard.cut_off(now)?;
+            Some((job, node, silent))
+        }) {
             self.lose(now, job, node, silent);
         }
     }
@@ -260,6 +272,9 @@ impl Failover {
     }
 }
 
+/// Within this time a node's reports cost one neighbour its place at most.
+const BELIEVED_ONCE: Duration = Duration::from_secs(60);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -281,7 +296,7 @@ mod tests {
     }
 
     fn epoch(counter: u32) -> Epoch {
-        Epoch { counter, minter: A }
+        Epoch { counter, issuer: A }
     }
 
     #[test]
@@ -353,6 +368,35 @@ mod tests {
         assert_eq!(failover.next_wakeup().map(|(at, _)| at), Some(at(3000)));
         failover.handle_wakeup(at(3000));
         assert_eq!(outputs(&mut failover).len(), 2);
+    }
+
+    #[test]
+    fn a_node_that_reports_one_neighbour_after_the_other_goes_itself() {
+        let mut failover = Failover::default();
+        let [c, d] = [NodeId([3; 16]), NodeId([4; 16])];
+        failover.handle_placed(JOB, epoch(1), [A, B, c, d]);
+        let lost = |failover: &mut Failover| {
+            let lost = outputs(failover).into_iter().filter_map(|output| match output {
+                FailoverOutput::Lost { node, .. } => Some(node),
+                FailoverOutput::Replan { .. }
+                | FailoverOutput::StandbyLost { .. }
+                | FailoverOutput::Strike { .. }
+                | FailoverOutput::Refused { .. } => None,
+            });
+            lost.collect::<Vec<_>>()
+        };
+        failover.handle_reported(at(0), JOB, A, B, LEASE, true);
+        failover.handle_wakeup(at(1000));
+        assert_eq!(lost(&mut failover), [B], "one link may be cut");
+        failover.handle_placed(JOB, epoch(2), [A, c, d]);
+        failover.handle_reported(at(2000), JOB, A, c, LEASE, true);
+        failover.handle_reported(at(2000), JOB, A, d, LEASE, true);
+        failover.handle_wakeup(at(3000));
+        assert_eq!(lost(&mut failover), [A]);
+        failover.handle_placed(JOB, epoch(3), [A, c, d]);
+        failover.handle_reported(at(70_000), JOB, A, c, LEASE, true);
+        failover.handle_wakeup(at(71_000));
+        assert_eq!(lost(&mut failover), [c], "what was long ago does not count");
     }
 
     #[test]

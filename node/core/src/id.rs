@@ -74,38 +74,52 @@ impl From<partitioner::DeviceId> for NodeId {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct Generation(pub u64);
 
-/// One version of a job's placement. Ordered by counter, then by who minted it.
+/// One version of a job's placement. Ordered by counter, then by issuer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct Epoch {
     /// Grows by one with each re-plan.
     pub counter: u32,
-    /// The node that minted it: for a model job always its head.
-    pub minter: NodeId,
+    /// The coordinator that issued it.
+    pub issuer: NodeId,
 }
 
-/// Counts tokens and sequence numbers of one machine; their top byte tells the router whose answer comes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Ids {
-    tag: u64,
-    last: u64,
-}
+/// A part of a job, counted from 0: a stage of a model's route, a tile of a grid.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct PartId(pub u16);
 
-impl Ids {
-    pub(crate) fn new(tag: u64) -> Self {
-        Ids { tag, last: 0 }
+impl PartId {
+    /// As an index into lists of all parts.
+    pub fn index(self) -> usize {
+        usize::from(self.0)
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
-        self.last += 1;
-        self.tag | self.last
+    /// The part with this index; the last possible one where there are more.
+    pub fn of(index: usize) -> PartId {
+        PartId(u16::try_from(index).unwrap_or(u16::MAX))
+    }
+
+    /// The stage before this one.
+    pub fn before(self) -> Option<PartId> {
+        self.0.checked_sub(1).map(PartId)
+    }
+
+    /// The stage after this one.
+    pub fn after(self) -> PartId {
+        PartId(self.0.saturating_add(1))
     }
 }
 
-/// A job of the mesh: hash of (head, its generation, a counter).
+impl fmt::Display for PartId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+/// A job of the mesh: hash of (coordinator, its generation, a counter), or made by the shell of a simulation's submitter.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct JobId(pub u64);
 
-/// A request within a job, counted by the head.
+/// A request within a job, counted by the coordinator.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
 
@@ -113,10 +127,14 @@ pub struct RequestId(pub u64);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct CallId(pub u64);
 
-/// A payload held by the shell; the core passes the name around and never sees bytes. The shell mints ids with the top
-/// bit set (arrivals), the core mints the others (results of `Compute`).
+/// A payload held by the shell; the core passes the name around and never sees bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
-pub struct TensorId(pub u64);
+pub enum TensorId {
+    /// It came with a frame. The shell counts these.
+    Arrived(u64),
+    /// A run makes it. The core counts these.
+    Made(u64),
+}
 
 /// One piece of work given to the executor, counted by the core.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]

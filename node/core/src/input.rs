@@ -1,13 +1,13 @@
 //! Everything that can happen to a node. Nothing else ever changes its state.
 use crate::config::Capacity;
-use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, TensorId, WorkId};
+use crate::id::{CallId, ContentId, Epoch, JobId, LoadId, NodeId, PartId, TensorId, WorkId};
 use crate::message::FrameHeader;
-use crate::work::serve::{ItemResult, LoadedStage, ModelSpec, Request};
-use crate::work::steps::{GridSpec, SaveKind, TileLoaded, TileMade};
+use crate::work::serve::Request;
+use crate::work::steps::SaveKind;
+use crate::work::{Asked, JobSpec, Loaded, Made, PlanSpec};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use core::net::SocketAddr;
-use partitioner::tiles::{GridError, GridPlan, GridWork};
-use partitioner::{Plan, PlanError};
+use partitioner::Answer;
 use serde::{Deserialize, Serialize};
 
 /// Something happened.
@@ -53,60 +53,42 @@ pub enum Input {
     /// `drain`: stay a member, take no new work. `false` ends it.
     Drain(bool),
 
-    // ---- jobs: this node as head
-    /// A local caller wants a model served (or planned only).
-    Deploy { call: CallId, model: Box<ModelSpec>, plan_only: bool },
+    // ---- jobs: this node as coordinator
+    /// A local caller starts a job. Where the model is served already, the caller waits for that job.
+    Start { call: CallId, job: Box<JobSpec> },
+    /// A local caller wants to know how a job would be placed, and with `standbys` which nodes would be its standbys.
+    Plan { call: CallId, what: Box<PlanSpec>, standbys: bool },
     /// The planner answered `Output::Plan`.
-    Planned { token: u64, result: Result<Box<Plan>, PlanError> },
+    Planned { asked: Asked, answer: Answer },
     /// A local caller submits a request to a served model.
     Submit { call: CallId, job: JobId, request: Box<Request> },
     /// The caller went away or has enough (stop string): stop its work.
     Cancel { call: CallId },
     /// A local caller ends a job.
-    Undeploy { job: JobId },
-
-    // ---- stages: this node as participant
-    /// The answer to `Output::Load`.
-    Loaded { job: JobId, load: LoadId, result: Result<LoadedStage, String> },
-    /// The answer to `Output::Fetch`: bytes that came from peers.
-    Fetched { job: JobId, epoch: Epoch, result: Result<u64, String> },
-    /// The answer to `Output::Challenge`: a digest of the last row made.
-    Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
-    /// A frame arrived; its payload is `tensor`, kept by the shell until `Compute` takes it or `Discard` drops it.
-    /// Header, shape and checksum have been checked against the job's shape.
-    Frame { from: NodeId, header: FrameHeader, tensor: TensorId },
-    /// The answer to `Output::Compute`, one result per item in order.
-    Computed { work: WorkId, results: Result<Vec<ItemResult>, String> },
-
-    // ---- simulations
-    /// About a grid job: this node as coordinator or as participant.
-    Grid(GridInput),
+    End { job: JobId },
     /// A local caller wants the mesh as plans see it, with what this job holds counted as free (answer: `Event::Fleet`).
     Survey { call: CallId, job: Option<JobId> },
-}
 
-/// What happens to simulations.
-#[allow(missing_docs)] // of fields: each variant says what they are
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum GridInput {
-    /// A local caller submits a simulation.
-    Submit(Box<GridSpec>),
-    /// A local caller wants to know how a grid would be cut; `guarded`: and who would stand by.
-    Plan { call: CallId, work: Box<GridWork>, depth: Option<u32>, guarded: bool },
-    /// A local caller ends a job.
-    Cancel { job: JobId },
-    /// The answer to `GridCommand::Plan`.
-    Planned { token: u64, result: Result<Box<GridPlan>, GridError> },
-    /// The answer to `GridCommand::Load` and `Restore`.
-    Loaded { job: JobId, tile: u16, load: LoadId, result: Result<TileLoaded, String> },
-    /// Of `GridCommand::Run`: its strips are kept by the shell under their names; elements and bytes of each.
-    Strips { job: JobId, tile: u16, work: WorkId, sizes: Vec<(u32, u64)> },
-    /// The answer to `GridCommand::Run`.
-    Made { job: JobId, tile: u16, work: WorkId, result: Result<TileMade, String> },
-    /// The answer to `GridCommand::Collect`.
-    Collected { job: JobId, tile: u16, step: u32, kind: SaveKind, result: Result<(), String> },
-    /// The answer to `GridCommand::KeepCheckpoint`.
+    // ---- parts: this node as participant
+    /// The answer to `Output::Load` and `Output::Restore`.
+    Loaded { job: JobId, part: PartId, load: LoadId, result: Result<Loaded, String> },
+    /// The answer to `Output::Fetch`: bytes that came from peers.
+    Fetched { job: JobId, epoch: Epoch, part: PartId, result: Result<u64, String> },
+    /// The answer to `Output::Challenge`: a digest of the last row made.
+    Challenged { job: JobId, epoch: Epoch, part: PartId, nonce: u64, result: Result<u64, String> },
+    /// A frame arrived; its payload is `tensor`, kept by the shell until a run takes it or `Discard` drops it.
+    /// Header, shape and checksum have been checked against the job's shape.
+    Frame { from: NodeId, header: FrameHeader, tensor: TensorId },
+    /// A run of a tile has made its halos, which the shell keeps under their names: elements and bytes of each.
+    Halos { job: JobId, part: PartId, work: WorkId, sizes: Vec<(u32, u64)> },
+    /// The answer to `Output::Run`.
+    Ran { job: JobId, part: PartId, work: WorkId, result: Result<Made, String> },
+
+    // ---- states of simulations
+    /// The answer to `Output::Collect`.
+    Collected { job: JobId, part: PartId, step: u32, kind: SaveKind, result: Result<(), String> },
+    /// The answer to `Output::KeepCheckpoint`.
     Kept { job: JobId, step: u32, result: Result<(), String> },
-    /// The answer to `GridCommand::Mirror`.
+    /// The answer to `Output::Mirror`.
     Mirrored { job: JobId, step: u32, result: Result<(), String> },
 }

@@ -1,103 +1,83 @@
-//! The head side of jobs: from `Deploy` over plan, epoch and `Prepare` to a served model, and its requests.
+//! The jobs that this node coordinates, whatever they compute: models that it serves, grids that it steps.
 //!
-//! The head is the node whose API took the job. It mints the job's epochs, keeps the token log of every request, and
-//! tells its callers each token once. It may or may not hold a stage itself. Next: `job/model_job.rs`, then
-//! `job/requests.rs`.
-mod elsewhere;
-mod model_job;
+//! A job is parts joined by channels. The coordinator is the node whose API took the job, or a successor of that. It issues the
+//! job's epochs, places its parts, and keeps what is needed to go on after a loss. It may or may not hold a part itself.
+//! Next: `job/lifecycle.rs`, then `job/workload.rs`.
+mod lifecycle;
+mod output;
+mod part;
+mod rebalance;
 mod refusals;
-mod requests;
+mod serve;
 mod standbys;
-mod stream;
-mod trials;
+mod steps;
+mod succession;
+mod timeout;
+mod view;
+mod workload;
 
-use crate::id::{CallId, Epoch, Generation, Ids, JobId, NodeId, RequestId};
+use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
 use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
-use crate::message::{FrameHeader, Message};
+use crate::message::ToCoordinator;
 use crate::output::Event;
 use crate::planted::{self, Planted};
-use crate::time::{Duration, Instant};
-use crate::work::serve::{DoneReason, ModelSpec, Position, Request};
+use crate::time::Instant;
+use crate::work::serve::{DoneReason, ModelSpec, Request};
+use crate::work::steps::{GridSpec, SaveKind};
+use crate::work::{Asked, Change, Ending, Inheritance, JobSpec, PlanSpec};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
-use model_job::ModelJob;
-pub use model_job::{JobState, JobView, Moved, StageView};
-use partitioner::{Plan, PlanError, Work};
-pub use standbys::StandbyView;
+use lifecycle::{Job, Role};
+use output::Out;
+pub use output::{Ask, Holdings, JobOutput, Measured, What};
+use partitioner::tiles::{GridPlan, Paces};
+use partitioner::{Answer, ModelAnswer, Plan};
+pub use rebalance::Moved;
+use serve::Serve;
+use steps::Steps;
+pub use view::{JobState, JobView, PartView, ProgramView, StandbyView, WhatView};
+use workload::Workload;
 
-/// Top byte of this machine's `Plan` tokens.
-const JOB_TAG: u64 = 2 << 56;
-
-/// Bytes that nodes hold for a job.
-pub type Holdings = Vec<(NodeId, u64)>;
-
-/// What the jobs want done.
-#[expect(missing_docs, reason = "fields of variants are named after what they are")]
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum JobOutput {
-    /// Plan for a caller who only wants to know. If the model is served already: by which job, and the bytes that it holds.
-    PlanOnly { token: u64, work: Box<Work>, served: Option<(JobId, Holdings)> },
-    /// Tell the caller what was found, and who would stand by.
-    PlanFound {
-        call: CallId,
-        result: Result<Box<Plan>, PlanError>,
-        work: Box<Work>,
-        /// Where the model is served already: by which job, the bytes that it holds, and as what plan.
-        served: Option<(JobId, Holdings, Box<Plan>)>,
-    },
-    /// As `Plan`, for a job that runs as `present`: say what that takes on the same fleet (`handle_present`), then plan afresh,
-    /// or `repair` it.
-    Look { token: u64, job: JobId, work: Box<Work>, resident: Vec<(NodeId, u64)>, present: Box<Plan>, repair: bool },
-    /// A node took this long for [`CHALLENGE_STEPS`](crate::limits::CHALLENGE_STEPS) steps of these layers, the way there and back
-    /// included. `digest`: the nonce of the challenge, and the digest of its rows. `quiet`: no request of the job ran meanwhile.
-    Measured {
-        job: JobId,
-        node: NodeId,
-        work: Box<Work>,
-        layers: core::ops::Range<u32>,
-        took: Duration,
-        quiet: bool,
-        digest: (u64, u64),
-    },
-    /// Plan this job on the present fleet, but for the nodes `without`. `resident` bytes of a node are the job's own, and
-    /// free for its next plan; `repair` is the plan whose stages may still be held.
-    Plan {
-        token: u64,
-        job: JobId,
-        work: Box<Work>,
-        resident: Vec<(NodeId, u64)>,
-        without: BTreeSet<NodeId>,
-        repair: Option<Box<Plan>>,
-    },
-    /// A message to a participant.
-    Message { to: NodeId, message: Message },
-    /// Tokens into the first stage.
-    Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
-    /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
-    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
-    /// Choose standbys for the stages of this plan, besides those that there are.
-    Standbys { job: JobId, plan: Box<Plan>, work: Box<Work>, kept: Vec<(u16, partitioner::DeviceId)> },
-    /// The job is over.
-    Unwatch { job: JobId },
-    /// For callers and logs.
-    Notify(Event),
-}
-
-/// All jobs of which this node is the head.
+/// All jobs that this node coordinates.
 #[derive(Debug)]
 pub struct Jobs {
     me: NodeId,
     generation: Generation,
-    jobs: BTreeMap<JobId, ModelJob>,
-    /// Where each running call's request is. Ended calls are removed when their `Done` is told.
+    jobs: BTreeMap<JobId, Job>,
+    /// Where each running call's request is. Ended calls are removed when their `Done` is reported.
     calls: BTreeMap<CallId, JobId>,
-    /// Who waits for which plan.
-    plan_calls: BTreeMap<u64, (CallId, Box<ModelSpec>)>,
+    /// Callers that wait for a plan.
+    plans: BTreeMap<CallId, PlanCall>,
     jobs_made: u64,
-    ids: Ids,
     leaving: bool,
-    out: VecDeque<JobOutput>,
+    out: Out,
+}
+
+/// A caller who only wants to know.
+#[derive(Debug)]
+struct PlanCall {
+    what: Box<PlanSpec>,
+    standbys: bool,
+    /// The cut that was found, while its standbys are chosen.
+    cut: Option<Box<GridPlan>>,
+}
+
+/// A participant could not do what it was asked for: failover weighs that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Complaint {
+    /// It cannot hold its part.
+    Unprepared {
+        /// Why.
+        reason: String,
+    },
+    /// A part failed, or (not `held`) the node holds it no more.
+    Failed {
+        /// It was there.
+        held: bool,
+        /// Why.
+        reason: String,
+    },
 }
 
 impl Jobs {
@@ -108,40 +88,67 @@ impl Jobs {
             generation,
             jobs: BTreeMap::new(),
             calls: BTreeMap::new(),
-            plan_calls: BTreeMap::new(),
+            plans: BTreeMap::new(),
             jobs_made: 0,
-            ids: Ids::new(JOB_TAG),
             leaving: false,
             out: VecDeque::new(),
         }
     }
 
-    /// A caller wants a model served, or only a plan.
-    pub fn handle_deploy(&mut self, now: Instant, call: CallId, model: ModelSpec, plan_only: bool) {
-        if plan_only {
-            let token = self.ids.next();
-            let work = Box::new(model.work.clone());
-            let served = self.jobs.values().find(|job| job.present(&model).is_some()).map(ModelJob::holds);
-            self.plan_calls.insert(token, (call, Box::new(model)));
-            self.out.push_back(JobOutput::PlanOnly { token, work, served });
-            return;
+    // ---- callers
+
+    /// A caller starts a job.
+    pub fn handle_start(&mut self, call: CallId, spec: JobSpec) {
+        match spec {
+            JobSpec::Serve(model) => self.start_serving(call, model),
+            JobSpec::Steps(grid) => self.start_steps(call, grid),
         }
-        if let Some(job) = self.jobs.values_mut().find(|job| job.serves(&model)) {
+    }
+
+    fn start_serving(&mut self, call: CallId, model: ModelSpec) {
+        let same = |job: &&mut Job| matches!(&job.workload, Workload::Serve(serve) if serve.model == model);
+        if let Some(job) = self.jobs.values_mut().find(same) {
             return job.add_caller(call, &mut self.out);
         }
         self.jobs_made += 1;
         let id = self.job_id(self.jobs_made);
-        if self.leaving || self.jobs.len() >= JOBS_MAX {
-            let reason =
-                if self.leaving { "this node is leaving".into() } else { format!("{JOBS_MAX} jobs run here already") };
+        if let Some(reason) = self.full() {
             return self.out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job: id, reason }));
         }
-        let mut job = ModelJob::new(id, self.me, call, model);
-        job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
-        self.jobs.insert(id, job);
+        let name = model.name.clone();
+        self.insert(Job::new(id, self.me, name, Workload::Serve(Serve::new(id, model)), Some(call)));
     }
 
-    /// Hash of (head, its generation, a counter): no other node or life makes the same, so epochs need not survive this life.
+    fn start_steps(&mut self, call: CallId, spec: GridSpec) {
+        let (id, name) = (spec.job, spec.name.clone());
+        let refusal = if self.jobs.contains_key(&id) {
+            Some(format!("job {:016x} runs here already", id.0))
+        } else {
+            self.full()
+        };
+        if let Some(reason) = refusal {
+            let ending = Ending::Failed(reason);
+            return self.out.push_back(JobOutput::Notify(Event::JobEnded { job: id, ending, figures: Vec::new() }));
+        }
+        self.insert(Job::new(id, self.me, name, Workload::Steps(Steps::new(self.me, spec)), Some(call)));
+    }
+
+    /// Why no further job can be taken.
+    fn full(&self) -> Option<String> {
+        if self.leaving {
+            Some("this node is leaving the mesh: use another".into())
+        } else {
+            (self.jobs.len() >= JOBS_MAX).then(|| format!("{JOBS_MAX} jobs run here already"))
+        }
+    }
+
+    fn insert(&mut self, mut job: Job) {
+        job.plan(&mut self.out);
+        self.jobs.insert(job.id, job);
+    }
+
+    /// Hash of (coordinator, its generation, a counter): no other node or life makes the same, so epochs need not survive this
+    /// life.
     fn job_id(&self, counter: u64) -> JobId {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.me.0).update(&self.generation.0.to_le_bytes()).update(&counter.to_le_bytes());
@@ -150,83 +157,264 @@ impl Jobs {
         JobId(u64::from_le_bytes(id))
     }
 
+    /// A caller wants to know how a job would be placed.
+    pub fn handle_plan(&mut self, call: CallId, what: PlanSpec, standbys: bool) {
+        let ask = match &what {
+            PlanSpec::Model(model) => {
+                let served = self.served(model);
+                let (job, resident, present) = match served {
+                    Some((job, holdings, plan)) => (Some(job), holdings, Some(Box::new(plan.clone()))),
+                    None => (None, Holdings::new(), None),
+                };
+                let asked = What::Model { work: model.work.clone(), repair: None, present, caller: true };
+                Ask { job, resident, without: BTreeSet::new(), what: asked }
+            }
+            PlanSpec::Grid(work, depth) => {
+                let (work, depth) = (work.clone(), *depth);
+                let asked = What::Grid { work, depth, rates: Paces::default(), present: None };
+                Ask { job: None, resident: Holdings::new(), without: BTreeSet::new(), what: asked }
+            }
+        };
+        self.plans.insert(call, PlanCall { what: Box::new(what), standbys, cut: None });
+        self.out.push_back(JobOutput::Ask { asked: Asked::Caller(call), ask: Box::new(ask) });
+    }
+
+    /// The job that serves a model, what nodes hold for it, and its placement.
+    fn served(&self, model: &ModelSpec) -> Option<(JobId, Holdings, &Plan)> {
+        self.jobs.values().find_map(|job| match &job.workload {
+            Workload::Serve(serve) => serve.present(model).map(|plan| (job.id, job.holdings(), plan)),
+            Workload::Steps(_) => None,
+        })
+    }
+
     /// The planner answered.
-    pub fn handle_planned(&mut self, now: Instant, token: u64, result: Result<Box<Plan>, PlanError>) {
-        if let Some((call, model)) = self.plan_calls.remove(&token) {
-            let served = self.jobs.values().find_map(|job| {
-                let (id, holdings) = job.holds();
-                Some((id, holdings, Box::new(job.present(&model)?.clone())))
-            });
-            let work = Box::new(model.work);
-            return self.out.push_back(JobOutput::PlanFound { call, result, work, served });
-        }
-        if let Some(job) = self.jobs.values_mut().find(|job| job.waits_for_plan(token)) {
-            job.handle_planned(now, result, &mut self.ids, &mut self.out);
-        } else if let Some(job) = self.jobs.values_mut().find(|job| job.looks(token)) {
-            job.handle_looked(now, result, &mut self.out);
+    pub fn handle_planned(&mut self, now: Instant, asked: Asked, answer: Answer) {
+        match asked {
+            Asked::Caller(call) => self.answer_caller(call, answer),
+            Asked::Job { job, question } => {
+                if let Some(job) = self.jobs.get_mut(&job) {
+                    job.handle_answer(now, question, answer, &mut self.out);
+                }
+                self.sweep();
+            }
         }
     }
 
-    /// What the present placement of the job that asked takes per token.
-    pub fn handle_present(&mut self, token: u64, present_ns: Option<u64>) {
-        if let Some(job) = self.jobs.values_mut().find(|job| job.looks(token)) {
-            job.handle_present(present_ns);
+    fn answer_caller(&mut self, call: CallId, answer: Answer) {
+        let Some(mut asked) = self.plans.remove(&call) else { return };
+        match (answer, &*asked.what) {
+            (Answer::Model(Ok(answer)), PlanSpec::Model(_)) => {
+                let ModelAnswer { plan, before_ns, moved_bytes, standbys } = *answer;
+                let change = before_ns.map(|before_ns| {
+                    let after_ns = plan.token_ns();
+                    Change { before_ns, after_ns, bytes: moved_bytes }
+                });
+                let result = Ok(Box::new(plan));
+                self.out.push_back(JobOutput::Notify(Event::PlanReady { call, result, standbys, change }));
+            }
+            (Answer::Model(Err(error)), _) => {
+                let (result, standbys) = (Err(error), Vec::new());
+                self.out.push_back(JobOutput::Notify(Event::PlanReady { call, result, standbys, change: None }));
+            }
+            (Answer::Grid(Ok(plan)), PlanSpec::Grid(work, _)) if asked.standbys => {
+                let owners = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
+                let (work, depth, step_ns) = (work.clone(), plan.depth(), plan.step_ns());
+                let what = What::GridStandbys { work, owners, depth, step_ns, kept: Vec::new() };
+                let ask = Ask { job: None, resident: Holdings::new(), without: BTreeSet::new(), what };
+                asked.cut = Some(plan);
+                self.plans.insert(call, asked);
+                self.out.push_back(JobOutput::Ask { asked: Asked::Caller(call), ask: Box::new(ask) });
+            }
+            (Answer::Grid(result), _) => {
+                self.out.push_back(JobOutput::Notify(Event::GridPlan { call, result, standbys: Vec::new() }));
+            }
+            (Answer::GridStandbys(standbys), _) => {
+                if let Some(plan) = asked.cut {
+                    self.out.push_back(JobOutput::Notify(Event::GridPlan { call, result: Ok(plan), standbys }));
+                }
+            }
+            (Answer::Model(Ok(_)) | Answer::ModelStandbys(_), _) => {}
         }
     }
 
-    /// A node has the weights that it is to hold soon, or cannot get them.
-    pub fn handle_fetched(
+    /// A caller submits a request.
+    pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
+        let refusal = match self.jobs.get_mut(&job).and_then(Job::serve) {
+            None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
+            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: send it elsewhere".into()),
+            Some(serve) => {
+                if serve.requests.submit(now, call, request, &mut self.out) {
+                    self.calls.insert(call, job);
+                }
+                return;
+            }
+        };
+        self.out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+    }
+
+    /// A caller has enough, or went away. Also ends a caller's wait for a job or a plan.
+    pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
+        self.plans.remove(&call);
+        self.jobs.values_mut().for_each(|job| job.forget_caller(call));
+        if let Some(serve) = self.calls.get(&call).and_then(|job| self.jobs.get_mut(job)).and_then(Job::serve) {
+            serve.requests.cancel(now, call, &mut self.out);
+        }
+    }
+
+    /// A caller ends a job.
+    pub fn handle_end(&mut self, id: JobId) {
+        if planted::has(Planted::SimulationCancelDropped)
+            && self.jobs.get(&id).is_some_and(|job| matches!(job.workload, Workload::Steps(_)))
+        {
+            return;
+        }
+        if let Some(mut job) = self.jobs.remove(&id) {
+            job.end(Ending::Cancelled, &mut self.out);
+        }
+    }
+
+    /// This node leaves: it takes no new work. A served model ends with its last request. Other jobs go on where there is a
+    /// majority to succeed this node; else they end, and their checkpoints stay.
+    pub fn handle_leave(&mut self) {
+        self.leaving = true;
+        let stepped = |job: &Job| matches!(job.workload, Workload::Steps(_));
+        for (_, mut job) in self.jobs.extract_if(.., |_, job| stepped(job)) {
+            if job.can_be_left() {
+                job.leave(&mut self.out);
+            } else {
+                let reason = String::from("the coordinator's node left the mesh: submit with --resume");
+                job.end(Ending::Failed(reason), &mut self.out);
+            }
+        }
+        self.end_idle_when_leaving();
+    }
+
+    fn end_idle_when_leaving(&mut self) {
+        if !self.leaving {
+            return;
+        }
+        let idle = |job: &Job| matches!(&job.workload, Workload::Serve(serve) if serve.requests.is_empty());
+        let ids: Vec<JobId> = self.jobs.iter().filter(|(_, job)| idle(job)).map(|(&id, _)| id).collect();
+        ids.into_iter().for_each(|id| self.handle_end(id));
+    }
+
+    // ---- participants
+
+    /// A participant reports. What failover has to weigh comes back.
+    pub fn handle_message(
         &mut self,
         now: Instant,
         from: NodeId,
-        job: JobId,
+        id: JobId,
         epoch: Epoch,
-        result: Result<u64, String>,
-    ) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_fetched(now, from, epoch, result, &mut self.out);
+        say: ToCoordinator,
+    ) -> Option<Complaint> {
+        let job = self.jobs.get_mut(&id)?;
+        let out = &mut self.out;
+        if let ToCoordinator::Prepared { part, result: Ok(ready) } = say {
+            job.handle_prepared(now, from, epoch, part, ready, out);
+            self.sweep();
+            return None;
         }
+        if job.epoch != epoch {
+            return None;
+        }
+        let complaint = match say {
+            ToCoordinator::Prepared { part, result: Err(reason) } => {
+                job.handle_unprepared(now, from, part, &reason, out)?;
+                // A node that owns another part is only unfit to be this one's standby.
+                let owns = job.owners().contains(&from) && job.role(from, part) != Some(Role::Owner);
+                (!owns).then_some(Complaint::Unprepared { reason })
+            }
+            ToCoordinator::Failed { part, held, reason } => {
+                let role = job.role(from, part)?;
+                let owns = job.owners().contains(&from);
+                if role == Role::Standby {
+                    job.drop_standby(now, part, out);
+                }
+                (role == Role::Owner || held || !owns).then_some(Complaint::Failed { held, reason })
+            }
+            say @ (ToCoordinator::Prepared { .. }
+            | ToCoordinator::Fetched { .. }
+            | ToCoordinator::Challenged { .. }
+            | ToCoordinator::Held { .. }
+            | ToCoordinator::Silent { .. }
+            | ToCoordinator::Stage(_)
+            | ToCoordinator::Tile(_)) => {
+                let result = job.handle_report(now, from, epoch, say, out);
+                result.err().map(|reason| Complaint::Failed { held: true, reason })
+            }
+        };
+        self.sweep();
+        complaint
     }
 
-    /// A node answered a challenge.
-    pub fn handle_challenged(
+    /// What was to be fetched has been, or why not.
+    pub fn handle_collected(
         &mut self,
         now: Instant,
-        from: NodeId,
         job: JobId,
-        nonce: u64,
-        result: Result<u64, String>,
+        state: (PartId, u32, SaveKind),
+        result: Result<(), String>,
     ) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_challenged(now, from, nonce, result, &mut self.out);
+            job.handle_collected(now, state, result, &mut self.out);
         }
+        self.sweep();
     }
 
-    /// A member is gone, for whatever reason.
-    pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
-        self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
-    }
-
-    /// A participant holds its stage, and in its caches so many positions.
-    pub fn handle_prepared(
-        &mut self,
-        now: Instant,
-        from: NodeId,
-        job: JobId,
-        epoch: Epoch,
-        bytes: u64,
-        held: Vec<Position>,
-    ) {
+    /// The checkpoint is the one to roll back to now, or could not be made that.
+    pub fn handle_kept(&mut self, now: Instant, job: JobId, step: u32, result: Result<(), String>) {
         if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_prepared(now, from, epoch, bytes, held, &mut self.out);
+            job.handle_kept(now, step, result, &mut self.out);
         }
+        self.sweep();
     }
 
-    /// The planner chose standbys.
-    pub fn handle_standbys(&mut self, now: Instant, job: JobId, chosen: Vec<partitioner::Standby>) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_standbys(now, chosen, &mut self.out);
+    /// A participant knows a higher epoch than this coordinator: one of its own that it has forgotten, or that of a successor. Only
+    /// nodes that were ordered to take part are believed, and only epochs that can have been issued meanwhile.
+    pub fn handle_stale(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
+        let me = self.me;
+        let believed = |job: &&mut Job| {
+            let ahead = theirs.counter.saturating_sub(job.epoch.counter);
+            // No node can know a higher one of this coordinator's while it has answered under the present one.
+            let known = if theirs.issuer == me { job.awaits(from) } else { job.knows(from) };
+            job.epoch < theirs && ahead <= EPOCHS_FORGOTTEN_MAX && known
+        };
+        let Some(job) = self.jobs.get_mut(&id).filter(believed) else { return };
+        if theirs.issuer == me {
+            job.skip_epochs(theirs);
+            job.replan(now, &BTreeSet::new(), &mut self.out);
+        } else if job.may_succeed(theirs.issuer) {
+            job.stand_down(theirs.issuer);
         }
+        self.sweep();
+    }
+
+    /// This node takes a job over; whether it had not done so before.
+    pub fn handle_inherited(&mut self, inheritance: Inheritance) -> bool {
+        let id = inheritance.job;
+        if self.leaving || self.jobs.contains_key(&id) {
+            return false;
+        }
+        let Some(job) = Job::inherited(self.me, inheritance, &mut self.out) else { return false };
+        self.jobs.insert(id, job);
+        true
+    }
+
+    // ---- losses
+
+    /// Something of the present placement is lost.
+    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
+        if let Some(job) = self.jobs.get_mut(&job) {
+            if planted::has(Planted::LossFailsRequests)
+                && let Some(serve) = job.serve()
+            {
+                serve.requests.fail_all(&DoneReason::Failed("a stage was lost".into()), &mut self.out);
+            }
+            job.replan(now, lost, &mut self.out);
+        }
+        self.sweep();
     }
 
     /// A standby is lost.
@@ -236,115 +424,21 @@ impl Jobs {
         }
     }
 
-    /// Whether this head itself feeds a standby: that of the first stage.
-    pub fn feeds(&self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
-        self.jobs.get(&job).is_some_and(|job| job.requests.feeds(from, epoch))
-    }
-
-    /// The standby of the first stage misses positions.
-    pub fn handle_resume(&mut self, from: NodeId, job: JobId, request: RequestId, have: u32) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            job.requests.handle_resume(from, request, have, &mut self.out);
-        }
-    }
-
-    /// A standby says what it holds.
-    pub fn handle_held(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, held: &[(RequestId, u32)]) {
-        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.epoch() == epoch) {
-            job.handle_held(now, from, held, &mut self.ids, &mut self.out);
-        }
-    }
-
-    /// The last stage chose a token.
-    #[expect(clippy::too_many_arguments, reason = "the fields of one message")]
-    pub fn handle_token(
-        &mut self,
-        now: Instant,
-        from: NodeId,
-        job: JobId,
-        epoch: Epoch,
-        request: RequestId,
-        position: u32,
-        token: u32,
-    ) {
-        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_last_stage(from, epoch)) {
-            job.requests.handle_token(now, request, position, token, &mut self.out);
-        }
-    }
-
-    /// Positions before `position` are in every cache.
-    pub fn handle_progress(
-        &mut self,
-        now: Instant,
-        from: NodeId,
-        job: JobId,
-        epoch: Epoch,
-        request: RequestId,
-        position: u32,
-    ) {
-        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_last_stage(from, epoch)) {
-            job.requests.handle_progress(now, request, position, &mut self.out);
-        }
-    }
-
-    /// A stage misses positions.
-    pub fn handle_gap(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, request: RequestId, have: u32) {
-        if let Some(job) = self.jobs.get_mut(&job).filter(|job| job.requests.is_stage(from, epoch)) {
-            job.requests.handle_gap(now, request, have, &mut self.out);
-        }
-    }
-
-    /// A stage knows a higher epoch than this head: it outlived something this head forgot. Mint above it. Nobody else
-    /// mints for this job, so whatever else is claimed is not true.
-    pub fn handle_stale(&mut self, now: Instant, from: NodeId, job: JobId, theirs: Epoch) {
-        let me = self.me;
-        let forgotten = |job: &&mut ModelJob| {
-            let mine = job.epoch();
-            let ahead = theirs.counter.saturating_sub(mine.counter);
-            theirs.minter == me && ahead > 0 && ahead <= EPOCHS_FORGOTTEN_MAX && job.has_asked(from)
-        };
-        if let Some(job) = self.jobs.get_mut(&job).filter(forgotten) {
-            job.skip_epochs(theirs);
-            job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
-        }
-    }
-
-    /// A connection stands again after it had broken.
-    pub fn handle_reconnected(&mut self, now: Instant, node: NodeId) {
-        for job in self.jobs.values_mut() {
-            job.handle_reconnected(now, node, &mut self.out);
-            job.handle_back(node, &mut self.out);
-        }
-    }
-
-    /// A member is alive again, or for the first time.
-    pub fn handle_peer_up(&mut self, node: NodeId) {
-        self.jobs.values_mut().for_each(|job| job.handle_back(node, &mut self.out));
-    }
-
-    /// Something of the present placement is lost: place the job anew.
-    pub fn handle_replan(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            if planted::has(Planted::LossFailsRequests) {
-                job.requests.fail_all(&DoneReason::Failed("a stage was lost".into()), &mut self.out);
-            }
-            job.replan(now, lost, &mut self.ids, &mut self.out);
-        }
-    }
-
     /// An executor failed under the job's running requests.
     pub fn handle_strike(&mut self, now: Instant, job: JobId, reason: &str) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            job.requests.strike(now, reason, &mut self.out);
+        if let Some(serve) = self.jobs.get_mut(&job).and_then(Job::serve) {
+            serve.requests.strike(now, reason, &mut self.out);
         }
     }
 
-    /// This node's own executor does not get on: jobs that have a stage here go on elsewhere, where they can.
-    pub fn handle_stuck(&mut self, now: Instant) {
-        let me = self.me;
-        for job in self.jobs.values_mut() {
-            job.handle_stuck(now, me, &mut self.ids, &mut self.out);
-        }
+    /// This node's own executor is stalled: jobs that have a part here go on elsewhere, where they can.
+    pub fn handle_stalled(&mut self, now: Instant) {
+        self.jobs.values_mut().for_each(|job| job.handle_stalled(now, &mut self.out));
+    }
+
+    /// A member is gone, for whatever reason.
+    pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
     }
 
     /// A node is gone for good, with all it held. One that only fell silent may come back and hold it still: were that
@@ -353,87 +447,38 @@ impl Jobs {
         self.jobs.values_mut().for_each(|job| job.forget_resident(node));
     }
 
-    /// A participant could not hold its stage: it holds nothing else of the job either (it may have started anew).
-    pub fn handle_unprepared(&mut self, now: Instant, job: JobId, node: NodeId, reason: &str) {
-        if let Some(job) = self.jobs.get_mut(&job) {
-            job.handle_refusal(node, reason);
-            job.handle_standby_lost(now, node, &mut self.out);
-        }
+    /// A connection stands again after it had broken.
+    pub fn handle_reconnected(&mut self, now: Instant, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.handle_reconnected(now, node, &mut self.out));
+    }
+
+    /// A member is alive again, or for the first time.
+    pub fn handle_peer_up(&mut self, node: NodeId) {
+        self.jobs.values_mut().for_each(|job| job.handle_back(node, &mut self.out));
     }
 
     /// A participant that was lost is heard again. Returns whether the job waits for the others that are `lost` before it looks
-    /// for a plan. Where this node itself stood still, they are heard within the next heartbeats, and their stages need not be
-    /// loaded elsewhere.
+    /// for a plan.
     pub fn awaits_others(&mut self, now: Instant, job: JobId, lost: &BTreeSet<NodeId>) -> bool {
         self.jobs.get_mut(&job).is_some_and(|job| job.awaits_others(now, lost))
     }
 
-    /// A member joined, or memory became free: degraded jobs look for a plan again.
+    /// A member joined or left, or memory became free; these nodes take no new work.
     pub fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>) {
-        for job in self.jobs.values_mut() {
-            if job.is_degraded() {
-                job.replan(now, &BTreeSet::new(), &mut self.ids, &mut self.out);
-            } else {
-                job.handle_fleet_changed(now, draining, &mut self.ids, &mut self.out);
-            }
-        }
+        self.jobs.values_mut().for_each(|job| job.handle_fleet_changed(now, draining, &mut self.out));
     }
 
-    /// A caller submits a request.
-    pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
-        let refusal = match self.jobs.get_mut(&job) {
-            None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
-            Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: send it elsewhere".into()),
-            Some(found) => {
-                if found.requests.submit(now, call, request, &mut self.out) {
-                    self.calls.insert(call, job);
-                }
-                return;
-            }
-        };
-        self.out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
-    }
-
-    /// A caller has enough, or went away. Also ends a caller's wait for a deploy.
-    pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
-        self.plan_calls.retain(|_, (waiting, _)| *waiting != call);
-        self.jobs.values_mut().for_each(|job| job.forget_caller(call));
-        if let Some(job) = self.calls.get(&call).and_then(|job| self.jobs.get_mut(job)) {
-            job.requests.cancel(now, call, &mut self.out);
-        }
-    }
-
-    /// A caller ends a job.
-    pub fn handle_undeploy(&mut self, id: JobId) {
-        if let Some(mut job) = self.jobs.remove(&id) {
-            job.end("the model was stopped or restarted with other options: retry", &mut self.out);
-        }
-    }
-
-    /// Takes no new work; each job ends with its last request.
-    pub fn handle_leave(&mut self) {
-        self.leaving = true;
-        self.end_idle_when_leaving();
-    }
-
-    fn end_idle_when_leaving(&mut self) {
-        if !self.leaving {
-            return;
-        }
-        let idle: Vec<JobId> = self.jobs.iter().filter(|(_, job)| job.requests.is_empty()).map(|(&id, _)| id).collect();
-        idle.into_iter().for_each(|id| self.handle_undeploy(id));
-    }
+    // ---- time
 
     /// Watchdogs, retries and the end of patience.
     pub fn handle_wakeup(&mut self, now: Instant) {
-        for job in self.jobs.values_mut() {
-            job.handle_wakeup(now, &mut self.ids, &mut self.out);
-        }
+        self.jobs.values_mut().for_each(|job| job.handle_wakeup(now, &mut self.out));
+        self.sweep();
     }
 
     /// When the next of them is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        self.jobs.values().filter_map(ModelJob::next_wakeup).min()
+        self.jobs.values().filter_map(Job::next_wakeup).min()
     }
 
     /// The next thing to do.
@@ -446,23 +491,37 @@ impl Jobs {
         Some(output)
     }
 
-    /// What nodes hold for a job, as they reported.
-    pub fn holdings(&self, job: JobId) -> Holdings {
-        self.jobs.get(&job).map(|job| job.holds().1).unwrap_or_default()
+    /// Jobs that are over.
+    fn sweep(&mut self) {
+        for (_, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
+            if let Some(ending) = job.ending.take() {
+                job.end(ending, &mut self.out);
+            }
+        }
     }
 
-    /// Whether this node heads no job.
+    // ---- views
+
+    /// What nodes hold for a job, as they reported.
+    pub fn holdings(&self, job: JobId) -> Holdings {
+        self.jobs.get(&job).map(Job::holdings).unwrap_or_default()
+    }
+
+    /// Whether this node coordinates no job.
     pub fn is_empty(&self) -> bool {
         self.jobs.is_empty()
     }
 
-    /// Whether this node is the head of the job, and its epoch.
+    /// The epoch of a job that this node coordinates.
     pub fn epoch_of(&self, job: JobId) -> Option<Epoch> {
-        self.jobs.get(&job).map(ModelJob::epoch)
+        self.jobs.get(&job).map(|job| job.epoch)
     }
 
     /// All jobs, for status pages.
     pub fn views(&self) -> impl Iterator<Item = JobView> + '_ {
-        self.jobs.values().map(ModelJob::view)
+        self.jobs.values().map(Job::view)
     }
 }
+
+#[cfg(test)]
+mod tests;

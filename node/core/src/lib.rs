@@ -20,12 +20,10 @@ pub mod membership;
 pub mod message;
 pub mod node;
 pub mod output;
-pub mod pipeline;
-pub mod placement;
+pub mod part;
 pub mod planted;
 pub mod record;
 mod speeds;
-pub mod tiles;
 pub mod time;
 pub mod work;
 

@@ -20,6 +20,10 @@ pub const MESSAGE_BYTES_MAX: usize = 4 << 20;
 pub const MEMBERS_MAX: usize = 4096;
 /// Jobs a node takes part in at once; each holds weights, so memory ends long before.
 pub const JOBS_MAX: usize = 64;
+/// Parts of one job that a node holds at once: tiles of a cut that gives each node several, and those of which it is the standby.
+pub const PARTS_MAX: usize = 256;
+/// Halos that a tile keeps, whatever their size: bounds the bookkeeping.
+pub const HALO_ENTRIES_MAX: usize = 1 << 18;
 /// Requests running at once in one job (slots of the KV cache).
 pub const SEQUENCES_MAX: u32 = 64;
 /// Requests waiting behind them; the next one is refused (HTTP 429).
@@ -89,13 +93,13 @@ pub const DEGRADED_RETRY: Duration = Duration::from_secs(1);
 /// How long a node that failed a job is left out of its plans, unless it comes back as a new member before.
 pub const EXCLUDED: Duration = Duration::from_secs(10);
 /// How often a job that runs looks whether it would run better elsewhere, once the mesh has changed.
-pub const RESHAPE_EVERY: Duration = Duration::from_secs(5);
+pub const MOVE_EVERY: Duration = Duration::from_secs(5);
 /// Looks in a row that must find so before it moves: a link or a machine that dips for seconds moves nothing.
-pub const RESHAPE_LOOKS: u32 = 3;
+pub const MOVE_LOOKS: u32 = 3;
 /// By how many percent of its time per token a job must gain to be moved: less is within what measurements vary by.
-pub const RESHAPE_GAIN_PERCENT: u64 = 20;
+pub const MOVE_GAIN_PERCENT: u64 = 20;
 /// How long a job stays where it is after a loss or a move: moving costs its requests a pause.
-pub const RESHAPE_QUIET: Duration = Duration::from_secs(60);
+pub const MOVE_QUIET: Duration = Duration::from_secs(60);
 /// How long the weights of a move may take to come: 20 GB at 100 Mbit/s.
 pub const FETCH_MAX: Duration = Duration::from_secs(30 * 60);
 /// Steps of a challenge: enough to tell a machine from one three times as fast, and what one token of a request costs.
@@ -157,11 +161,11 @@ pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_millis(200);
 /// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
 pub const SUCCESSORS_MAX: usize = 4;
 /// Nodes that coordinated a simulation before and may come back.
-pub const FORMERS_MAX: usize = 8;
+pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
 /// How long each successor leaves to the one before it, once a majority agrees.
 pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 /// How long it counts that a participant said the coordinator is silent: it is said again five times within that.
-pub const VOICE_MAX: Duration = Duration::from_secs(1);
+pub const VOTE_MAX: Duration = Duration::from_secs(1);
 /// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// And how soon, where a newer one has replaced it meanwhile.
@@ -171,14 +175,14 @@ pub const TILE_PIECE: Duration = Duration::from_millis(20);
 /// Longer pieces, of as many steps as one pass over the memory makes, take so much at most: what a user who ends a run waits.
 pub const TILE_PASS: Duration = Duration::from_secs(1);
 /// First steps, which are slower than others, before the tiles of a simulation are measured.
-pub const RECUT_WARM: Duration = Duration::from_millis(500);
+pub const RATES_WARM: Duration = Duration::from_millis(500);
 /// Tiles are measured over so much at least, several reports of theirs.
-pub const RECUT_WINDOW: Duration = Duration::from_millis(1500);
+pub const RATES_WINDOW: Duration = Duration::from_millis(1500);
 /// After nodes joined or left: until a better cut is looked for.
-pub const RECUT_SETTLES: Duration = Duration::from_secs(5);
+pub const RATES_SETTLES: Duration = Duration::from_secs(5);
 /// A cut that was changed for a faster one stays for so long, then for twice as long: what nodes can do changes from moment
 /// to moment.
-pub const RECUT_EVERY: Duration = Duration::from_secs(30);
+pub const RATES_EVERY: Duration = Duration::from_secs(30);
 /// Steps are made again for so long to find the one after which a field was not finite any more.
 pub const SEARCH_MOST: Duration = Duration::from_secs(120);
 /// Checkpoints and frames that cannot be written are tried again.

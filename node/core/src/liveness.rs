@@ -21,7 +21,7 @@ pub enum LivenessOutput {
     /// A neighbour's lease ran out: crashed, cut off or paused. Told once per silence.
     Silent { job: JobId, node: NodeId, silent: Duration },
     /// A neighbour lives, but its present operation takes far longer than predicted. Told once per operation.
-    Stuck { job: JobId, node: NodeId, elapsed: Duration },
+    Stalled { job: JobId, node: NodeId, elapsed: Duration },
     /// A neighbour reported silent or stuck is heard again, or its work goes on.
     Back { job: JobId, node: NodeId },
 }

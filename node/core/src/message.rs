@@ -1,7 +1,8 @@
-//! What nodes say to each other: data-plane frame headers and control messages.
-use crate::id::{ContentId, Epoch, JobId, NodeId, RequestId};
-use crate::tiles::message::TileMessage;
-use crate::work::serve::{Position, Prepare, Sampling};
+//! What nodes send each other: headers of frames on the data plane, and control messages.
+use crate::id::{ContentId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::work::serve::Sampling;
+use crate::work::steps::{Report, SaveKind, TileFigures};
+use crate::work::{Cursors, Order, Ready, Record, Resume};
 use alloc::{boxed::Box, string::String, vec::Vec};
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +14,7 @@ pub struct FrameHeader {
     /// Under which placement.
     pub epoch: Epoch,
     /// Which part of the job receives it.
-    pub part: u16,
+    pub part: PartId,
     /// Which of the part's inputs: a stage's are its requests, a tile's are its links.
     pub channel: u64,
     /// Where in the channel: a request's first position, a link's step.
@@ -41,52 +42,119 @@ impl FrameHeader {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
     /// All members known, which adverts have been heard, and those that the other side lacks; `reply` asks for the same.
-    /// Whoever hears what the other has heard sends what it lacks.
     PushPull { members: Vec<u8>, heard: Vec<u8>, adverts: Vec<SignedAdvert>, reply: bool },
-    /// Head to participant: hold this stage under this epoch.
-    Prepare { job: JobId, epoch: Epoch, prepare: Prepare },
-    /// Participant to head: the bytes resident and, where caches outlived the epoch before, what they hold.
-    Prepared { job: JobId, epoch: Epoch, result: Result<u64, String>, held: Vec<Position> },
-    /// Head to all participants: every stage is ready, frames of this epoch may flow. For each request named, the stage
-    /// after the receiver holds so many positions: send it what follows them, from the ring and from now on.
-    Go { job: JobId, epoch: Epoch, resume: Vec<(RequestId, u32)> },
-    /// Head to the owners beside a stage: this node is its standby and gets a copy of its frames, or there is none.
-    Standby { job: JobId, epoch: Epoch, stage: u16, node: Option<NodeId> },
-    /// A standby to whoever feeds its stage: it holds `have` positions of the request; send a copy of what follows them.
-    Resume { job: JobId, epoch: Epoch, request: RequestId, have: u32 },
-    /// A stage or standby to the stage before it, to that one's standby, and (a standby) to the head: positions held.
-    Held { job: JobId, epoch: Epoch, held: Vec<(RequestId, u32)> },
-    /// Head to all participants: the job is over.
-    End { job: JobId, epoch: Epoch },
-    /// Head to the last stage: settings of a request, and its tokens so far where choosing looks back at them, of which the
-    /// first `prompt` are the prompt's.
-    Open { job: JobId, epoch: Epoch, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
-    /// Head to all stages: the request is over, free its cache.
-    Close { job: JobId, epoch: Epoch, request: RequestId },
-    /// Last stage to head: the token chosen for `position`.
-    Token { job: JobId, epoch: Epoch, request: RequestId, position: u32, token: u32 },
-    /// Last stage to head: positions before `position` are in every cache (an unsampled chunk went through).
-    Progress { job: JobId, epoch: Epoch, request: RequestId, position: u32 },
-    /// Any stage to head: it holds only `have` positions of the request; send again from there.
-    Gap { job: JobId, epoch: Epoch, request: RequestId, have: u32 },
-    /// Whoever got a frame or message of a lower epoch, to its sender.
-    Stale { job: JobId, mine: Epoch },
-    /// A participant to the head: a neighbour has been silent for this long.
-    Silent { job: JobId, epoch: Epoch, node: NodeId, silent_ms: u32 },
-    /// A participant to the head: its executor failed, or (not `held`) it holds no stage of the job.
-    StageFailed { job: JobId, epoch: Epoch, held: bool, reason: String },
     /// Graceful goodbye.
     Leaving,
-    /// Head to a node that is to hold this stage soon: have its weights on disk by then.
-    Fetch { job: JobId, epoch: Epoch, prepare: Prepare },
-    /// To the head: the weights are there, and so many bytes of them came from peers.
-    Fetched { job: JobId, epoch: Epoch, result: Result<u64, String> },
-    /// Head to an owner or standby: run some steps of the stage on rows drawn from `nonce`. The head takes the time.
-    Challenge { job: JobId, epoch: Epoch, nonce: u64 },
-    /// To the head: a digest of what the steps made.
-    Challenged { job: JobId, epoch: Epoch, nonce: u64, result: Result<u64, String> },
-    /// About a simulation.
-    Tile { job: JobId, epoch: Epoch, say: Box<TileMessage> },
+    /// To the sender of a frame or message of a lower epoch.
+    Stale { job: JobId, mine: Epoch },
+    /// To a node that holds parts of a job, or is to hold one.
+    ToParticipant { job: JobId, epoch: Epoch, say: ToParticipant },
+    /// To the coordinator of a job.
+    ToCoordinator { job: JobId, epoch: Epoch, say: ToCoordinator },
+}
+
+/// What participants of a job receive, from its coordinator unless a variant says otherwise.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToParticipant {
+    /// Hold this part under this epoch.
+    Prepare(Box<Order>),
+    /// All parts are ready: the part runs, from here.
+    Go { part: PartId, resume: Resume },
+    /// The receiver is no longer the part's standby.
+    Release { part: PartId },
+    /// The job is over, or the receiver takes no part in it any more.
+    End,
+    /// Have the data of this part on disk: the receiver is to hold it soon.
+    Fetch(Box<Order>),
+    /// Run some steps of the part on rows drawn from `nonce`. The coordinator takes the time.
+    Challenge { part: PartId, nonce: u64 },
+    /// This node is the standby of a part that the receiver feeds, or there is none.
+    Standby { part: PartId, node: Option<NodeId> },
+    /// To successors: what they need to take the job over.
+    Record(Box<Record>),
+    /// From a participant, to successors: it does not hear the coordinator.
+    CoordinatorSilent,
+    /// From the holder of part `part` to a holder of part `to`, which feeds it: how far it is. What came before need not be kept
+    /// for it. `live`: send what follows as it is made. `again`: what was sent after that may be lost.
+    Held { part: PartId, to: PartId, cursors: Cursors, live: bool, again: bool },
+    /// From the owner of part `from` to a standby of `part`: what it asks for is not kept any more.
+    Gap { part: PartId, from: PartId },
+    /// To stages.
+    Stage(ToStage),
+    /// To tiles.
+    Tile(ToTile),
+}
+
+/// What stages of a model receive, besides frames.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToStage {
+    /// To the last stage: settings of a request, and its tokens so far where choosing looks back at them, of which the first
+    /// `prompt` are the prompt's.
+    Open { request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32 },
+    /// To all stages: the request is over, free its cache.
+    Close { request: RequestId },
+}
+
+/// What tiles of a grid receive, besides frames.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToTile {
+    /// From a standby to the owner: save a snapshot after the present cycle, and say so.
+    WantSnapshot { part: PartId },
+    /// From the owner to a standby: a snapshot is saved.
+    Saved { part: PartId, step: u32, bytes: u64 },
+    /// From the node that fetches a saved state: it has it, or does not want it.
+    Taken { part: PartId, step: u32, kind: SaveKind },
+}
+
+/// What the coordinator of a job receives from its participants.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToCoordinator {
+    /// The part is held, or why not.
+    Prepared { part: PartId, result: Result<Ready, String> },
+    /// The data of the part are on disk, and so many bytes of them came from peers.
+    Fetched { part: PartId, result: Result<u64, String> },
+    /// A digest of what a challenge's steps made.
+    Challenged { part: PartId, nonce: u64, result: Result<u64, String> },
+    /// A standby reports how far it is.
+    Held { part: PartId, cursors: Cursors },
+    /// The executor failed under a part, or (not `held`) the node holds no such part.
+    Failed { part: PartId, held: bool, reason: String },
+    /// A neighbour has been silent for this long; 0: it is heard again.
+    Silent { node: NodeId, silent_ms: u32 },
+    /// From stages.
+    Stage(FromStage),
+    /// From tiles.
+    Tile(FromTile),
+}
+
+/// What stages of a model report.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromStage {
+    /// The last stage chose the token for `position`.
+    Token { request: RequestId, position: u32, token: u32 },
+    /// The last stage: positions before `position` are in every cache (an unsampled chunk went through).
+    Progress { request: RequestId, position: u32 },
+    /// Any stage: it has only `have` positions of the request; send again from there.
+    Gap { request: RequestId, have: u32 },
+    /// The standby of the first stage: it has `have` positions of the request; send a copy of what follows.
+    Resume { request: RequestId, have: u32 },
+}
+
+/// What tiles of a grid report.
+#[allow(missing_docs)] // of fields: each variant says what they are
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromTile {
+    /// Owner or standby: how far it is.
+    Progress { part: PartId, step: u32, figures: TileFigures },
+    /// Owner: after a step that the schedule names.
+    Report { part: PartId, step: u32, report: Report },
+    /// Owner: a state is saved for the coordinator to fetch.
+    Saved { part: PartId, step: u32, kind: SaveKind, bytes: u64 },
 }
 
 /// What a node tells about itself, signed by its key because others pass it on.

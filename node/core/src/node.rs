@@ -1,30 +1,28 @@
-//! Who is told what: the router between the child machines, which do not see each other. No policy hides here.
+//! The router between the child machines, which do not see each other. No policy hides here.
 //!
 //! The shell calls `handle` for everything that happens, then `poll` until `None`, and comes back at `next_wakeup`.
-//! What a node says to itself (a head that holds a stage) goes the same way as what it says to others, without a network.
+//! What a node says to itself (a coordinator that holds a part) goes the same way as what it says to others, without a network.
 //! Next: `membership.rs`.
 use crate::codec::{self, Datagram};
 use crate::config::Config;
 use crate::failover::Failover;
-use crate::id::{Epoch, JobId, NodeId, TensorId};
+use crate::id::{JobId, NodeId};
 use crate::input::Input;
-use crate::job::{JobOutput, JobView, Jobs};
+use crate::job::{Complaint, JobOutput, JobView, Jobs};
 use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput};
-use crate::message::{FrameHeader, Message};
+use crate::message::{FrameHeader, Message, ToCoordinator, ToParticipant};
 use crate::output::{Event, Output};
-use crate::pipeline::{Pipeline, PipelineOutput};
-use crate::placement::{Admission, HeldStage, Placement, PlacementOutput};
+use crate::part::{PartOutput, Parts};
 use crate::speeds::Speeds;
-use crate::tiles::{Grids, Tiles};
 use crate::time::{Duration, Instant};
-use crate::work::{Change, DownReason, Payload};
+use crate::work::steps::SaveKind;
+use crate::work::{DownReason, HeldPart, Inheritance, Payload};
 use alloc::collections::{BTreeSet, VecDeque};
-use alloc::{boxed::Box, format, string::String, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
 
-mod grids;
 mod losses;
 mod planning;
 
@@ -37,18 +35,15 @@ pub struct Node {
     me: NodeId,
     membership: Membership,
     liveness: Liveness,
-    placement: Placement,
-    pipeline: Pipeline,
+    parts: Parts,
     jobs: Jobs,
-    tiles: Tiles,
-    grids: Grids,
     failover: Failover,
     speeds: Speeds,
     now: Instant,
     links: Links,
-    /// This node's executor does not get on, and the jobs headed here know.
-    stuck: bool,
-    /// What this node said to itself and has not heard yet.
+    /// This node's executor is stalled, and the jobs coordinated here know.
+    stalled: bool,
+    /// What this node said to itself and has not received yet.
     to_self: VecDeque<ToSelf>,
     out: VecDeque<Output>,
 }
@@ -66,16 +61,13 @@ impl Node {
             me,
             membership: Membership::new(&config, Instant::default(), seed),
             liveness: Liveness::new(),
-            placement: Placement::new(me),
-            pipeline: Pipeline::default(),
+            parts: Parts::new(me),
             jobs: Jobs::new(me, config.generation),
-            tiles: Tiles::new(me),
-            grids: Grids::new(me),
             failover: Failover::default(),
             speeds: Speeds::default(),
             now: Instant::default(),
             links: Links::default(),
-            stuck: false,
+            stalled: false,
             to_self: VecDeque::new(),
             out: VecDeque::new(),
         }
@@ -86,9 +78,9 @@ impl Node {
         // A node with work hears from its own clock every heartbeat. A leap means that it was stopped (SIGSTOP, a closed
         // lid), and may have been replaced.
         if now.since(self.now) >= LEASE {
-            self.pipeline.withhold(self.me);
+            self.parts.withhold();
             let late = self.next_wakeup().map_or(Duration::ZERO, |(due, _)| now.since(due));
-            self.pipeline.excuse(late);
+            self.parts.excuse(late);
         }
         self.now = self.now.max(now);
         self.route_input(input);
@@ -96,14 +88,15 @@ impl Node {
         self.settle();
     }
 
-    /// Connections to neighbours of running work that broke are dialled again, and the head is told of those that do not stand.
+    /// Redials broken connections to neighbours that share work with this node, and reports those that stay down to the
+    /// coordinator.
     fn look_after_links(&mut self) {
         let now = self.now;
         for (node, elapsed) in self.links.take_due(now, |node| self.liveness.jobs_with(node).next().is_some()) {
             self.membership.reconnect(now, node);
             let jobs: Vec<JobId> = self.liveness.jobs_with(node).filter(|_| elapsed >= LINK_BROKEN).collect();
             for job in jobs {
-                if self.own_epoch(job).is_none() {
+                if self.jobs.epoch_of(job).is_none() {
                     self.report(job, node, elapsed);
                 } else if elapsed >= LINK_BROKEN + LINK_CUT * 2 {
                     self.failover.handle_silent(now, job, node, elapsed);
@@ -112,12 +105,12 @@ impl Node {
         }
     }
 
-    /// Heads learn from heartbeats that another node's executor does not get on; nobody tells them of their own.
+    /// Stalled executors of others show up in heartbeats; this node's own has none, so it is checked here.
     fn look_after_executor(&mut self) {
-        let was_stuck = self.stuck;
-        self.stuck = self.pipeline.stuck(self.now).is_some();
-        if self.stuck && !was_stuck {
-            self.jobs.handle_stuck(self.now);
+        let was_stalled = self.stalled;
+        self.stalled = self.parts.stalled(self.now).is_some();
+        if self.stalled && !was_stalled {
+            self.jobs.handle_stalled(self.now);
         }
     }
 
@@ -125,8 +118,9 @@ impl Node {
     pub fn poll(&mut self) -> Option<Output> {
         if self.out.is_empty() {
             // Everything that came together has been handled: what waits may run as one batch.
-            while let Some(output) = self.pipeline.poll_compute(self.now) {
-                self.route_pipeline(output);
+            while let Some(output) = self.parts.poll_runs(self.now) {
+                self.route_part(output);
+                self.settle();
             }
         }
         self.out.pop_front()
@@ -134,20 +128,18 @@ impl Node {
 
     /// When to come back, and who asked.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        let heads = !self.stuck && !self.jobs.is_empty();
-        let stuck = self.pipeline.stuck_at().filter(|_| heads).map(|at| (at, "node: its executor may be stuck"));
+        let coordinates = !self.stalled && !self.jobs.is_empty();
+        let stalled = self.parts.stalled_at().filter(|_| coordinates);
+        let stalled = stalled.map(|at| (at, "node: its executor may be stalled"));
         let links = self.links.next_wakeup(|node| self.liveness.jobs_with(node).next().is_some());
         let children = [
-            stuck,
+            stalled,
             links,
             self.membership.next_wakeup(),
             self.liveness.next_wakeup(),
-            self.placement.next_wakeup(),
-            self.pipeline.next_wakeup(),
+            self.parts.next_wakeup(),
             self.failover.next_wakeup(),
             self.jobs.next_wakeup(),
-            self.tiles.next_wakeup(),
-            self.grids.next_wakeup(),
         ];
         children.into_iter().flatten().min()
     }
@@ -164,14 +156,14 @@ impl Node {
         &self.membership
     }
 
-    /// Jobs of which this node is the head.
+    /// Jobs that this node coordinates.
     pub fn jobs(&self) -> impl Iterator<Item = JobView> + '_ {
         self.jobs.views()
     }
 
-    /// Stages this node holds, of its own jobs and of others'.
-    pub fn stages(&self) -> impl Iterator<Item = HeldStage> + '_ {
-        self.placement.stages()
+    /// Parts that this node holds, of its own jobs and of others'.
+    pub fn parts(&self) -> impl Iterator<Item = HeldPart> + '_ {
+        self.parts.held()
     }
 
     // ---- in
@@ -182,12 +174,9 @@ impl Node {
             Input::Wakeup => {
                 self.membership.handle_wakeup(now);
                 self.liveness.handle_wakeup(now);
-                self.placement.handle_wakeup(now);
-                self.pipeline.handle_wakeup(now);
+                self.parts.handle_wakeup(now);
                 self.failover.handle_wakeup(now);
                 self.jobs.handle_wakeup(now);
-                self.tiles.handle_wakeup(now);
-                self.grids.handle_wakeup(now);
                 self.look_after_links();
             }
             Input::PeerFound { node, peer_id, gossip, data, remembered } => {
@@ -199,15 +188,14 @@ impl Node {
             Input::Datagram { from, source, bytes } => self.route_datagram(from, source, &bytes),
             Input::Connected { node, rtt_ns } => {
                 self.membership.handle_connected(now, node, rtt_ns);
-                if let Some(told) = self.links.handle_connected(node) {
-                    if told {
+                if let Some(reported) = self.links.handle_connected(node) {
+                    if reported {
                         let jobs: Vec<JobId> = self.liveness.jobs_with(node).collect();
                         jobs.into_iter().for_each(|job| self.report(job, node, Duration::ZERO));
                     }
                     self.failover.handle_peer_up(node);
                     self.jobs.handle_reconnected(now, node);
-                    self.pipeline.handle_reconnected(node);
-                    self.tiles.handle_reconnected(node);
+                    self.parts.handle_reconnected(node);
                     self.fleet_changed();
                 }
             }
@@ -240,38 +228,41 @@ impl Node {
             Input::Holdings(holds) => self.membership.handle_holdings(now, holds),
             Input::Banned(nodes) => self.membership.handle_banned(now, nodes),
             Input::Leave => {
-                self.placement.set_draining(true);
-                self.tiles.set_draining(true);
+                self.parts.set_draining(true);
                 self.membership.handle_leave(now);
                 self.jobs.handle_leave();
-                self.grids.handle_leave();
             }
             Input::Drain(draining) => {
-                self.placement.set_draining(draining);
-                self.tiles.set_draining(draining);
+                self.parts.set_draining(draining);
                 self.membership.handle_drain(now, draining);
             }
-            Input::Deploy { call, model, plan_only } => self.jobs.handle_deploy(now, call, *model, plan_only),
-            Input::Survey { call, job } => {
-                let resident = job.map(|job| self.jobs.holdings(job)).unwrap_or_default();
-                let fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
-                self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
-            }
-            Input::Planned { token, result } => self.jobs.handle_planned(now, token, result),
+            Input::Start { call, job } => self.jobs.handle_start(call, *job),
+            Input::Plan { call, what, standbys } => self.jobs.handle_plan(call, *what, standbys),
+            Input::Planned { asked, answer } => self.jobs.handle_planned(now, asked, answer),
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
-            Input::Undeploy { job } => self.jobs.handle_undeploy(job),
-            Input::Loaded { job, load, result } => self.placement.handle_loaded(job, load, result),
-            Input::Fetched { job, epoch, result } => self.placement.handle_fetched(job, epoch, result),
-            Input::Challenged { job, epoch, nonce, result } => {
-                self.send(epoch.minter, Message::Challenged { job, epoch, nonce, result });
+            Input::End { job } => self.jobs.handle_end(job),
+            Input::Survey { call, job } => self.survey(call, job),
+            Input::Loaded { job, part, load, result } => self.parts.handle_loaded(now, job, part, load, result),
+            Input::Fetched { job, epoch, part, result } => self.parts.handle_fetched(job, epoch, part, result),
+            Input::Challenged { job, epoch, part, nonce, result } => {
+                let say = ToCoordinator::Challenged { part, nonce, result };
+                self.send(epoch.issuer, Message::ToCoordinator { job, epoch, say });
             }
             Input::Frame { from, header, tensor } => {
                 self.liveness.handle_heard(now, from);
-                self.route_frame(from, header, Payload::Tensor(tensor));
+                self.parts.handle_frame(now, from, header, Payload::Tensor(tensor));
             }
-            Input::Computed { work, results } => self.pipeline.handle_computed(now, work, results),
-            Input::Grid(input) => self.route_grid_input(input),
+            Input::Halos { job, part, work, sizes } => self.parts.handle_halos(now, job, part, work, &sizes),
+            Input::Ran { job: _, part, work, result } => self.parts.handle_ran(now, part, work, result),
+            Input::Collected { job, part, step, kind: SaveKind::Snapshot, result } => {
+                self.parts.handle_collected(now, job, part, step, &result);
+            }
+            Input::Collected { job, part, step, kind, result } => {
+                self.jobs.handle_collected(now, job, (part, step, kind), result);
+            }
+            Input::Kept { job, step, result } => self.jobs.handle_kept(now, job, step, result),
+            Input::Mirrored { job, step, result } => self.parts.handle_mirrored(now, job, step, &result),
         }
     }
 
@@ -285,10 +276,7 @@ impl Node {
             Ok(Datagram::Advert(advert)) => self.membership.handle_advert(from, advert),
             Ok(Datagram::Heartbeat(heartbeat)) => {
                 self.liveness.handle_heartbeat(now, from, heartbeat);
-                self.tiles.coordinator_heard(now, from, heartbeat.job);
-                if self.placement.head_heard(now, from, heartbeat.job, heartbeat.epoch) {
-                    self.pipeline.release(heartbeat.job);
-                }
+                self.parts.coordinator_heard(now, from, heartbeat.job, heartbeat.epoch);
             }
             Err(error) => self.refused(Some(from), format!("datagram: {error}")),
         }
@@ -301,116 +289,35 @@ impl Node {
                 self.membership.handle_push_pull(now, from, &members, &heard, adverts, reply);
             }
             Message::Leaving => self.membership.handle_leaving(now, from),
-            Message::Prepare { job, epoch, prepare } => {
-                let wedged = self.pipeline.wedged(now);
-                self.placement.handle_prepare(now, from, job, epoch, prepare, wedged);
-            }
-            Message::Go { job, epoch, resume } => self.placement.handle_go(now, from, job, epoch, resume),
-            Message::End { job, epoch } => self.placement.handle_end(from, job, epoch),
-            Message::Open { job, epoch, request, sampling, tokens, prompt } => {
-                if self.is_admitted(from, job, epoch) && from == epoch.minter {
-                    self.pipeline.handle_open(job, request, sampling, tokens, prompt);
-                }
-            }
-            Message::Close { job, epoch, request } => {
-                if self.is_admitted(from, job, epoch) && from == epoch.minter {
-                    self.pipeline.handle_close(job, request);
-                }
-            }
             Message::Stale { job, mine } => {
-                self.placement.handle_stale(from, job, mine);
+                self.parts.handle_stale(from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
-                self.grids.handle_stale(now, from, job, mine);
             }
-            Message::Standby { job, epoch, stage, node } => {
-                if self.is_admitted(from, job, epoch) && from == epoch.minter {
-                    self.pipeline.handle_standby(job, stage, node);
+            Message::ToParticipant { job, epoch, say } => {
+                if matches!(say, ToParticipant::Prepare(_)) {
+                    // From another coordinator of the same job, under a higher epoch: this node's part is going to obey that one,
+                    // and nothing else may ever tell the one here.
+                    self.jobs.handle_stale(now, from, job, epoch);
                 }
+                self.parts.handle_message(now, from, job, epoch, say);
             }
-            Message::Resume { job, epoch, request, have } => {
-                if self.jobs.feeds(from, job, epoch) {
-                    self.jobs.handle_resume(from, job, request, have);
-                } else if self.is_admitted(from, job, epoch) {
-                    self.pipeline.handle_resume(from, job, request, have);
-                }
-            }
-            Message::Held { job, epoch, held } => {
-                self.jobs.handle_held(now, from, job, epoch, &held);
-                // It comes often and asks for nothing: what is out of date is not worth an answer.
-                if self.placement.admit(job, epoch) == Admission::Current {
-                    self.pipeline.handle_held(from, job, held);
-                }
-            }
-            Message::Prepared { job, epoch, result, held } => match result {
-                Ok(bytes) => self.jobs.handle_prepared(now, from, job, epoch, bytes, held),
-                Err(reason) if self.jobs.epoch_of(job) == Some(epoch) => {
-                    self.jobs.handle_unprepared(now, job, from, &reason);
-                    self.failover.handle_unprepared(now, job, from, &reason);
-                }
-                Err(_) => {}
-            },
-            Message::Token { job, epoch, request, position, token } => {
-                self.jobs.handle_token(now, from, job, epoch, request, position, token);
-            }
-            Message::Progress { job, epoch, request, position } => {
-                self.jobs.handle_progress(now, from, job, epoch, request, position);
-            }
-            Message::Gap { job, epoch, request, have } => self.jobs.handle_gap(now, from, job, epoch, request, have),
-            Message::Tile { job, epoch, say } => self.route_tile_message(from, job, epoch, *say),
-            Message::Fetch { job, epoch, prepare } => self.placement.handle_fetch(from, job, epoch, prepare),
-            Message::Fetched { job, epoch, result } => self.jobs.handle_fetched(now, from, job, epoch, result),
-            Message::Challenge { job, epoch, nonce } => {
-                if self.is_admitted(from, job, epoch) && from == epoch.minter {
-                    self.out.push_back(Output::Challenge { job, epoch, nonce });
-                }
-            }
-            Message::Challenged { job, epoch, nonce, result } => {
+            Message::ToCoordinator { job, epoch, say: ToCoordinator::Silent { node, silent_ms } } => {
                 if self.jobs.epoch_of(job) == Some(epoch) {
-                    self.jobs.handle_challenged(now, from, job, nonce, result);
-                }
-            }
-            Message::Silent { job, epoch, node, silent_ms } => {
-                if self.own_epoch(job) == Some(epoch) {
                     let silent = Duration::from_millis(silent_ms.into());
-                    // Whoever does not hear this head, though this head hears it, is behind a link cut in one direction.
+                    // A node that does not hear this one, though this one hears it, is behind a link cut in one direction.
                     let node = if node == self.me { from } else { node };
                     let heard = self.liveness.is_fresh(now, node);
                     self.failover.handle_reported(now, job, from, node, silent, heard);
                 }
             }
-            Message::StageFailed { job, epoch, held, reason } => {
-                if self.jobs.epoch_of(job) == Some(epoch) {
+            Message::ToCoordinator { job, epoch, say } => match self.jobs.handle_message(now, from, job, epoch, say) {
+                Some(Complaint::Unprepared { reason }) => self.failover.handle_unprepared(now, job, from, &reason),
+                Some(Complaint::Failed { held, reason }) => {
                     self.failover.handle_stage_failed(now, job, from, held, reason);
                 }
-            }
+                None => {}
+            },
         }
-    }
-
-    fn route_frame(&mut self, from: NodeId, header: FrameHeader, payload: Payload) {
-        if self.tiles.has(header.job) {
-            if let Payload::Tensor(tensor) = payload {
-                self.tiles.handle_strip(self.now, from, header, tensor);
-            }
-        } else if self.is_admitted(from, header.job, header.epoch) {
-            self.pipeline.handle_frame(self.now, from, header, payload);
-        } else if let Payload::Tensor(tensor) = payload {
-            self.discard(tensor);
-        }
-    }
-
-    /// Whether a frame or message of this epoch may act on the job's stage; a lower epoch is told the present one.
-    fn is_admitted(&mut self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
-        match self.placement.admit(job, epoch) {
-            Admission::Current => return true,
-            Admission::Stale(mine) => self.send(from, Message::Stale { job, mine }),
-            Admission::Unknown => {
-                // The stage that the head counts on is not here (any more): the head should not wait to find out.
-                let reason = String::from("this node holds no stage of the job");
-                self.send(epoch.minter, Message::StageFailed { job, epoch, held: false, reason });
-            }
-            Admission::NotReady => {}
-        }
-        false
     }
 
     // ---- out
@@ -421,7 +328,7 @@ impl Node {
             if let Some(said) = self.to_self.pop_front() {
                 match said {
                     ToSelf::Message(message) => self.route_message(self.me, message),
-                    ToSelf::Frame(header, payload) => self.route_frame(self.me, header, payload),
+                    ToSelf::Frame(header, payload) => self.parts.handle_frame(self.now, self.me, header, payload),
                 }
             } else if let Some(output) = self.membership.poll_output() {
                 self.route_membership(output);
@@ -431,14 +338,8 @@ impl Node {
                 self.route_failover(output);
             } else if let Some(output) = self.jobs.poll_output() {
                 self.route_job(output);
-            } else if let Some(output) = self.placement.poll_output() {
-                self.route_placement(output);
-            } else if let Some(output) = self.pipeline.poll_output() {
-                self.route_pipeline(output);
-            } else if let Some(output) = self.tiles.poll_output() {
-                self.route_tiles(output);
-            } else if let Some(output) = self.grids.poll_output() {
-                self.route_grid(output);
+            } else if let Some(output) = self.parts.poll_output() {
+                self.route_part(output);
             } else {
                 return;
             }
@@ -476,7 +377,6 @@ impl Node {
     }
 
     fn fleet_changed(&mut self) {
-        self.grids.handle_fleet_changed(self.now);
         if self.jobs.is_empty() {
             return;
         }
@@ -493,11 +393,10 @@ impl Node {
         if reason == DownReason::Left {
             self.jobs.handle_peer_left(node);
         }
-        // What a dead head placed here is of no use to anybody: whoever takes over its requests needs the memory.
         if reason == DownReason::Left || !heard {
-            self.placement.handle_head_gone(node);
-            self.tiles.handle_coordinator_gone(self.now, node);
+            self.parts.handle_coordinator_gone(self.now, node);
         }
+        self.fleet_changed();
         self.notify(Event::PeerDown { node, reason });
     }
 
@@ -511,15 +410,15 @@ impl Node {
                 }
             }
             LivenessOutput::Silent { job, node, silent } => {
-                if self.own_epoch(job).is_some() {
+                if self.jobs.epoch_of(job).is_some() {
                     self.failover.handle_silent(now, job, node, silent);
                 } else {
                     self.report(job, node, silent);
-                    self.tiles.handle_coordinator_silent(now, job, node);
+                    self.parts.handle_coordinator_silent(now, job, node);
                 }
             }
-            LivenessOutput::Stuck { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
-            LivenessOutput::Back { job, node } if self.own_epoch(job).is_some() => {
+            LivenessOutput::Stalled { job, node, elapsed } => self.failover.handle_silent(now, job, node, elapsed),
+            LivenessOutput::Back { job, node } if self.jobs.epoch_of(job).is_some() => {
                 self.failover.handle_back(job, node);
                 let lost: BTreeSet<NodeId> = self.failover.excluded(now, job).collect();
                 if !self.jobs.awaits_others(now, job, &lost) {
@@ -534,109 +433,75 @@ impl Node {
 
     fn route_job(&mut self, output: JobOutput) {
         match output {
-            JobOutput::PlanOnly { token, work, served } => {
-                let fleet = served.map_or_else(|| self.fleet(), |(job, resident)| self.fleet_for(job, &resident));
-                let fleet = Box::new(fleet);
-                let options = self.plan_options(true);
-                self.out.push_back(Output::Plan { token, work, fleet, options, repair: None });
+            JobOutput::Shell(output) => self.out.push_back(output),
+            JobOutput::Ask { asked, ask } => {
+                let question = self.question(*ask);
+                self.out.push_back(Output::Plan { asked, question });
             }
-            JobOutput::PlanFound { call, result, work, served } => {
-                let held = served.as_ref().map(|(job, resident, _)| self.fleet_for(*job, resident));
-                let (fleet, options) = (held.unwrap_or_else(|| self.fleet()), self.plan_options(true));
-                let change = served.zip(result.as_ref().ok()).and_then(|((_, _, present), next)| {
-                    let before_ns = self.token_ns(&present, &work, &fleet)?;
-                    let bytes = partitioner::moved_bytes(&present, next, &work);
-                    Some(Change { before_ns, after_ns: next.token_ns(), bytes })
-                });
-                let standbys = result
-                    .as_ref()
-                    .map_or_else(|_| Vec::new(), |plan| partitioner::standbys(plan, &work, &fleet, &options, &[]));
-                self.notify(Event::PlanReady { call, result, standbys, change });
-            }
-            JobOutput::Plan { token, job, work, resident, without, repair } => {
-                let (mut fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
-                for device in &mut fleet.devices {
-                    device.excluded |= without.contains(&device.id.into());
-                }
-                self.out.push_back(Output::Plan { token, work, fleet, options, repair });
-            }
-            JobOutput::Look { token, job, work, resident, present, repair } => {
-                let (fleet, options) = (Box::new(self.fleet_for(job, &resident)), self.plan_options(false));
-                self.jobs.handle_present(token, self.token_ns(&present, &work, &fleet));
-                let repair = repair.then_some(present);
-                self.out.push_back(Output::Plan { token, work, fleet, options, repair });
-            }
-            JobOutput::Measured { job, node, work, layers, took, quiet, digest } => {
-                self.measured(job, node, &work, &layers, (took, quiet), digest);
-            }
-            JobOutput::Message { to, message } => self.send(to, message),
+            JobOutput::Message { to, job, epoch, say } => self.send(to, Message::ToParticipant { job, epoch, say }),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
-            JobOutput::Watch { job, epoch, nodes, standbys } => self.watch(job, epoch, nodes, standbys),
-            JobOutput::Standbys { job, plan, work, kept } => {
-                let (fleet, options) = (self.fleet_for(job, &[]), self.plan_options(false));
-                let chosen = partitioner::standbys(&plan, &work, &fleet, &options, &kept);
-                self.jobs.handle_standbys(self.now, job, chosen);
+            JobOutput::Watch { job, epoch, nodes, standbys } => {
+                self.failover.handle_placed(job, epoch, nodes.iter().copied());
+                self.failover.handle_standbys(job, standbys.iter().copied());
+                let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
+                self.liveness.handle_watch(self.now, job, epoch, &others);
             }
             JobOutput::Unwatch { job } => {
                 self.failover.handle_ended(job);
                 self.speeds.forget_job(job);
                 self.liveness.handle_unwatch(job);
             }
+            JobOutput::Measured { job, node, work, layers, measured } => {
+                self.measured(job, node, &work, &layers, measured);
+            }
             JobOutput::Notify(event) => self.notify(event),
         }
     }
 
-    fn route_placement(&mut self, output: PlacementOutput) {
+    fn route_part(&mut self, output: PartOutput) {
         match output {
-            PlacementOutput::Load { job, epoch, load, mut stage } => {
-                self.find_sources(&mut stage);
-                self.out.push_back(Output::Load { job, epoch, load, stage });
+            PartOutput::Shell(output) => self.out.push_back(output),
+            PartOutput::Load { job, epoch, load, order, replaces } => {
+                let sources = self.sources(epoch, &order);
+                self.out.push_back(Output::Load { job, epoch, load, order, sources, replaces });
             }
-            PlacementOutput::Keep { job, epoch, load, stage } => {
-                self.out.push_back(Output::Keep { job, epoch, load, stage });
+            PartOutput::Fetch { job, epoch, order } => {
+                let sources = self.sources(epoch, &order);
+                self.out.push_back(Output::Fetch { job, epoch, order, sources });
             }
-            PlacementOutput::Fetch { job, epoch, mut stage } => {
-                self.find_sources(&mut stage);
-                self.out.push_back(Output::Fetch { job, epoch, stage });
+            PartOutput::Message { to, job, epoch, say } => self.send(to, Message::ToParticipant { job, epoch, say }),
+            PartOutput::Report { job, epoch, say } => {
+                self.send(epoch.issuer, Message::ToCoordinator { job, epoch, say });
             }
-            PlacementOutput::Unload { job } => self.out.push_back(Output::Unload { job }),
-            PlacementOutput::Fence { job } => {
-                self.pipeline.fence(job);
-                while let Some(output) = self.pipeline.poll_output() {
-                    self.route_pipeline(output);
-                }
+            PartOutput::Stale { to, job, mine } => self.send(to, Message::Stale { job, mine }),
+            PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy: _ } if to == self.me => {
+                // It will be consumed, and stay where it is for others.
+                let also = self.parts.name();
+                self.out.push_back(Output::Share { tensor, also });
+                self.send_frame(to, header, Payload::Tensor(also), false);
             }
-            PlacementOutput::Quiesce { job } => self.pipeline.quiesce(job),
-            PlacementOutput::Install { job, route } => self.pipeline.install(job, route),
-            PlacementOutput::Reroute { job, route } => self.pipeline.reroute(job, route),
-            PlacementOutput::Go { job, resume } => self.pipeline.go(self.now, job, &resume),
-            PlacementOutput::Ready { job, epoch, bytes } => {
-                let held = self.pipeline.positions(job);
-                self.send(epoch.minter, Message::Prepared { job, epoch, result: Ok(bytes), held });
+            PartOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
+            PartOutput::WorkStarted { job, budget } => self.liveness.handle_work_started(self.now, job, budget),
+            PartOutput::WorkDone { job } => self.liveness.handle_work_done(self.now, job),
+            PartOutput::Connect { node } => self.membership.connect(self.now, node),
+            PartOutput::Watch { job, epoch, nodes } => {
+                // Neighbours may never have had anything to say to each other.
+                nodes.iter().for_each(|&node| self.membership.connect(self.now, node));
+                self.liveness.handle_watch(self.now, job, epoch, &nodes);
             }
-            PlacementOutput::Watch { job, epoch, nodes } => self.liveness.handle_watch(self.now, job, epoch, &nodes),
-            PlacementOutput::Unwatch { job } => self.liveness.handle_unwatch(job),
-            PlacementOutput::Message { to, message } => self.send(to, message),
-            PlacementOutput::Refused { from, what } => self.refused(Some(from), what),
+            PartOutput::Unwatch { job } => self.liveness.handle_unwatch(job),
+            PartOutput::Succeed(inheritance) => self.succeed(*inheritance),
+            PartOutput::Refused { from, what } => self.refused(Some(from), what),
         }
     }
 
-    fn route_pipeline(&mut self, output: PipelineOutput) {
-        match output {
-            PipelineOutput::Compute { work, job, epoch, items, budget } => {
-                self.liveness.handle_work_started(self.now, job, budget);
-                self.out.push_back(Output::Compute { work, job, epoch, items });
-            }
-            PipelineOutput::Returned { job } => self.liveness.handle_work_done(self.now, job),
-            PipelineOutput::Release { job, request } => self.out.push_back(Output::Release { job, request }),
-            PipelineOutput::Discard { tensor } => self.discard(tensor),
-            PipelineOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
-            PipelineOutput::Failed { job, epoch, reason } => {
-                self.placement.handle_stage_failed(job, epoch, &reason);
-                self.send(epoch.minter, Message::StageFailed { job, epoch, held: true, reason });
-            }
-            PipelineOutput::Message { to, message } => self.send(to, message),
-            PipelineOutput::Refused { from, what } => self.refused(Some(from), what),
+    /// Goes on with a job whose coordinator is silent.
+    fn succeed(&mut self, inheritance: Inheritance) {
+        let (job, before) = (inheritance.job, inheritance.epoch.issuer);
+        let participants = inheritance.record.participants(&inheritance.order.owners);
+        let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
+        if self.jobs.handle_inherited(inheritance) {
+            self.failover.handle_inherited(self.now, job, participants, (before, silent));
         }
     }
 
@@ -657,10 +522,6 @@ impl Node {
         } else {
             self.out.push_back(Output::SendFrame { to, header, payload, copy });
         }
-    }
-
-    fn discard(&mut self, tensor: TensorId) {
-        self.out.push_back(Output::Discard { tensor });
     }
 
     fn notify(&mut self, event: Event) {

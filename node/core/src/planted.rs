@@ -35,6 +35,16 @@ pub enum Planted {
     LossFailsRequests = 14,
     /// Standbys are never sought.
     NoStandbys = 15,
+    /// A tile's standby that becomes its owner says that it holds one step more than it does.
+    TileOneAhead = 16,
+    /// A successor takes a job over without a majority.
+    SuccessionWithoutMajority = 17,
+    /// Reports of tiles before a simulation went back to a checkpoint are added to those after it.
+    ReportsOfTwoCuts = 18,
+    /// A simulation is not cancelled.
+    SimulationCancelDropped = 19,
+    /// A checkpoint lacks the part of a tile.
+    CheckpointIncomplete = 20,
 }
 
 /// Whether this build can have any.

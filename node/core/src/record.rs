@@ -182,9 +182,10 @@ const LENGTH_BYTES: usize = 4;
 mod tests {
     use super::*;
     use crate::config::Capacity;
-    use crate::id::{Generation, NodeId};
+    use crate::id::{CallId, Generation, NodeId};
+    use crate::work::Asked;
     use alloc::vec;
-    use partitioner::PlanError;
+    use partitioner::{Answer, PlanError};
 
     fn recording() -> Vec<u8> {
         let capacity = Capacity {
@@ -212,7 +213,9 @@ mod tests {
         };
         let mut bytes = begin(&config, 10, "test");
         append_input(&mut bytes, Instant(1), &Input::CapacityChanged(capacity));
-        append_input(&mut bytes, Instant(2), &Input::Planned { token: 3, result: Err(PlanError::NoDevices) });
+        let answer = Answer::Model(Err(PlanError::NoDevices));
+        let planned = Input::Planned { asked: Asked::Caller(CallId(3)), answer };
+        append_input(&mut bytes, Instant(2), &planned);
         append_polled(&mut bytes);
         append_input(&mut bytes, Instant(3), &Input::Message { from: NodeId([1; 16]), bytes: vec![1, 2, 3] });
         bytes

@@ -177,8 +177,9 @@ pub(crate) async fn cancel<E: Engine>(
             return Err(ApiError::over(format!("{who} coordinates the simulation `{job}`: cancel it there")));
         }
     };
-    if let Some(result) = submission.told().ended {
-        let how = result.err().unwrap_or_else(|| "it is done".into());
+    let told = submission.told();
+    if told.ended.is_some() {
+        let how = told.error().unwrap_or("it is done");
         return Err(ApiError::over(format!("the simulation `{job}` has ended: {how}")));
     }
     all.cancel(submission.job);

@@ -37,7 +37,10 @@ impl Member {
         let serve = move |from: transport::NodeId, request: bytes::Bytes, reply: Reply| {
             let bans = asked.get().cloned();
             tokio::task::spawn_blocking(move || {
-                let answer = bans.map(|bans| bans.answer(from, &request)).unwrap_or_default();
+                let answer = match (bans, BulkRequest::decode(&request)) {
+                    (Some(bans), Some(BulkRequest::Bans(exchange))) => bans.answer(from, exchange),
+                    (_, _) => Vec::new(),
+                };
                 if reply.blocking_send(answer.into()) {
                     reply.finish();
                 }

@@ -120,7 +120,7 @@ fn text(model: &str, report: &Value) -> String {
                  gain has been a fifth of the time for {} s.",
                 number("before_ms"),
                 Size(bytes),
-                (limits::RESHAPE_EVERY * limits::RESHAPE_LOOKS).as_secs(),
+                (limits::MOVE_EVERY * limits::MOVE_LOOKS).as_secs(),
             ),
         };
     }

@@ -3,7 +3,7 @@
 use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle};
 use node_core::id::ContentId;
 use node_core::limits::JOBS_MAX;
-use node_core::work::serve::StageSpec;
+use node_core::work::serve::StageOrder;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -73,7 +73,7 @@ struct Memory {
 
 impl Recalled {
     /// A stage of a model is to be held here.
-    pub(crate) fn note(&self, stage: &StageSpec) {
+    pub(crate) fn note(&self, stage: &StageOrder) {
         let options =
             ModelOptions { int8: Some(stage.int8), context: Some(stage.context), sequences: Some(stage.sequences) };
         self.put(stage.content, Memory { options, stopped: false });
@@ -156,20 +156,9 @@ impl NodeHandle {
 mod tests {
     use super::*;
 
-    fn stage(content: u8, context: u32) -> StageSpec {
-        StageSpec {
-            content: ContentId([content; 32]),
-            name: "tiny".into(),
-            layers: 0..1,
-            layers_total: 2,
-            stage: 0,
-            sequences: 3,
-            context,
-            width: 8,
-            int8: false,
-            bytes_max: 1,
-            sources: Vec::new(),
-        }
+    fn stage(content: u8, context: u32) -> StageOrder {
+        let (content, layers) = (ContentId([content; 32]), vec![0..1, 1..2]);
+        StageOrder { content, layers, sequences: 3, context, width: 8, int8: false }
     }
 
     #[test]

@@ -4,9 +4,10 @@ use crate::hub::CallEvent;
 use crate::submissions::{Submissions, work};
 use kernels::grid::simulation::{Simulation, Tier};
 use node_core::id::NodeId;
-use node_core::input::{GridInput, Input};
+use node_core::input::Input;
 use node_core::limits::LEASE;
 use node_core::output::Event;
+use node_core::work::PlanSpec;
 use partitioner::tiles::{GridPlan, GridWork, TileStandby, takeover_ns};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -25,13 +26,9 @@ impl NodeHandle {
     pub async fn plan_grid(&self, simulation: Simulation) -> Result<Value, NodeError> {
         let (call, mut events) = self.inner.hub.open(8);
         let (work, tier) = (work(&simulation), simulation.standby());
-        let plan = GridInput::Plan {
-            call,
-            work: Box::new(work.clone()),
-            depth: simulation.depth().map(|depth| depth as u32),
-            guarded: tier != Tier::None,
-        };
-        self.inner.driver.input(Input::Grid(plan));
+        let depth = simulation.depth().map(|depth| depth as u32);
+        let what = Box::new(PlanSpec::Grid(work.clone(), depth));
+        self.inner.driver.input(Input::Plan { call, what, standbys: tier != Tier::None });
         let answer = tokio::time::timeout(PLAN_MAX, async {
             loop {
                 match events.recv().await {
@@ -52,11 +49,11 @@ impl NodeHandle {
         let names = self.names().await;
         let (plan, standbys) = answer?;
         let mut report = report(&simulation, &work, &plan, &names);
-        let guarded = |tile: usize| standbys.iter().find(|standby| usize::from(standby.tile) == tile);
+        let standby_of = |tile: usize| standbys.iter().find(|standby| usize::from(standby.tile) == tile);
         let tiles = if tier == Tier::None { 0 } else { plan.tiles().len() };
         let standbys: Vec<Value> = (0..tiles)
             .map(|tile| {
-                let Some(standby) = guarded(tile) else {
+                let Some(standby) = standby_of(tile) else {
                     let back_to =
                         if simulation.checkpoint_every().is_some() { "the last checkpoint" } else { "the beginning" };
                     return json!({"tile": tile, "node": null, "tier": tier_name(Tier::None), "back_to": back_to});

@@ -1,5 +1,6 @@
 //! What other members serve: asked of those that are connected.
 use super::NodeHandle;
+use crate::bulk::BulkRequest;
 use crate::directory::{self, Served};
 use crate::shell::EndpointAsk;
 use crate::transfer::Ask;
@@ -25,7 +26,7 @@ impl NodeHandle {
     async fn ask_served(&self, peer: PeerView) -> Option<(String, Served)> {
         let node = NodeId(u128::from_str_radix(&peer.node, 16).ok()?.to_be_bytes());
         let ask = EndpointAsk(self.inner.endpoint.clone());
-        let answer = ask.ask(node, directory::request(), directory::ANSWER_BYTES_MAX);
+        let answer = ask.ask(node, BulkRequest::Served.encode(), directory::ANSWER_BYTES_MAX);
         let bytes = tokio::time::timeout(ANSWER_MAX, answer).await.ok()?.ok()?;
         Some((peer.name, directory::decode(&bytes)?))
     }

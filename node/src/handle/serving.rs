@@ -7,6 +7,7 @@ use crate::views::{JobView, PeerView, Views};
 use node_core::id::{ContentId, JobId};
 use node_core::input::Input;
 use node_core::output::Event;
+use node_core::work::JobSpec;
 use node_core::work::serve::{DoneReason, ModelSpec};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -119,7 +120,7 @@ impl Serving {
         };
         let Views { peers, jobs, .. } = self.driver.views().await;
         let holders = holders(&peers, &jobs, job);
-        self.driver.input(Input::Undeploy { job });
+        self.driver.input(Input::End { job });
         let start = Instant::now();
         while start.elapsed() < FREED_MAX {
             let Views { peers, jobs, .. } = self.driver.views().await;
@@ -148,7 +149,7 @@ impl Serving {
     /// ended; one that was there before stays and goes on trying.
     async fn place(&self, spec: &ModelSpec, new: bool) -> Result<JobId, NodeError> {
         let (call, mut events) = self.hub.open(8);
-        self.driver.input(Input::Deploy { call, model: Box::new(spec.clone()), plan_only: false });
+        self.driver.input(Input::Start { call, job: Box::new(JobSpec::Serve(spec.clone())) });
         let end = tokio::time::Instant::now() + DEPLOY_MAX;
         let placed = loop {
             match tokio::time::timeout_at(end, events.recv()).await {
@@ -162,7 +163,7 @@ impl Serving {
                 Ok(Some(CallEvent::Node(Event::JobReady { job, .. }))) => break Ok(job),
                 Ok(Some(CallEvent::Node(Event::JobDegraded { job, reason, .. }))) => {
                     if new {
-                        self.driver.input(Input::Undeploy { job });
+                        self.driver.input(Input::End { job });
                     }
                     break Err(NodeError::Failed(reason));
                 }
@@ -183,7 +184,7 @@ impl Serving {
         let known: Vec<String> = self.lock().values().map(|m| name_of(m.job)).collect();
         for job in jobs.iter().filter(|j| new && j.head && j.model == spec.name && !known.contains(&j.job)) {
             if let Ok(id) = u64::from_str_radix(&job.job, 16) {
-                self.driver.input(Input::Undeploy { job: JobId(id) });
+                self.driver.input(Input::End { job: JobId(id) });
             }
         }
     }

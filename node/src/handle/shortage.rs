@@ -124,7 +124,7 @@ impl NodeHandle {
         });
         let simulations = views.grids.iter().map(|job| Holder {
             what: format!("the simulation {}", job.name),
-            bytes: job.tiles.iter().map(|tile| tile.bytes).sum(),
+            bytes: job.parts.iter().filter_map(|part| part.bytes).sum(),
             free_with: format!("`meshnode cancel {:016x}` frees it", job.job.0),
         });
         let mut holders: Vec<Holder> = models.chain(simulations).filter(|holder| holder.bytes > 0).collect();

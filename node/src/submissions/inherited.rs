@@ -3,8 +3,8 @@ use super::checkpoints::Checkpoints;
 use super::forces::Forces;
 use super::run_folder::RunFolder;
 use super::{Made, Submission, Submissions, Told};
+use crate::bulk::GridRequest;
 use crate::tiles::region;
-use crate::tiles::states::Wanted;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
 use node_core::work::steps::{Schedule, SimulationId};
@@ -65,7 +65,7 @@ impl Submissions {
         let mut regions = Vec::with_capacity(parts.len());
         for region in parts.iter().map(|(block, _)| region(block)) {
             let mut part = checkpoints.begin(step, region)?;
-            self.stream(runtime, from, Wanted::checkpoint(job, step, region), |block| part.write(block))?;
+            self.stream(runtime, from, GridRequest::checkpoint(job, step, region), |block| part.write(block))?;
             checkpoints.add(part.complete()?);
             regions.push(region);
         }

@@ -2,7 +2,7 @@
 //! would have been answered there.
 use super::report::{Around, held_report, report};
 use super::{Submission, Submissions};
-use crate::tiles::states::Wanted;
+use crate::bulk::{BulkRequest, GridRequest};
 use bytes::Bytes;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::SOURCES_MAX;
@@ -156,7 +156,8 @@ impl Submissions {
     async fn ask(&self, node: NodeId, look: Look) -> Option<Bytes> {
         let endpoint = self.endpoint.get()?.clone();
         let asked = async move {
-            let answer = endpoint.request(node.0, Wanted::Look(look).encode().into()).await.ok()?;
+            let answer =
+                endpoint.request(node.0, BulkRequest::Grid(GridRequest::Look(look)).encode().into()).await.ok()?;
             answer.all(ANSWER_BYTES_MAX).await.ok().map(Bytes::from)
         };
         tokio::time::timeout(ANSWER_MAX, asked).await.ok().flatten()

@@ -1,11 +1,12 @@
-//! A simulation as people and programs see it: what its coordinator knows, or what a node does that computes some of it.
+//! A simulation as users and programs see it: what its coordinator knows, or what a node does that computes some of it.
 use super::{Submission, Watched};
 use crate::views::{Views, hex};
 use kernels::grid::Region;
 use kernels::grid::tile::Tile;
 use node_core::id::{JobId, NodeId};
-use node_core::tiles::{GridJobView, HeldTile};
-use node_core::work::steps::CANCELLED;
+use node_core::job::{JobView, PartView, WhatView};
+use node_core::work::steps::TileFigures;
+use node_core::work::{Ending, HeldPart, HeldWork};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,9 +15,9 @@ pub struct Around {
     me: NodeId,
     /// Names of nodes, and how fast each found its memory when it started: of a processor reading weights, of a GPU copying.
     nodes: BTreeMap<String, (String, u64)>,
-    grids: Vec<GridJobView>,
+    grids: Vec<JobView>,
     /// Tiles that this node holds, of its own simulations and of others'.
-    tiles: Vec<HeldTile>,
+    tiles: Vec<HeldPart>,
 }
 
 impl Around {
@@ -46,13 +47,13 @@ impl Around {
 
     /// Who coordinates a job of which this node holds tiles.
     pub(super) fn coordinator_of(&self, job: JobId) -> Option<NodeId> {
-        self.tiles.iter().find(|tile| tile.job == job).map(|tile| tile.epoch.minter)
+        self.tiles.iter().find(|tile| tile.job == job).map(|tile| tile.epoch.issuer)
     }
 }
 
 /// A simulation of which this node holds tiles, as far as it knows by itself.
 pub(super) fn held_report(job: JobId, around: &Around) -> Value {
-    let held: Vec<&HeldTile> = around.tiles.iter().filter(|tile| tile.job == job).collect();
+    let held: Vec<&HeldPart> = around.tiles.iter().filter(|tile| tile.job == job).collect();
     let (owns, stands_by) = (held.iter().any(|tile| !tile.standby), held.iter().any(|tile| tile.standby));
     let role = match (owns, stands_by) {
         (true, true) => "owner and standby",
@@ -61,15 +62,35 @@ pub(super) fn held_report(job: JobId, around: &Around) -> Value {
     };
     let tiles: Vec<Value> = held
         .iter()
-        .map(|tile| json!({"tile": tile.tile, "standby": tile.standby, "step": tile.step, "bytes": tile.bytes}))
+        .map(|tile| {
+            json!({
+                "tile": tile.part.0, "standby": tile.standby, "step": steps_of(tile)[0], "bytes": tile.bytes.unwrap_or(0),
+            })
+        })
         .collect();
-    let (name, steps) = held.first().map_or(("", 0), |tile| (tile.name.as_str(), tile.steps));
+    let (name, steps) = held.first().map_or(("", 0), |tile| (tile.name.as_str(), steps_of(tile)[1]));
     json!({
         "job": format!("{:016x}", job.0), "name": name, "state": "computing", "role": role,
         "coordinator": around.coordinator_of(job).map(|node| around.node_of(node)),
-        "step": held.iter().map(|tile| tile.step).max(), "steps": steps, "held": tiles,
-        "bytes": held.iter().map(|tile| tile.bytes).sum::<u64>(),
+        "step": held.iter().map(|tile| steps_of(tile)[0]).max(), "steps": steps, "held": tiles,
+        "bytes": held.iter().filter_map(|tile| tile.bytes).sum::<u64>(),
     })
+}
+
+/// Steps that a tile has made, and its steps in all.
+fn steps_of(tile: &HeldPart) -> [u32; 2] {
+    match tile.what {
+        HeldWork::Tile { step, steps } => [step, steps],
+        HeldWork::Stage { .. } => [0; 2],
+    }
+}
+
+/// What a tile has spent.
+fn figures_of(tile: &PartView) -> TileFigures {
+    match tile.what {
+        WhatView::Tile { figures, .. } => figures,
+        WhatView::Stage(_) => TileFigures::default(),
+    }
 }
 
 /// How a simulation stands, or how it ended.
@@ -77,9 +98,9 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let (mut told, simulation) = (submission.told(), &submission.simulation);
     // While it runs, the driver thread knows what tiles have spent, and their standbys.
     let running = around.grids.iter().find(|grid| grid.job == submission.job && told.ended.is_none());
-    let running = running.map(|grid| grid.tiles.as_slice()).unwrap_or_default();
+    let running = running.map(|grid| grid.parts.as_slice()).unwrap_or_default();
     if told.ended.is_none() {
-        told.figures = running.iter().map(|tile| tile.figures).collect();
+        told.figures = running.iter().map(figures_of).collect();
     }
     let cells = simulation.grid().region().cells() as f64;
     let steps = f64::from(told.step.saturating_sub(told.begun_at));
@@ -89,13 +110,13 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     let now = if told.ended.is_some() { None } else { told.pace.steps_per_s(std::time::Instant::now(), told.step) };
     let left = (simulation.steps() as f64 - f64::from(told.step)).max(0.0);
     let traffic = simulation.rule().costs().traffic_bits as f64 / 8.0;
-    let sum = |value: fn(&node_core::work::steps::TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
+    let sum = |value: fn(&TileFigures) -> u64| told.figures.iter().map(value).sum::<u64>();
     let (halo_ns, wait_ns) = (sum(|f| f.halo_ns), sum(|f| f.wait_ns));
     let hidden = (halo_ns > 0).then(|| 1.0 - wait_ns as f64 / halo_ns as f64);
     let state = match (&told.ended, told.running_since) {
-        (Some(Ok(())), _) => "done",
-        (Some(Err(reason)), _) if reason == CANCELLED => "cancelled",
-        (Some(Err(_)), _) => "failed",
+        (Some(Ending::Completed), _) => "done",
+        (Some(Ending::Cancelled), _) => "cancelled",
+        (Some(Ending::Moved(_) | Ending::Failed(_)), _) => "failed",
         (None, Some(_)) if told.waiting.is_some() => "waiting",
         (None, Some(_)) => "running",
         (None, None) => "starting",
@@ -125,9 +146,9 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
         .map(|(number, (node, Region { start, end }))| {
             let node = hex(&NodeId(node.0));
             let figures = told.figures.get(number).copied().unwrap_or_default();
-            let standby = running.get(number).and_then(|tile| tile.standby).map(|(node, step)| {
-                let node = hex(&node);
-                json!({"name": around.name(&node), "node": node, "step": step})
+            let standby = running.get(number).and_then(|tile| tile.standby.as_ref()).and_then(|standby| {
+                let node = hex(&standby.node?);
+                Some(json!({"name": around.name(&node), "node": node, "step": standby.step}))
             });
             json!({
                 "name": around.name(&node), "node": node, "from": start, "to": end, "standby": standby,
@@ -148,7 +169,7 @@ pub(super) fn report(submission: &Submission, around: &Around) -> Value {
     json!({
         "job": format!("{:016x}", submission.job.0), "name": simulation.name(), "rule": simulation.rule().name(),
         "size": &simulation.grid().size()[..simulation.grid().dimensions()], "state": state,
-        "error": told.ended.as_ref().and_then(|result| result.as_ref().err()), "waiting": told.waiting,
+        "error": told.error(), "waiting": told.waiting,
         "step": told.step, "steps": simulation.steps(), "from_step": told.begun_at, "depth": told.depth,
         "seconds": seconds, "seconds_left": (pace > 0.0).then(|| left / pace), "steps_per_s": rate, "steps_per_s_now": now,
         "predicted_steps_per_s": (told.step_ns > 0).then(|| 1e9 / told.step_ns as f64),

@@ -1,7 +1,7 @@
 //! Simulations by content: a job file with the files it names travels once to each node that computes it, on the plane of
 //! weights, and is parsed off the thread that decides.
 use super::Submissions;
-use crate::tiles::states::Wanted;
+use crate::bulk::GridRequest;
 use kernels::grid::simulation::Simulation;
 use node_core::id::{ContentId, JobId, NodeId};
 use node_core::work::steps::SimulationId;
@@ -106,7 +106,7 @@ impl Submissions {
         from: NodeId,
         id: SimulationId,
     ) -> Result<Simulation, String> {
-        let bytes = self.whole(runtime, from, Wanted::Simulation(id.content), id.bytes)?;
+        let bytes = self.whole(runtime, from, GridRequest::Simulation(id.content), id.bytes)?;
         if blake3::hash(&bytes).as_bytes() != &id.content.0 {
             return Err("it sent other bytes than it was asked for".into());
         }

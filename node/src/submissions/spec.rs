@@ -2,7 +2,8 @@
 use super::Watched;
 use kernels::grid::simulation::Simulation;
 use node_core::id::JobId;
-use node_core::work::steps::{GridSpec, Schedule, SimulationId, Tier};
+use node_core::work::steps::{GridSpec, Schedule, SimulationId};
+use partitioner::Tier;
 use partitioner::tiles::GridWork;
 
 /// What the planner needs to know of a simulation.
@@ -28,18 +29,18 @@ pub fn work(simulation: &Simulation) -> GridWork {
     }
 }
 
-/// What a tile takes besides its cells and the job's files: strips, frames, checkpoints on their way to the disk.
+/// What a tile takes besides its cells and the job's files: halos, frames, checkpoints on their way to the disk.
 const SCRATCH_BYTES: u64 = 16 << 20;
 
-/// What the core is told of it.
+/// What the core knows of it.
 pub(super) fn spec(job: JobId, simulation: &Simulation, id: SimulationId, kept: bool, resume: Option<u32>) -> GridSpec {
     let whole = |steps: u64| u32::try_from(steps).unwrap_or(u32::MAX);
     let mut outputs: Vec<u32> = simulation.outputs().iter().map(|output| whole(output.every)).collect();
     if !kept {
-        // Nobody keeps them: never made.
+        // They are not kept, so they are not made.
         outputs.iter_mut().for_each(|every| *every = 0);
     }
-    // For whoever watches: now and then, and how it ends.
+    // For watchers: now and then, and how it ends.
     let every = whole(Watched::of(simulation).every(simulation));
     outputs
         .extend([every, if whole(simulation.steps()).is_multiple_of(every) { 0 } else { whole(simulation.steps()) }]);

@@ -9,8 +9,10 @@ use crate::tiles::{common, region};
 use bytes::Bytes;
 use kernels::grid::Region;
 use kernels::grid::simulation::{Field, Mosaic, Simulation};
-use node_core::id::{JobId, NodeId};
-use node_core::work::steps::{GridEvent, SaveKind, SimulationId, TileFigures};
+use node_core::id::{JobId, NodeId, PartId};
+use node_core::output::Event;
+use node_core::work::steps::{SaveKind, SimulationId, StepsEvent, TileFigures};
+use node_core::work::{Ending, Placement};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -51,7 +53,7 @@ pub(super) struct Made {
     /// The cut that the parts are of.
     pub(super) cut: Vec<Region>,
     /// Outputs of which some tiles are here, by output and step.
-    pub(super) mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<u16>)>,
+    pub(super) mosaics: BTreeMap<(u16, u32), (Mosaic, BTreeSet<PartId>)>,
     /// Frames that are whole and could not be written yet, or wait for earlier ones: a film's are in order.
     pub(super) unwritten: BTreeMap<(u16, u32), Field>,
     /// The step of the next frame to be written, by output.
@@ -108,9 +110,20 @@ pub struct Told {
     /// Another node goes on with it.
     pub moved: bool,
     /// How it ended.
-    pub ended: Option<Result<(), String>>,
+    pub ended: Option<Ending>,
     /// What the tiles spent.
     pub figures: Vec<TileFigures>,
+}
+
+impl Told {
+    /// Why it ended without all its steps made, if it did.
+    pub fn error(&self) -> Option<&str> {
+        match self.ended.as_ref()? {
+            Ending::Completed => None,
+            Ending::Cancelled => Some("it was cancelled"),
+            Ending::Moved(why) | Ending::Failed(why) => Some(why),
+        }
+    }
 }
 
 impl Submission {
@@ -129,26 +142,47 @@ impl Submission {
         self.changed.subscribe()
     }
 
-    pub(super) fn tell(&self, event: &GridEvent) {
+    /// An event of its job. `step`: where that is ready, the step from which it runs.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about a simulation")]
+    pub(super) fn tell(&self, event: &Event, step: Option<u32>) {
         let mut told = self.telling();
         let now = Instant::now();
         match event {
-            GridEvent::Placed { depth, step_ns, tiles, .. } => {
-                told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
-                (told.depth, told.step_ns) = (*depth, *step_ns);
-                told.cut_anew |= told.running_since.is_some();
+            Event::JobPlaced { step_ns, placement, .. } => {
+                if let Placement::Tiles { tiles, depth, .. } = &**placement {
+                    told.tiles = tiles.iter().map(|(node, block)| (*node, region(block))).collect();
+                    (told.depth, told.step_ns) = (*depth, *step_ns);
+                    told.cut_anew |= told.running_since.is_some();
+                }
             }
-            GridEvent::Inherited { .. } => {}
-            GridEvent::Moved => told.moved = true,
-            GridEvent::Running { step, .. } => {
+            Event::JobReady { .. } => {
+                let step = step.unwrap_or(told.step);
                 if told.running_since.is_none() {
-                    (told.running_since, told.begun_at) = (Some(now), *step);
+                    (told.running_since, told.begun_at) = (Some(now), step);
                 }
                 told.waiting = None;
-                told.step = *step;
-                told.pace.mark(now, *step);
+                told.step = step;
+                told.pace.mark(now, step);
             }
-            GridEvent::Progress { step } => {
+            Event::JobDegraded { reason, .. } => told.waiting = Some(view::named(&self.simulation, reason.clone())),
+            Event::JobEnded { ending, figures, .. } => {
+                told.computed.get_or_insert(now);
+                told.ended = Some(match ending.clone() {
+                    Ending::Failed(reason) => Ending::Failed(view::named(&self.simulation, reason)),
+                    ending @ (Ending::Completed | Ending::Cancelled | Ending::Moved(_)) => ending,
+                });
+                told.figures.clone_from(figures);
+            }
+            Event::Steps { event, .. } => self.tell_steps(&mut told, now, event),
+            _ => return,
+        }
+        drop(told);
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    fn tell_steps(&self, told: &mut Told, now: Instant, event: &StepsEvent) {
+        match event {
+            StepsEvent::Progress { step } => {
                 // What is made again is not gone on with.
                 if let Some((since, _)) = told.stalled.take_if(|(_, at)| *step > *at) {
                     told.longest_stall = told.longest_stall.max(now - since);
@@ -156,7 +190,7 @@ impl Submission {
                 told.step = *step;
                 told.pace.mark(now, *step);
             }
-            GridEvent::Report { step, report } => {
+            StepsEvent::Report { step, report } => {
                 told.first_totals.get_or_insert_with(|| report.totals.clone());
                 told.totals = Some((*step, report.totals.clone()));
                 if let Some(forces) = &*self.forces.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -170,19 +204,12 @@ impl Submission {
                     told.step = *step;
                 }
             }
-            GridEvent::Checkpoint { step } => {
+            StepsEvent::Checkpoint { step } => {
                 told.checkpoint = Some(*step);
                 told.waiting = None;
             }
-            GridEvent::Waiting { reason } => told.waiting = Some(view::named(&self.simulation, reason.clone())),
-            GridEvent::Ended { result, figures } => {
-                told.computed.get_or_insert(now);
-                told.ended = Some(result.clone().map_err(|reason| view::named(&self.simulation, reason)));
-                told.figures.clone_from(figures);
-            }
+            StepsEvent::Waiting { reason } => told.waiting = Some(view::named(&self.simulation, reason.clone())),
         }
-        drop(told);
-        self.changed.send_modify(|count| *count += 1);
     }
 
     /// No more forces come: what was told is on the disk when this returns.
@@ -229,7 +256,7 @@ impl Submission {
 
     /// A file for a tile's part of a checkpoint; none where none are kept.
     pub(super) fn begin_part(&self, name: StateName) -> Result<Option<checkpoints::PartFile>, String> {
-        let region = self.region_of(name.tile)?;
+        let region = self.region_of(name.part)?;
         let mut made = self.made();
         if made.closed {
             return Err(CLOSED.into());
@@ -246,8 +273,8 @@ impl Submission {
         }
     }
 
-    pub(super) fn region_of(&self, tile: u16) -> Result<Region, String> {
-        self.cut().get(usize::from(tile)).copied().ok_or_else(|| "the tile is none of the present cut's".into())
+    pub(super) fn region_of(&self, part: PartId) -> Result<Region, String> {
+        self.cut().get(part.index()).copied().ok_or_else(|| "the tile is none of the present cut's".into())
     }
 
     /// The quantity that an output shows, of which cells, and every how many.
@@ -266,16 +293,16 @@ impl Submission {
     pub(super) fn frame_bytes(&self, name: StateName) -> Result<u64, String> {
         let SaveKind::Output(number) = name.kind else { return Err("expected a frame".into()) };
         let (quantity, (shown, stride)) = self.shown(number);
-        let part = common(&shown, &self.region_of(name.tile)?);
+        let part = common(&shown, &self.region_of(name.part)?);
         let values = part.map_or(0, |part| kernels::grid::simulation::blocks(part, stride).cells());
         Ok((values * self.simulation.needs(quantity).len() * size_of::<f32>()) as u64)
     }
 
     /// A part of an output is here.
     pub(super) fn take(&self, name: StateName, bytes: &Bytes) -> Result<(), String> {
-        let StateName { tile, step, kind, .. } = name;
+        let StateName { part, step, kind, .. } = name;
         let cut = self.cut();
-        let region = *cut.get(usize::from(tile)).ok_or("the tile is none of the present cut's")?;
+        let region = *cut.get(part.index()).ok_or("the tile is none of the present cut's")?;
         let mut made = self.made();
         if made.closed {
             return Err(CLOSED.into());
@@ -287,7 +314,7 @@ impl Submission {
         }
         match kind {
             SaveKind::Snapshot | SaveKind::Checkpoint => Ok(()),
-            SaveKind::Output(number) => self.frame(&mut made, (number, step), (tile, region), bytes),
+            SaveKind::Output(number) => self.frame(&mut made, (number, step), (part, region), bytes),
         }
     }
 
@@ -296,7 +323,7 @@ impl Submission {
         &self,
         made: &mut Made,
         key: (u16, u32),
-        (tile, region): (u16, Region),
+        (tile, region): (PartId, Region),
         bytes: &Bytes,
     ) -> Result<(), String> {
         if made.unwritten.contains_key(&key) {

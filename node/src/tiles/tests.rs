@@ -1,9 +1,9 @@
-//! The thread of tiles as the core sees it: what it is told, and what it answers when.
+//! The thread of tiles as the core sees it: commands, and what it answers when.
 use super::*;
 use crate::config::UpOptions;
 use crate::driver::{self, DriverQueue};
 use kernels::grid::simulation::Simulation;
-use node_core::id::{ContentId, NodeId};
+use node_core::id::ContentId;
 use node_core::work::steps::{Schedule, SimulationId};
 use std::time::Duration;
 
@@ -41,7 +41,6 @@ impl Bench {
         let work = crate::submissions::work(&simulation);
         let whole = Block { from: [0; 3], to: work.size };
         let order = TileOrder {
-            name: "t".into(),
             simulation: SimulationId { content: ContentId([0; 32]), bytes: 1 },
             work,
             depth: 1,
@@ -52,39 +51,36 @@ impl Bench {
                 outputs: Vec::new(),
                 looks: None,
             },
-            tiles: vec![(NodeId([1; 16]), whole)],
-            tile: 0,
-            standby: None,
+            blocks: vec![whole],
             start: TileStart::Initial,
-            bytes_max: 1 << 30,
             step_ns: 1,
             snapshot_ms: 0,
-            successors: Vec::new(),
-            formers: Vec::new(),
         };
-        let (load, order) = (LoadId(1), Box::new(order));
-        let simulation = Arc::new(simulation);
-        self.commands.send(Command::Load { job, load, order, simulation, checkpoint: None }).unwrap();
+        let spec = Box::new(TileSpec { key: (job, PartId(0)), standby: None, bytes_max: 1 << 30, order });
+        let (load, simulation) = (LoadId(1), Arc::new(simulation));
+        self.commands.send(Command::Load { load, spec, simulation, checkpoint: None }).unwrap();
     }
 
     fn run(&mut self, job: JobId, from: u32, to: u32) {
         self.works += 1;
         let stops = vec![Stop { step: to, what: StopKind::Report { hash: true } }];
-        let (work, strips_in, strips_out) = (WorkId(self.works), Vec::new(), Vec::new());
-        let run = TileWork { work, job, tile: 0, from, to, strips_in, strips_out, stops };
-        self.commands.send(Command::Run(Box::new(run))).unwrap();
+        let task = TileWork { from, to, halos_in: Vec::new(), halos_out: Vec::new(), stops };
+        self.commands.send(Command::Run { work: WorkId(self.works), key: (job, PartId(0)), task }).unwrap();
     }
 
     /// The next answer, as (job, whether a tile was loaded, what a run made).
-    #[expect(clippy::wildcard_enum_match_arm, reason = "of all that a node is told two are answers")]
+    #[expect(clippy::wildcard_enum_match_arm, reason = "of all inputs of a node two are answers")]
     fn answer(&self) -> (JobId, bool, TileMade) {
         loop {
             match self.queue.next_input(PATIENCE).expect("an answer") {
-                Input::Grid(GridInput::Loaded { job, result, .. }) => {
+                Input::Loaded { job, result, .. } => {
                     assert_eq!(result.unwrap().step, Some(0));
                     return (job, true, TileMade::default());
                 }
-                Input::Grid(GridInput::Made { job, result, .. }) => return (job, false, result.unwrap()),
+                Input::Ran { job, result, .. } => match result.unwrap() {
+                    Made::Steps(made) => return (job, false, made),
+                    Made::Batch(results) => panic!("{results:?} of a tile"),
+                },
                 _ => {}
             }
         }
@@ -110,7 +106,7 @@ fn a_tile_that_is_made_does_not_hold_up_another() {
 fn a_tile_that_is_not_wanted_any_more_is_not_made() {
     let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
     bench.load(large, LARGE);
-    bench.commands.send(Command::Drop { job: large, tile: 0 }).unwrap();
+    bench.commands.send(Command::Drop { key: (large, PartId(0)) }).unwrap();
     bench.load(small, 256);
     assert_eq!(bench.answer(), (small, true, TileMade::default()), "the one that was dropped is not told of");
     bench.run(small, 0, 10);

@@ -1,9 +1,10 @@
 //! Gets chunks from peers as `schedule.rs` decides: asks, hashes what comes, writes it in its place.
 use super::holding::Holding;
 use super::ledger::{Ledger, Progress};
-use super::request::{Request, decode_bitmap};
+use super::request::{WeightsRequest, decode_bitmap};
 use super::schedule::{Ask as Wish, Schedule};
 use super::{Ask, CHUNK_BYTES_MAX, INDEX_BYTES_MAX, TransferError, interrupted};
+use crate::bulk::BulkRequest;
 use kernels::weights::ShardIndex;
 use node_core::id::{ContentId, NodeId};
 use std::collections::BTreeMap;
@@ -57,7 +58,11 @@ impl<A: Ask> Swarm<A> {
     pub(super) async fn index(&mut self) -> Result<ShardIndex, TransferError> {
         let mut last = self.nobody();
         for source in self.sources.clone() {
-            match self.ask.ask(source, Request::Index.encode(self.content), INDEX_BYTES_MAX).await {
+            match self
+                .ask
+                .ask(source, BulkRequest::Weights(self.content, WeightsRequest::Index).encode(), INDEX_BYTES_MAX)
+                .await
+            {
                 Ok(answer) => match answer.split_first() {
                     Some((1, bytes)) => match ShardIndex::decode(bytes) {
                         Ok(index) if index.content_id() == self.content.0 => return Ok(index),
@@ -149,7 +154,7 @@ struct Fetching {
 
 impl Fetching {
     fn ask_what_it_has(&mut self, swarm: &Swarm<impl Ask>, node: NodeId, holding: &Arc<Holding>) {
-        let (ask, request) = (swarm.ask.clone(), Request::Have.encode(swarm.content));
+        let (ask, request) = (swarm.ask.clone(), BulkRequest::Weights(swarm.content, WeightsRequest::Have).encode());
         let count = holding.index.chunks().len();
         self.unheard += 1;
         self.running.spawn(async move {
@@ -176,7 +181,7 @@ impl Fetching {
                 continue;
             }
             let (ask, holding) = (swarm.ask.clone(), holding.clone());
-            let request = Request::Chunk(wish.chunk as u32).encode(swarm.content);
+            let request = BulkRequest::Weights(swarm.content, WeightsRequest::Chunk(wish.chunk as u32)).encode();
             let abort =
                 self.running.spawn(async move { Answer::Chunk(wish, chunk(&*ask, wish, request, holding).await) });
             self.aborts.insert(wish, abort);

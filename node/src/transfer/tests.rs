@@ -1,5 +1,6 @@
 //! Libraries that fetch from others, whose answers are counted and can fail, lie or never come.
 use super::*;
+use crate::bulk::BulkRequest;
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
 use kernels::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -37,8 +38,11 @@ impl Ask for Net {
             return Err("out of reach".to_owned());
         }
         tokio::time::sleep(source.delay).await;
-        let mut answer = source.library.answer(&request);
-        if let Some((_, Request::Chunk(chunk))) = Request::decode(&request) {
+        let Some(BulkRequest::Weights(content, what)) = BulkRequest::decode(&request) else {
+            return Err("expected a question about weights".into());
+        };
+        let mut answer = source.library.answer(content, what);
+        if let WeightsRequest::Chunk(chunk) = what {
             source.asked.lock().unwrap().push(chunk as usize);
             if source.lies
                 && let Some(last) = answer.last_mut()
@@ -156,7 +160,7 @@ async fn what_is_damaged_on_disk_is_fetched_again_and_nothing_else() {
     std::fs::write(&path, &bytes).unwrap();
     let next = bench.fetcher();
     let last = bench.chunks - 1;
-    assert_eq!(next.answer(&Request::Chunk(last as u32).encode(bench.content)), [0], "nor is it given to others");
+    assert_eq!(next.answer(bench.content, WeightsRequest::Chunk(last as u32)), [0], "nor is it given to others");
     bench.share(&next, 0..LAYERS).await.unwrap();
     assert_eq!(bench.asked(), bench.chunks + 1);
     assert_eq!(bench.source(0).asked.lock().unwrap().last(), Some(&last));
@@ -283,8 +287,8 @@ async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
     let held = library.share(bench.content, "tiny", 0..LAYERS, &[], &bench.net).await.expect("it is here");
     let mut stage = stage(&held).expect("loads");
     let expected = logits(&mut *stage);
-    let last = Request::Chunk(bench.chunks as u32 - 1).encode(bench.content);
-    assert_eq!(library.answer(&last)[0], 1);
+    let last = WeightsRequest::Chunk(bench.chunks as u32 - 1);
+    assert_eq!(library.answer(bench.content, last)[0], 1);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(held.file.file_len() / 2).unwrap();
 
     assert_eq!(logits(&mut *stage), expected, "what is loaded goes on");
@@ -298,10 +302,10 @@ async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
         assert!(error.contains("changed after it was opened") && error.contains("no peer could give"), "{error}");
     }
     assert_eq!(library.contents(), []);
-    let first = Request::Chunk(0).encode(bench.content);
-    let have = Request::Have.encode(bench.content);
-    assert_eq!((library.answer(&first), library.answer(&last)), (vec![0], vec![0]), "also what is before the cut");
-    assert!(library.answer(&have)[1..].iter().all(|byte| *byte == 0));
+    for chunk in [WeightsRequest::Chunk(0), last] {
+        assert_eq!(library.answer(bench.content, chunk), [0], "also what is before the cut");
+    }
+    assert!(library.answer(bench.content, WeightsRequest::Have)[1..].iter().all(|byte| *byte == 0));
     assert!(library.add(&path).is_err());
 
     // A sound file with the same content, and the node is a source again.
@@ -309,7 +313,7 @@ async fn a_file_that_was_cut_is_neither_loaded_nor_given_to_peers() {
     std::fs::create_dir(&beside).unwrap();
     std::fs::rename(model(&beside, LAYERS), &path).unwrap();
     assert_eq!(library.add(&path).unwrap().content, bench.content);
-    assert_eq!((library.contents(), library.answer(&last)[0]), (vec![bench.content], 1));
+    assert_eq!((library.contents(), library.answer(bench.content, last)[0]), (vec![bench.content], 1));
     assert_eq!(logits(&mut *self::stage(&library.add(&path).unwrap()).expect("loads")), expected);
 }
 
@@ -340,8 +344,8 @@ async fn a_file_of_the_cache_that_was_cut_is_fetched_again() {
     let path = library.cache.weights(bench.content);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
     assert!(stage_error(&held).contains("changed after it was opened"));
-    let last = Request::Chunk(bench.chunks as u32 - 1).encode(bench.content);
-    assert_eq!(library.answer(&last), [0]);
+    let last = WeightsRequest::Chunk(bench.chunks as u32 - 1);
+    assert_eq!(library.answer(bench.content, last), [0]);
     let again = bench.share(&library, 0..LAYERS).await.expect("fetched again");
     assert_eq!(bench.asked(), 2 * bench.chunks);
     assert_eq!(logits(&mut *self::stage(&again).expect("loads")), expected);

@@ -2,6 +2,7 @@
 use super::{Block, GridPlan, GridWork, bytes_of, halo_bits, tile_bytes};
 use crate::fleet::{DeviceId, Fleet, Link};
 use alloc::vec::Vec;
+use serde::{Deserialize, Serialize};
 
 /// Predicted nanoseconds from the loss of a tile's node being noticed to the next step: to agree on the next placement, and for
 /// a warm standby, which has a snapshot every so many nanoseconds, to make the steps since then again. On average that is half
@@ -21,7 +22,7 @@ const AGREE_NS: u64 = 30_000_000;
 const COPY_BYTES_PER_SECOND: u128 = 2_000_000_000;
 
 /// A node that stands by for a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TileStandby {
     /// For which tile.
     pub tile: u16,

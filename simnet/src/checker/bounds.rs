@@ -1,11 +1,12 @@
 //! Bounds hold: one batch per stage in flight, batches and chunks no larger than promised, and no tensor left behind.
 use crate::host::HostId;
 use crate::world::{Observer, World};
-use node_core::id::{Epoch, JobId, WorkId};
+use node_core::id::{Epoch, JobId, PartId, TensorId, WorkId};
 use node_core::input::Input;
 use node_core::limits::{CHUNK_POSITIONS_MAX, SEQUENCES_MAX};
 use node_core::output::Output;
 use node_core::time::Instant;
+use node_core::work::{Run, Task};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -18,7 +19,7 @@ pub struct Bounds {
 
 #[derive(Default)]
 struct Seen {
-    running: BTreeMap<(HostId, JobId, Epoch), WorkId>,
+    running: BTreeMap<(HostId, JobId, PartId, Epoch), WorkId>,
     violations: Vec<String>,
 }
 
@@ -36,7 +37,7 @@ impl Bounds {
 
 impl Observer for Bounds {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
-        if let Input::Computed { work, .. } = input {
+        if let Input::Ran { work, .. } = input {
             self.seen.borrow_mut().running.retain(|(holder, ..), running| *holder != host || running != work);
         }
     }
@@ -49,11 +50,19 @@ impl Observer for Bounds {
         let mut seen = self.seen.borrow_mut();
         if let Output::Unload { job } = output {
             // What its batch brings is dropped; a stage loaded later has one of its own.
-            seen.running.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
+            seen.running.retain(|(holder, of, ..), _| (*holder, *of) != (host, *job));
         }
-        let Output::Compute { work, job, epoch, items } = output else { return };
+        if let Output::Drop { job, part } = output {
+            seen.running.retain(|(holder, of, number, _), _| (*holder, *of, *number) != (host, *job, *part));
+        }
+        if let Output::Load { job, replaces, .. } = output {
+            seen.running
+                .retain(|(holder, of, number, _), _| (*holder, *of) != (host, *job) || !replaces.contains(number));
+        }
+        let Output::Run(run) = output else { return };
+        let Run { work, job, part, epoch, task: Task::Batch(items) } = &**run else { return };
         let mut wrong = Vec::new();
-        if let Some(running) = seen.running.insert((host, *job, *epoch), *work) {
+        if let Some(running) = seen.running.insert((host, *job, *part, *epoch), *work) {
             wrong.push(format!("{work:?} while {running:?} runs"));
         }
         if items.is_empty() || items.len() > SEQUENCES_MAX as usize {
@@ -73,7 +82,7 @@ pub fn leaks(world: &World) -> Vec<String> {
     let live = world.hosts().filter(|host| host.runs());
     live.filter_map(|host| {
         let (tensors, caches) = (host.executor.tensors_held(), host.executor.caches_held());
-        let made = host.executor.tensor_ids().filter(|tensor| tensor.0 >> 63 == 0).count();
+        let made = host.executor.tensor_ids().filter(|tensor| matches!(tensor, TensorId::Made(_))).count();
         (tensors + caches > 0).then(|| {
             let arrived = tensors - made;
             format!("host {} holds {made} tensors that it made, {arrived} that arrived, {caches} caches", host.id.0)

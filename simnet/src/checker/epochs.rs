@@ -3,9 +3,9 @@ use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
-use node_core::id::{Epoch, JobId, LoadId};
+use node_core::id::{Epoch, JobId, LoadId, PartId};
 use node_core::input::Input;
-use node_core::message::Message;
+use node_core::message::{Message, ToParticipant};
 use node_core::output::Output;
 use node_core::time::Instant;
 use std::cell::RefCell;
@@ -20,8 +20,8 @@ pub struct Epochs {
 
 #[derive(Default)]
 struct Seen {
-    /// The stage each host loads or holds of a job, and whether it is resident.
-    stages: BTreeMap<(HostId, JobId), (Epoch, LoadId, bool)>,
+    /// The parts each host loads or holds of a job, under which epoch, and what is awaited before they are resident.
+    parts: BTreeMap<(HostId, JobId, PartId), (Epoch, Option<LoadId>)>,
     /// How many times each host has died, and in which of its lives it told an epoch of its own.
     deaths: BTreeMap<HostId, u64>,
     told: BTreeMap<(HostId, JobId, Epoch), u64>,
@@ -36,17 +36,17 @@ impl Epochs {
 
     /// A process died: what it held is gone, and its next life begins anew.
     pub fn forget(&self, host: HostId) {
-        self.seen.borrow_mut().stages.retain(|(holder, _), _| *holder != host);
+        self.seen.borrow_mut().parts.retain(|(holder, ..), _| *holder != host);
     }
 }
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Epochs {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
-        if let Input::Loaded { job, load, result: Ok(_) } = input
-            && let Some((_, awaited, resident)) = self.seen.borrow_mut().stages.get_mut(&(host, *job))
+        if let Input::Loaded { job, part, load, result: Ok(_) } = input
+            && let Some((_, awaited)) = self.seen.borrow_mut().parts.get_mut(&(host, *job, *part))
         {
-            *resident |= awaited == load;
+            awaited.take_if(|awaited| awaited == load);
         }
     }
 
@@ -69,26 +69,51 @@ impl Observer for Epochs {
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {
-            Output::Load { job, epoch, load, .. } | Output::Keep { job, epoch, load, .. } => {
-                let before = seen.stages.insert((host, *job), (*epoch, *load, false));
-                before.filter(|(held, ..)| held >= epoch).map(|(held, ..)| format!("loads {epoch:?} after {held:?}"))
+            Output::Load { job, epoch, load, order, replaces, .. } => {
+                for part in replaces {
+                    seen.parts.remove(&(host, *job, *part));
+                }
+                let before = seen.parts.insert((host, *job, order.part), (*epoch, Some(*load)));
+                before.filter(|(held, _)| held >= epoch).map(|(held, _)| format!("loads {epoch:?} after {held:?}"))
             }
-            Output::Unload { job } => {
-                seen.stages.remove(&(host, *job));
+            Output::Keep { job, epoch, order } => match seen.parts.get_mut(&(host, *job, order.part)) {
+                Some((held, _)) if *held > *epoch => Some(format!("keeps under {epoch:?} after {held:?}")),
+                Some((held, _)) => {
+                    *held = *epoch;
+                    None
+                }
+                None => Some(format!("keeps part {} of {epoch:?}, which it does not hold", order.part)),
+            },
+            Output::Restore { job, load, part, .. } => {
+                if let Some((_, awaited)) = seen.parts.get_mut(&(host, *job, *part)) {
+                    *awaited = Some(*load);
+                }
                 None
             }
-            Output::Compute { job, epoch, .. } => match seen.stages.get(&(host, *job)) {
-                Some((held, _, true)) if held == epoch => None,
-                other => Some(format!("computes under {epoch:?}, holds {other:?}")),
+            Output::Drop { job, part } => {
+                seen.parts.remove(&(host, *job, *part));
+                None
+            }
+            Output::Unload { job } => {
+                seen.parts.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
+                None
+            }
+            Output::Run(run) => match seen.parts.get(&(host, run.job, run.part)) {
+                Some((held, None)) if *held == run.epoch => None,
+                other => Some(format!("computes under {:?}, holds {other:?}", run.epoch)),
             },
-            Output::SendFrame { header, .. } => match seen.stages.get(&(host, header.job)) {
-                Some((held, ..)) if *held != header.epoch && header.part > 0 => {
-                    Some(format!("sends a frame of {:?}, holds {held:?}", header.epoch))
-                }
-                _ => None,
-            },
+            Output::SendFrame { header, .. } => {
+                let mut held = seen.parts.iter().filter(|((holder, job, _), _)| (*holder, *job) == (host, header.job));
+                let outdated = held.all(|(_, (held, _))| *held != header.epoch);
+                let holds = seen.parts.keys().any(|(holder, job, _)| (*holder, *job) == (host, header.job));
+                (outdated && holds && header.part.0 > 0).then(|| format!("sends a frame of {:?}", header.epoch))
+            }
             Output::SendMessage { bytes, .. } => match codec::decode_message(bytes) {
-                Ok(Message::Prepare { job, epoch, .. } | Message::Go { job, epoch, .. }) => {
+                Ok(Message::ToParticipant {
+                    job,
+                    epoch,
+                    say: ToParticipant::Prepare(_) | ToParticipant::Go { .. },
+                }) => {
                     let life = seen.deaths.get(&host).copied().unwrap_or(0);
                     let before = *seen.told.entry((host, job, epoch)).or_insert(life);
                     (before != life)

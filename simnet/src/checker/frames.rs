@@ -5,7 +5,7 @@ use node_core::id::{Epoch, JobId, TensorId};
 use node_core::input::Input;
 use node_core::output::Output;
 use node_core::time::Instant;
-use node_core::work::Payload;
+use node_core::work::{Payload, Task};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -70,7 +70,12 @@ impl Observer for Frames {
                 seen.old.remove(&(host, *tensor));
                 None
             }
-            Output::Compute { items, .. } => items.iter().find_map(|item| used(&seen, &item.input)),
+            Output::Run(run) => match &run.task {
+                Task::Batch(items) => items.iter().find_map(|item| used(&seen, &item.input)),
+                Task::Steps(steps) => {
+                    steps.halos_in.iter().find_map(|(_, tensor)| used(&seen, &Payload::Tensor(*tensor)))
+                }
+            },
             Output::SendFrame { payload, .. } => used(&seen, payload),
             _ => None,
         };

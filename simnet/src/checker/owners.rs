@@ -3,13 +3,14 @@
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::codec;
-use node_core::id::{Epoch, JobId, NodeId};
+use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::job::JobState;
 use node_core::limits::EXCLUDED;
-use node_core::message::Message;
+use node_core::message::{Message, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
+use node_core::work::{PartWork, Placement};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -23,7 +24,7 @@ pub struct Owners {
 #[derive(Default)]
 struct Seen {
     /// Who owns which stage of a job under an epoch, as its head said.
-    owners: BTreeMap<(JobId, Epoch), BTreeMap<u16, NodeId>>,
+    owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, NodeId>>,
     /// The list of banned nodes that a coordinator received, and when.
     banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
     /// Who a head told lost and has not heard since.
@@ -44,8 +45,8 @@ impl Owners {
         let Some((since, out)) = seen.banned.get(&head).filter(|(since, _)| *since + LET_GO < world.now()) else {
             return;
         };
-        let ready = node.jobs().filter(|view| view.state == JobState::Ready);
-        let owners = ready.flat_map(|view| view.stages).map(|stage| stage.node);
+        let ready = node.jobs().filter(|view| view.state == JobState::Running);
+        let owners = ready.flat_map(|view| view.parts).map(|part| part.owner);
         let uses = owners.filter(|owner| out.contains(owner)).map(|owner| {
             format!(
                 "{} ms, host {}: computes on {owner}, banned since {} ms",
@@ -62,19 +63,19 @@ impl Owners {
 }
 
 impl Seen {
-    fn own(&mut self, job: JobId, epoch: Epoch, stage: u16, node: NodeId) -> Option<String> {
+    fn own(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         let owners = self.owners.entry((job, epoch)).or_default();
-        let before = owners.insert(stage, node).filter(|before| *before != node);
+        let before = owners.insert(part, node).filter(|before| *before != node);
         if let Some(before) = before {
-            return Some(format!("{node} and {before} own stage {stage} under {epoch:?}"));
+            return Some(format!("{node} and {before} own part {part} under {epoch:?}"));
         }
-        let other = owners.iter().find(|(at, owner)| **at != stage && **owner == node);
-        other.map(|(at, _)| format!("{node} owns stages {stage} and {at} under {epoch:?}"))
+        let other = owners.iter().find(|(at, owner)| **at != part && **owner == node);
+        other.map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
     }
 
-    fn stand_by(&self, job: JobId, epoch: Epoch, stage: u16, node: NodeId) -> Option<String> {
+    fn stand_by(&self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         let owned = self.owners.get(&(job, epoch))?.iter().find(|(_, owner)| **owner == node);
-        owned.map(|(at, _)| format!("{node} is listed as standby of stage {stage} and owns stage {at} under {epoch:?}"))
+        owned.map(|(at, _)| format!("{node} is listed as standby of part {part} and owns part {at} under {epoch:?}"))
     }
 }
 
@@ -99,11 +100,16 @@ impl Observer for Owners {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {
             Output::SendMessage { to, bytes } => match codec::decode_message(bytes) {
-                Ok(Message::Prepare { job, epoch, prepare }) if prepare.standby => {
-                    seen.stand_by(job, epoch, prepare.stage, *to)
+                Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Prepare(order) }) => {
+                    match (&order.work, order.standby) {
+                        (PartWork::Tile(_), _) => None,
+                        (PartWork::Stage(_), Some(_)) => seen.stand_by(job, epoch, order.part, *to),
+                        (PartWork::Stage(_), None) => seen.own(job, epoch, order.part, *to),
+                    }
                 }
-                Ok(Message::Prepare { job, epoch, prepare }) => seen.own(job, epoch, prepare.stage, *to),
-                Ok(Message::Standby { job, epoch, stage, node: Some(node) }) => seen.stand_by(job, epoch, stage, node),
+                Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Standby { part, node: Some(node) } }) => {
+                    seen.stand_by(job, epoch, part, node)
+                }
                 _ => None,
             },
             Output::Notify(Event::Lost { node, .. }) => {
@@ -115,9 +121,13 @@ impl Observer for Owners {
                 seen.lost.remove(&(host, *node));
                 None
             }
-            Output::Notify(Event::JobPlaced { job, epoch, plan }) => {
-                let nodes: Vec<NodeId> = plan.stages().iter().map(|stage| stage.device.into()).collect();
-                let owned = nodes.iter().zip(0..).find_map(|(node, stage)| seen.own(*job, *epoch, stage, *node));
+            Output::Notify(Event::JobPlaced { job, epoch, placement, .. }) => {
+                let (nodes, route): (Vec<NodeId>, bool) = match &**placement {
+                    Placement::Stages(stages) => (stages.iter().map(|(node, _)| *node).collect(), true),
+                    Placement::Tiles { tiles, .. } => (tiles.iter().map(|(node, _)| *node).collect(), false),
+                };
+                let mut parts = nodes.iter().zip(0..).filter(|_| route);
+                let owned = parts.find_map(|(node, at)| seen.own(*job, *epoch, PartId(at), *node));
                 let banned =
                     nodes.iter().find(|node| seen.banned.get(&host).is_some_and(|(_, out)| out.contains(node)));
                 let banned = banned.map(|node| format!("places {epoch:?} on {node}, which is banned"));

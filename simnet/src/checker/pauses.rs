@@ -9,6 +9,7 @@ use node_core::id::{CallId, NodeId};
 use node_core::input::Input;
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
+use node_core::work::Placement;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -195,11 +196,12 @@ impl Observer for Pauses {
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let Output::Notify(event) = output else { return };
         let entry = match event {
-            Event::JobPlaced { plan, .. } => {
-                Seen::Placed(plan.stages().iter().map(|stage| stage.device.into()).collect())
-            }
+            Event::JobPlaced { placement, .. } => match &**placement {
+                Placement::Stages(stages) => Seen::Placed(stages.iter().map(|(node, _)| *node).collect()),
+                Placement::Tiles { .. } => return,
+            },
             Event::JobReady { .. } => Seen::Ready,
-            Event::Standby { stage, node, current: true, .. } => Seen::Current(*stage, *node),
+            Event::Standby { part, node, current: true, .. } => Seen::Current(part.0, *node),
             Event::Token { call, .. } => Seen::Token(*call),
             // Other checkers look at the reason.
             Event::Done { call, .. } => Seen::Ended(*call),

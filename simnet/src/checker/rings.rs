@@ -6,14 +6,15 @@
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
-use node_core::id::{JobId, NodeId, RequestId};
+use node_core::id::{JobId, NodeId, PartId, RequestId};
 use node_core::input::Input;
-use node_core::message::Message;
+use node_core::message::{Message, ToCoordinator, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::Instant;
 use node_core::work::serve::Position;
+use node_core::work::{Cursors, Has, PartWork, Placement};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Watches what stages keep. Clones share what they saw.
@@ -24,20 +25,15 @@ pub struct Rings {
 
 #[derive(Default)]
 struct Seen {
-    /// Which stage a node owns or stands by for, as its head said last.
-    stage_of: BTreeMap<(JobId, NodeId), u16>,
-    /// The stage each host holds.
-    stages: BTreeMap<(HostId, JobId), Stage>,
+    /// The parts that a node owns or is the standby of, as its coordinator said last.
+    part_of: BTreeMap<(JobId, NodeId), BTreeSet<PartId>>,
+    /// The stages that each host holds, and what successors said they hold since it was placed last.
+    stages: BTreeMap<(HostId, JobId, PartId), Successors>,
     violations: Vec<String>,
 }
 
-#[derive(Default)]
-struct Stage {
-    /// Which one; known from its load on.
-    stage: u16,
-    /// What successors said they hold since it was placed last.
-    held: BTreeMap<NodeId, BTreeMap<RequestId, u32>>,
-}
+/// What nodes said they hold of each request.
+type Successors = BTreeMap<NodeId, BTreeMap<RequestId, u32>>;
 
 impl Rings {
     /// What was seen that must not be.
@@ -47,16 +43,16 @@ impl Rings {
 }
 
 impl Seen {
-    fn hear(&mut self, host: HostId, from: NodeId, job: JobId, held: Vec<(RequestId, u32)>) {
-        let Some(&theirs) = self.stage_of.get(&(job, from)) else { return };
-        if let Some(stage) = self.stages.get_mut(&(host, job)).filter(|stage| stage.stage + 1 == theirs) {
-            stage.held.insert(from, held.into_iter().collect());
+    fn hear(&mut self, host: HostId, from: NodeId, (job, part, to): (JobId, PartId, PartId), held: Vec<(u64, u32)>) {
+        let holds = self.part_of.get(&(job, from)).is_some_and(|parts| parts.contains(&part));
+        if let Some(stage) = self.stages.get_mut(&(host, job, to)).filter(|_| holds && to.after() == part) {
+            stage.insert(from, held.into_iter().map(|(request, have)| (RequestId(request), have)).collect());
         }
     }
 
     /// It is placed anew and says what it keeps; from now on other successors may count.
-    fn keeps(&mut self, host: HostId, job: JobId, positions: &[Position]) -> Option<String> {
-        let held = std::mem::take(&mut self.stages.get_mut(&(host, job))?.held);
+    fn keeps(&mut self, host: HostId, job: JobId, part: PartId, positions: &[Position]) -> Option<String> {
+        let held = std::mem::take(self.stages.get_mut(&(host, job, part))?);
         for position in positions {
             let said = held.iter().filter_map(|(node, held)| Some((held.get(&position.request)?, node)));
             if let Some((&have, node)) = said.min().filter(|(have, _)| **have < position.kept_from) {
@@ -72,34 +68,52 @@ impl Seen {
 impl Observer for Rings {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         if let Input::Message { from, bytes } = input
-            && let Ok(Message::Held { job, held, .. }) = codec::decode_message(bytes)
+            && let Ok(Message::ToParticipant { job, say: ToParticipant::Held { part, to, cursors, .. }, .. }) =
+                codec::decode_message(bytes)
+            && let Cursors::Each(held) = cursors
         {
-            self.seen.borrow_mut().hear(host, *from, job, held);
+            self.seen.borrow_mut().hear(host, *from, (job, part, to), held);
         }
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
         let mut seen = self.seen.borrow_mut();
         let wrong = match output {
-            Output::Load { job, stage, .. } => {
-                seen.stages.insert((host, *job), Stage { stage: stage.stage, ..Stage::default() });
+            Output::Load { job, order, replaces, .. } => {
+                replaces.iter().for_each(|part| drop(seen.stages.remove(&(host, *job, *part))));
+                if matches!(order.work, PartWork::Stage(_)) {
+                    seen.stages.insert((host, *job, order.part), Successors::new());
+                }
+                None
+            }
+            Output::Drop { job, part } => {
+                seen.stages.remove(&(host, *job, *part));
                 None
             }
             Output::Unload { job } => {
-                seen.stages.remove(&(host, *job));
+                seen.stages.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
                 None
             }
-            Output::Notify(Event::JobPlaced { job, plan, .. }) => {
-                let owners = plan.stages().iter().zip(0..);
-                seen.stage_of.extend(owners.map(|(stage, at)| ((*job, stage.device.into()), at)));
+            Output::Notify(Event::JobPlaced { job, placement, .. }) => {
+                if let Placement::Stages(stages) = &**placement {
+                    seen.part_of.retain(|(of, _), _| of != job);
+                    for (at, (node, _)) in stages.iter().enumerate() {
+                        seen.part_of.entry((*job, *node)).or_default().insert(PartId::of(at));
+                    }
+                }
                 None
             }
             Output::SendMessage { to, bytes } => match codec::decode_message(bytes) {
-                Ok(Message::Prepare { job, prepare, .. }) => {
-                    seen.stage_of.insert((job, *to), prepare.stage);
+                Ok(Message::ToParticipant { job, say: ToParticipant::Prepare(order), .. }) => {
+                    seen.part_of.entry((job, *to)).or_default().insert(order.part);
                     None
                 }
-                Ok(Message::Prepared { job, result: Ok(_), held, .. }) => seen.keeps(host, job, &held),
+                Ok(Message::ToCoordinator {
+                    job, say: ToCoordinator::Prepared { part, result: Ok(ready) }, ..
+                }) => match &ready.has {
+                    Has::Stage(positions) => seen.keeps(host, job, part, positions),
+                    Has::Tile { .. } => None,
+                },
                 _ => None,
             },
             _ => None,
@@ -110,6 +124,6 @@ impl Observer for Rings {
     }
 
     fn died(&mut self, _at: Instant, host: HostId) {
-        self.seen.borrow_mut().stages.retain(|(holder, _), _| *holder != host);
+        self.seen.borrow_mut().stages.retain(|(holder, ..), _| *holder != host);
     }
 }

@@ -61,7 +61,7 @@ impl Observer for Survival {
     fn input(&mut self, at: Instant, host: HostId, input: &Input) {
         let mut seen = self.seen.borrow_mut();
         match input {
-            Input::Computed { results: Err(_), .. } | Input::Loaded { result: Err(_), .. } => seen.strikes.push(at),
+            Input::Ran { result: Err(_), .. } | Input::Loaded { result: Err(_), .. } => seen.strikes.push(at),
             Input::Leave => seen.leaves.push((at, host)),
             _ => {}
         }

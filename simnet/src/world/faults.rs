@@ -272,7 +272,7 @@ impl World {
     /// A device that stalls goes on: what waits for it comes earlier by what is left of the stall.
     fn end_stall(&mut self, id: HostId) {
         let Some((from, less)) = self.hosts[id.index()].executor.end_stall(self.now) else { return };
-        let answers = |input: &Input| matches!(input, Input::Computed { .. } | Input::Loaded { .. });
+        let answers = |input: &Input| matches!(input, Input::Ran { .. } | Input::Loaded { .. });
         let waits = |happening: &Happening| matches!(happening, Happening::Answer { host, input, .. } if *host == id && answers(input));
         for (at, happening) in self.queue.extract(waits) {
             self.queue.push(if at >= from { at - less } else { at }, happening);

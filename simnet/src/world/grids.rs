@@ -2,96 +2,83 @@
 use super::World;
 use crate::grids::Saved;
 use crate::host::{Host, HostId};
-use node_core::id::NodeId;
-use node_core::input::{GridInput, Input};
-use node_core::output::GridCommand;
+use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
+use node_core::input::Input;
 use node_core::time::Duration;
 use node_core::work::steps::{SaveKind, TileOrder, TileStart};
+use node_core::work::{Order, PartWork};
 
 impl World {
-    pub(super) fn carry_out_grid(&mut self, id: HostId, command: GridCommand) {
-        let now = self.now;
-        match command {
-            GridCommand::Plan { token, question } => {
-                let result = question.answer().map(Box::new);
-                self.answer(id, self.options.plan, Input::Grid(GridInput::Planned { token, result }));
+    /// `Output::Load` of a tile.
+    pub(super) fn load_tile(&mut self, id: HostId, (job, epoch): (JobId, Epoch), load: LoadId, order: &Order) {
+        let part = order.part;
+        let PartWork::Tile(tile) = &order.work else { return };
+        let cells = match tile.start {
+            TileStart::Checkpoint { step } => self.checkpoint(id, epoch.issuer, (job, step), part, tile),
+            TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
+        };
+        let result = self.hosts[id.index()].executor.grids.load(job, order, cells);
+        self.answer(id, LOAD, Input::Loaded { job, part, load, result });
+        self.measure_memory(id);
+    }
+
+    /// `Output::Restore`.
+    pub(super) fn restore_tile(&mut self, id: HostId, (job, part): (JobId, PartId), load: LoadId, step: u32) {
+        let result = self.hosts[id.index()].executor.grids.restore(job, part, step);
+        self.answer(id, LOAD, Input::Loaded { job, part, load, result });
+    }
+
+    /// `Output::Collect`.
+    pub(super) fn collect_state(
+        &mut self,
+        id: HostId,
+        from: NodeId,
+        (job, part, step, kind): (JobId, PartId, u32, SaveKind),
+        bytes: u64,
+    ) {
+        let result = self.collect(id, from, (job, part, step, kind));
+        let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
+        self.answer(id, took, Input::Collected { job, part, step, kind, result });
+    }
+
+    /// `Output::Mirror`.
+    pub(super) fn mirror_checkpoint(&mut self, id: HostId, from: NodeId, (job, step): (JobId, u32), bytes: u64) {
+        let cells = self.reached(id, from).and_then(|there| there.checkpoints.get(&(job, step))).cloned();
+        let result = cells.ok_or_else(|| "it is not there".into()).map(|cells| {
+            self.hosts[id.index()].checkpoints.insert((job, step), cells);
+        });
+        let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
+        self.answer(id, took, Input::Mirrored { job, step, result });
+    }
+
+    /// `Output::KeepCheckpoint`.
+    pub(super) fn keep_checkpoint(&mut self, id: HostId, job: JobId, step: u32) {
+        let host = &mut self.hosts[id.index()];
+        let result = match host.parts.remove(&(job, step)) {
+            Some(cells) => {
+                host.checkpoints.insert((job, step), cells);
+                Ok(())
             }
-            GridCommand::Load { job, epoch, load, order } => {
-                let tile = order.tile;
-                let cells = match order.start {
-                    TileStart::Checkpoint { step } => self.checkpoint(id, epoch.minter, (job, step), &order),
-                    TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
-                };
-                let result = self.hosts[id.index()].executor.grids.load(job, *order, cells);
-                self.answer(id, LOAD, Input::Grid(GridInput::Loaded { job, tile, load, result }));
-                self.measure_memory(id);
-            }
-            GridCommand::Restore { job, load, tile, step } => {
-                let result = self.hosts[id.index()].executor.grids.restore(job, tile, step);
-                self.answer(id, LOAD, Input::Grid(GridInput::Loaded { job, tile, load, result }));
-            }
-            GridCommand::Keep { .. } => {}
-            GridCommand::Run(run) => {
-                let Some(times) = self.hosts[id.index()].executor.run_tile(now, &run) else { return };
-                let sizes = times.sizes;
-                if !sizes.is_empty() {
-                    let (job, tile, work) = (run.job, run.tile, run.work);
-                    let input = Input::Grid(GridInput::Strips { job, tile, work, sizes });
-                    self.answer(id, times.strips.since(now), input);
-                }
-                self.answer(id, times.ends.since(now), times.done);
-            }
-            GridCommand::Share { tensor, also } => self.hosts[id.index()].executor.share(tensor, also),
-            GridCommand::Collect { job, from, tile, step, kind, bytes } => {
-                let result = self.collect(id, from, (job, tile, step, kind));
-                let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
-                self.answer(id, took, Input::Grid(GridInput::Collected { job, tile, step, kind, result }));
-            }
-            GridCommand::Forget { job, tile, step, kind } => {
-                self.hosts[id.index()].executor.grids.forget(job, tile, step, kind);
-            }
-            GridCommand::Drop { job, tile } => {
-                self.hosts[id.index()].executor.grids.drop_tile(job, tile);
-                self.measure_memory(id);
-            }
-            GridCommand::Mirror { job, from, step, parts, simulation: _ } => {
-                let bytes: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
-                let cells = self.reached(id, from).and_then(|there| there.checkpoints.get(&(job, step))).cloned();
-                let result = cells.ok_or_else(|| "it is not there".into()).map(|cells| {
-                    self.hosts[id.index()].checkpoints.insert((job, step), cells);
-                });
-                let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
-                self.answer(id, took, Input::Grid(GridInput::Mirrored { job, step, result }));
-            }
-            GridCommand::KeepCheckpoint { job, step } => {
-                let host = &mut self.hosts[id.index()];
-                let result = match host.parts.remove(&(job, step)) {
-                    Some(cells) => {
-                        host.checkpoints.insert((job, step), cells);
-                        Ok(())
-                    }
-                    None => Err("no part of it is here".into()),
-                };
-                self.answer(id, self.options.sync, Input::Grid(GridInput::Kept { job, step, result }));
-            }
-        }
+            None => Err("no part of it is here".into()),
+        };
+        self.answer(id, self.options.sync, Input::Kept { job, step, result });
     }
 
     fn collect(
         &mut self,
         id: HostId,
         from: NodeId,
-        (job, tile, step, kind): (node_core::id::JobId, u16, u32, SaveKind),
+        (job, part, step, kind): (JobId, PartId, u32, SaveKind),
     ) -> Result<(), String> {
         let there = self.host_of(from).ok_or("nobody of that name")?;
         if there != id && (!self.reaches(there, id) || !self.hosts[there.index()].runs()) {
             return Err("it does not answer".into());
         }
-        let state = self.hosts[there.index()].executor.grids.state(job, tile, step, kind);
+        let state = self.hosts[there.index()].executor.grids.state(job, part, step, kind);
         let state = state.cloned().ok_or("the state is gone")?;
         let host = &mut self.hosts[id.index()];
         match kind {
-            SaveKind::Snapshot => host.executor.grids.keep(job, tile, step, state),
+            SaveKind::Snapshot => host.executor.grids.keep(job, part, step, state),
             SaveKind::Checkpoint => host.parts.entry((job, step)).or_default().extend(state),
             SaveKind::Output(_) => {}
         }
@@ -109,11 +96,12 @@ impl World {
         &self,
         id: HostId,
         coordinator: NodeId,
-        name: (node_core::id::JobId, u32),
+        name: (JobId, u32),
+        part: PartId,
         order: &TileOrder,
     ) -> Option<Saved> {
         let host = self.reached(id, coordinator)?;
-        let block = order.block();
+        let block = order.block(part);
         let inside =
             |at: &[i64; 3]| (0..3).all(|axis| (block.from[axis] as i64..block.to[axis] as i64).contains(&at[axis]));
         let cells = host.checkpoints.get(&name)?;

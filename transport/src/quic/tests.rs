@@ -167,7 +167,7 @@ async fn connected_pair(limits: Limits) -> Vec<Node> {
 }
 
 fn route(job: u64) -> Route {
-    Route { job, epoch: Epoch { counter: 1, minter: [1; 16] }, part: 1 }
+    Route { job, epoch: Epoch { counter: 1, issuer: [1; 16] }, part: 1 }
 }
 
 fn head(route: Route, cursor: u32, count: u32, width: u32) -> FrameHead {

@@ -1,26 +1,44 @@
 //! Golden bytes, garbage and mutations: what the codec takes and what it refuses.
 use super::*;
 use crate::config::Capacity;
-use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, RequestId};
-use crate::tiles::message::TileMessage;
-use crate::work::serve::{Position, Prepare, Sampling};
-use crate::work::steps::{
-    Report, SaveKind, Schedule, SimulationId, Tier, TileFigures, TileOrder, TileReady, TileStart, Will, WilledTile,
-};
+use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
+use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
+use crate::work::serve::{ModelSpec, Position, Sampling, ServeRecord, StageOrder};
+use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
+use crate::work::{Cursors, Has, Order, PartRecord, PartWork, ProgramRecord, Ready, Record, Resume, StandbyRecord};
 use alloc::boxed::Box;
 use alloc::string::String;
 use alloc::vec;
 use core::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use partitioner::tiles::{Block, GridWork};
+use partitioner::{Layer, Tier, Work};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-const EPOCH: Epoch = Epoch { counter: 7, minter: NodeId([9; 16]) };
+const EPOCH: Epoch = Epoch { counter: 7, issuer: NodeId([9; 16]) };
 const JOB: JobId = JobId(0x0102_0304_0506_0708);
 const REQUEST: RequestId = RequestId(300);
 
 /// One of every message, with every field off its default.
 fn messages() -> Vec<Message> {
+    let (job, epoch) = (JOB, EPOCH);
+    vec![
+        Message::PushPull {
+            members: vec![1, 2, 3],
+            heard: vec![4, 5],
+            adverts: vec![SignedAdvert { bytes: encode_advert(&advert()).unwrap(), signature: vec![5; 64] }],
+            reply: true,
+        },
+        Message::Leaving,
+        Message::Stale { job, mine: epoch },
+    ]
+    .into_iter()
+    .chain(to_participants().into_iter().map(|say| Message::ToParticipant { job, epoch, say }))
+    .chain(to_coordinator().into_iter().map(|say| Message::ToCoordinator { job, epoch, say }))
+    .collect()
+}
+
+fn to_participants() -> Vec<ToParticipant> {
     let sampling = Sampling {
         temperature_e6: 700_000,
         presence_penalty_e6: -2_000_000,
@@ -29,43 +47,85 @@ fn messages() -> Vec<Message> {
         seed: u64::MAX,
         ..Sampling::GREEDY
     };
-    let (job, epoch, request) = (JOB, EPOCH, REQUEST);
+    let (part, request) = (PartId(1), REQUEST);
     vec![
-        Message::PushPull {
-            members: vec![1, 2, 3],
-            heard: vec![4, 5],
-            adverts: vec![SignedAdvert { bytes: encode_advert(&advert()).unwrap(), signature: vec![5; 64] }],
-            reply: true,
-        },
-        Message::Prepare { job, epoch, prepare: prepare() },
-        Message::Prepared { job, epoch, result: Ok(1 << 29), held: vec![Position { request, have: 7, kept_from: 3 }] },
-        Message::Prepared { job, epoch, result: Err(String::from("no memory")), held: vec![] },
-        Message::Go { job, epoch, resume: vec![(request, 12)] },
-        Message::Standby { job, epoch, stage: 2, node: Some(NodeId([6; 16])) },
-        Message::Resume { job, epoch, request, have: 9 },
-        Message::Held { job, epoch, held: vec![(request, 9)] },
-        Message::End { job, epoch },
-        Message::Open { job, epoch, request, sampling, tokens: vec![1, 250, 251, 65_536, u32::MAX], prompt: 3 },
-        Message::Close { job, epoch, request },
-        Message::Token { job, epoch, request, position: 41, token: 49_151 },
-        Message::Progress { job, epoch, request, position: 512 },
-        Message::Gap { job, epoch, request, have: 3 },
-        Message::Stale { job, mine: epoch },
-        Message::Silent { job, epoch, node: NodeId([4; 16]), silent_ms: 301 },
-        Message::StageFailed { job, epoch, held: true, reason: String::from("device lost") },
-        Message::Leaving,
-        Message::Fetch { job, epoch, prepare: prepare() },
-        Message::Fetched { job, epoch, result: Ok(1 << 28) },
-        Message::Challenge { job, epoch, nonce: u64::MAX - 5 },
-        Message::Challenged { job, epoch, nonce: 3, result: Err(String::from("busy")) },
+        ToParticipant::Prepare(Box::new(order(stage()))),
+        ToParticipant::Prepare(Box::new(order(tile()))),
+        ToParticipant::Go { part, resume: Resume::Stage(vec![(request, 12)]) },
+        ToParticipant::Go { part, resume: Resume::Tile(vec![8, 12]) },
+        ToParticipant::Release { part },
+        ToParticipant::End,
+        ToParticipant::Fetch(Box::new(order(stage()))),
+        ToParticipant::Challenge { part, nonce: u64::MAX - 5 },
+        ToParticipant::Standby { part, node: Some(NodeId([6; 16])) },
+        ToParticipant::Record(Box::new(record(steps_record()))),
+        ToParticipant::Record(Box::new(record(serve_record()))),
+        ToParticipant::CoordinatorSilent,
+        ToParticipant::Held { part, to: PartId(0), cursors: Cursors::All(12), live: true, again: false },
+        ToParticipant::Held { part, to: PartId(0), cursors: Cursors::Each(vec![(300, 9)]), live: true, again: true },
+        ToParticipant::Gap { part, from: PartId(0) },
+        ToParticipant::Stage(ToStage::Open { request, sampling, tokens: vec![1, 250, 251, u32::MAX], prompt: 3 }),
+        ToParticipant::Stage(ToStage::Close { request }),
+        ToParticipant::Tile(ToTile::WantSnapshot { part }),
+        ToParticipant::Tile(ToTile::Saved { part, step: 12, bytes: 4096 }),
+        ToParticipant::Tile(ToTile::Taken { part, step: 12, kind: SaveKind::Snapshot }),
     ]
-    .into_iter()
-    .chain(tile_messages().into_iter().map(|say| Message::Tile { job, epoch, say: Box::new(say) }))
-    .collect()
 }
 
-/// One of each that is said about simulations.
-fn tile_messages() -> Vec<TileMessage> {
+fn to_coordinator() -> Vec<ToCoordinator> {
+    let (part, request) = (PartId(1), REQUEST);
+    let has = Has::Stage(vec![Position { request, have: 7, kept_from: 3 }]);
+    let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
+    let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
+    let kind = SaveKind::Output(3);
+    vec![
+        ToCoordinator::Prepared { part, result: Ok(Ready { bytes: 1 << 29, has }) },
+        ToCoordinator::Prepared {
+            part,
+            result: Ok(Ready { bytes: 1 << 20, has: Has::Tile { step: 12, kept: vec![(PartId(0), 8)] } }),
+        },
+        ToCoordinator::Prepared { part, result: Err(String::from("no memory")) },
+        ToCoordinator::Fetched { part, result: Ok(1 << 28) },
+        ToCoordinator::Challenged { part, nonce: 3, result: Err(String::from("busy")) },
+        ToCoordinator::Held { part, cursors: Cursors::Each(vec![(300, 9)]) },
+        ToCoordinator::Failed { part, held: true, reason: String::from("device lost") },
+        ToCoordinator::Silent { node: NodeId([4; 16]), silent_ms: 301 },
+        ToCoordinator::Stage(FromStage::Token { request, position: 41, token: 49_151 }),
+        ToCoordinator::Stage(FromStage::Progress { request, position: 512 }),
+        ToCoordinator::Stage(FromStage::Gap { request, have: 3 }),
+        ToCoordinator::Stage(FromStage::Resume { request, have: 9 }),
+        ToCoordinator::Tile(FromTile::Progress { part, step: 12, figures }),
+        ToCoordinator::Tile(FromTile::Report { part, step: 1000, report }),
+        ToCoordinator::Tile(FromTile::Saved { part, step: 12, kind, bytes: 4096 }),
+    ]
+}
+
+fn order(work: PartWork) -> Order {
+    Order {
+        name: String::from("a job"),
+        part: PartId(1),
+        owners: vec![NodeId([1; 16]), NodeId([2; 16])],
+        standby: Some(Tier::Hot),
+        bytes_max: 1 << 30,
+        successors: vec![NodeId([2; 16])],
+        beside: vec![PartId(3)],
+        previous: vec![NodeId([3; 16])],
+        work,
+    }
+}
+
+fn stage() -> PartWork {
+    PartWork::Stage(StageOrder {
+        content: ContentId([3; 32]),
+        layers: vec![0..12, 12..30],
+        sequences: 8,
+        context: 2048,
+        width: 576,
+        int8: true,
+    })
+}
+
+fn tile() -> PartWork {
     let block = |from, to| Block { from: [0, from, 0], to: [128, to, 1] };
     let work = GridWork {
         size: [128, 100, 1],
@@ -79,76 +139,57 @@ fn tile_messages() -> Vec<TileMessage> {
         scratch_bytes: 1 << 24,
         pass_steps: 1,
     };
-    let order = TileOrder {
-        name: String::from("street"),
+    let schedule = Schedule {
+        steps: 1000,
+        report_every: 100,
+        checkpoint_every: Some(250),
+        outputs: vec![10, 0],
+        looks: Some((3, 9)),
+    };
+    PartWork::Tile(TileOrder {
         simulation: SimulationId { content: ContentId([6; 32]), bytes: 60 << 20 },
         work,
         depth: 4,
-        schedule: Schedule {
-            steps: 1000,
-            report_every: 100,
-            checkpoint_every: Some(250),
-            outputs: vec![10, 0],
-            looks: Some((3, 9)),
-        },
-        tiles: vec![(NodeId([1; 16]), block(0, 40)), (NodeId([2; 16]), block(40, 100))],
-        tile: 1,
-        standby: Some(Tier::Hot),
+        schedule,
+        blocks: vec![block(0, 40), block(40, 100)],
         start: TileStart::Checkpoint { step: 250 },
-        bytes_max: 1 << 30,
         step_ns: 1_000_000,
         snapshot_ms: 2000,
-        successors: vec![NodeId([2; 16])],
-        formers: vec![NodeId([3; 16])],
-    };
-    let tiles = vec![
-        WilledTile {
-            bytes: 1 << 30,
-            step_ns: 1_000_000,
-            pace: 1000,
-            standby: Some((NodeId([2; 16]), true)),
-            snapshot_ms: 2000,
-        },
-        WilledTile { bytes: 1 << 29, step_ns: 500_000, pace: 1000, standby: None, snapshot_ms: 0 },
-    ];
-    let (tier, start) = (Tier::Hot, TileStart::Continue);
-    let will = Will { tier, depth: Some(4), step_ns: 1_000_000, start, checkpoint: Some(250), tiles };
-    let figures = TileFigures { compute_ns: 1, halo_ns: 2, wait_ns: 3, sent_bytes: 4, copied_bytes: 5 };
-    let report = Report { totals: vec![-1, i128::MAX], hash: Some(u128::MAX - 7), not_finite: Some(([1, 2, 3], 4)) };
-    let kind = SaveKind::Output(3);
-    vec![
-        TileMessage::Prepare(Box::new(order)),
-        TileMessage::Prepared { tile: 1, result: Ok(TileReady { bytes: 1 << 20, step: 12, kept_from: 8 }) },
-        TileMessage::Prepared { tile: 1, result: Err(String::from("no room")) },
-        TileMessage::Go { at: vec![8, 12] },
-        TileMessage::Held { tile: 1, to: 0, step: 12, live: true, again: false },
-        TileMessage::Gap { tile: 1, from: 0 },
-        TileMessage::Release { tile: 2 },
-        TileMessage::WantSnapshot { tile: 1 },
-        TileMessage::Saved { tile: 1, step: 12, kind, bytes: 4096 },
-        TileMessage::Taken { tile: 1, step: 12, kind: SaveKind::Snapshot },
-        TileMessage::Progress { tile: 1, step: 12, figures },
-        TileMessage::Report { tile: 0, step: 1000, report },
-        TileMessage::Failed { tile: 0, reason: String::from("device lost") },
-        TileMessage::End,
-        TileMessage::Will(Box::new(will)),
-        TileMessage::Orphaned,
-    ]
+    })
 }
 
-fn prepare() -> Prepare {
-    Prepare {
-        content: ContentId([3; 32]),
-        name: String::from("model"),
-        route: vec![(NodeId([1; 16]), 0..12), (NodeId([2; 16]), 12..30)],
-        stage: 1,
-        sequences: 8,
+fn record(program: ProgramRecord) -> Record {
+    let standby = StandbyRecord { node: NodeId([2; 16]), tier: Tier::Hot, ready: true, snapshot_ms: 2000 };
+    let parts = vec![
+        PartRecord { bytes: 1 << 30, step_ns: 1_000_000, standby: Some(standby) },
+        PartRecord { bytes: 1 << 29, step_ns: 500_000, standby: None },
+    ];
+    Record { parts, program }
+}
+
+fn steps_record() -> ProgramRecord {
+    let (tier, start) = (Tier::Hot, TileStart::Continue);
+    let rates = vec![1000, 0];
+    let depth = Some(4);
+    ProgramRecord::Steps(StepsRecord { tier, depth, step_ns: 1_000_000, start, checkpoint: Some(250), rates })
+}
+
+fn serve_record() -> ProgramRecord {
+    let layer = Layer { flops_per_token: 9, weight_bytes: 8, kv_bytes_per_token: 7, window: Some(6) };
+    let work = Work {
+        layers: vec![layer],
+        embed_bytes: 5,
+        head_bytes: 4,
+        tied: true,
+        head_flops: 3,
+        activation_bytes: 2,
         context: 2048,
-        width: 576,
-        int8: true,
-        bytes_max: 1 << 30,
-        standby: true,
-    }
+        sequences: 8,
+        scratch_bytes: 1,
+    };
+    let (content, name) = (ContentId([3; 32]), String::from("model"));
+    let model = ModelSpec { content, name, work, width: 576, int8: true, eos: vec![2] };
+    ProgramRecord::Serve(Box::new(ServeRecord { model }))
 }
 
 fn advert() -> Advert {
@@ -207,8 +248,9 @@ fn everything_comes_back_as_it_was() {
 /// Bytes as they were when the protocol got its number. If this fails, either the change was a mistake or `PROTOCOL`
 /// must grow.
 #[test]
-fn golden_bytes_of_protocol_10() {
-    let token = Message::Token { job: JOB, epoch: EPOCH, request: REQUEST, position: 41, token: 49_151 };
+fn golden_bytes_of_protocol_12() {
+    let say = ToCoordinator::Stage(FromStage::Token { request: REQUEST, position: 41, token: 49_151 });
+    let token = Message::ToCoordinator { job: JOB, epoch: EPOCH, say };
     let bytes = encode_advert(&advert()).unwrap();
     assert_eq!(
         [
@@ -220,12 +262,12 @@ fn golden_bytes_of_protocol_10() {
             hex(&blake3::hash(&bytes).as_bytes()[..8]),
         ],
         [
-            "0a0afd0807060504030201071009090909090909090909090909090909fb2c0129fbffbf",
-            "0a10",
-            "0a03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
-            "0a0105fb2c01",
-            "0a1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "2fe405a72a1deaa0",
+            "0c04fd08070605040302010710090909090909090909090909090909090600fb2c0129fbffbf",
+            "0c01",
+            "0c03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
+            "0c0105fb2c01",
+            "0c1001010101010101010101010101010101fc00d2496b032608080808080808",
+            "6b79416dff89448f",
         ]
     );
 }

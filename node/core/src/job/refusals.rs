@@ -1,4 +1,4 @@
-//! Which nodes refused a stage of a job, and why: told with the plan that could not be made without them.
+//! Which nodes refused a part of a job, and why: reported with the plan that could not be made without them.
 use crate::id::NodeId;
 use alloc::collections::BTreeMap;
 use alloc::{format, string::String};
@@ -9,19 +9,19 @@ use partitioner::PlanError;
 pub(super) struct Refusals(BTreeMap<NodeId, String>);
 
 impl Refusals {
-    /// A node says why it cannot hold its stage.
+    /// A node says why it cannot hold its part.
     pub(super) fn note(&mut self, node: NodeId, reason: &str) {
         if self.0.len() < NODES_MAX || self.0.contains_key(&node) {
             self.0.insert(node, reason.chars().take(REASON_CHARS_MAX).collect());
         }
     }
 
-    /// The job is ready: nobody's refusal matters any more.
+    /// The job runs: no refusal matters any more.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Why there is no plan, for people.
+    /// Why there is no plan, human-readable.
     pub(super) fn explain(&self, error: &PlanError) -> String {
         let refused = self.0.iter().map(|(node, reason)| format!("; {node} is left out for now: {reason}"));
         core::iter::once(format!("{error}")).chain(refused).collect()
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_told_with_the_missing_plan_and_bounded() {
+    fn a_refusal_is_reported_with_the_missing_plan_and_bounded() {
         let mut refusals = Refusals::default();
         let error = PlanError::NoDevices;
         assert_eq!(refusals.explain(&error), format!("{error}"));

@@ -1,277 +1,284 @@
-//! The standbys of one job at its coordinator: which node for which stage, how far its cache is, and which nodes must know.
-use super::JobOutput;
-use crate::id::{Epoch, JobId, NodeId, RequestId};
-use crate::limits::{PREPARE_RETRY, SEQUENCES_MAX, STANDBY_LAG_MAX};
-use crate::message::Message;
+//! The standbys of a job's parts: sought when it runs, made known to the nodes that feed them, owners when theirs leaves or is lost.
+use super::lifecycle::{Job, Phase, Role};
+use super::output::{JobOutput, Out};
+use super::part::{Part, Standby};
+use super::serve::standby_positions;
+use super::workload::Workload;
+use crate::id::{NodeId, PartId};
+use crate::limits::{PREPARE_RETRY, STANDBY_RETRY};
+use crate::message::ToParticipant;
 use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
-use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use crate::work::{Cursors, Ready};
+use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
-use partitioner::{Stage, Tier};
+use partitioner::tiles::TileStandby;
+use partitioner::{DeviceId, Tier};
 
-type Out = VecDeque<JobOutput>;
-
-/// Standbys by stage.
-#[derive(Debug, Default)]
-pub(super) struct Standbys {
-    by_stage: BTreeMap<u16, Standby>,
-    /// What the planner said of each stage, also of those that nobody can cover.
-    tiers: BTreeMap<u16, (Tier, Option<u64>)>,
-}
-
-#[derive(Debug)]
-struct Standby {
-    /// The stage on its device.
-    place: Stage,
-    tier: Tier,
-    progress: Progress,
-    /// It has answered that its stage is in memory, under this placement or an earlier one with the same layers. It stays
-    /// true until the standby reports a failure or is lost, which removes it. It is a hint: promotion asks with `Prepare`,
-    /// and a node that holds the stage no more (it was restarted) loads it, or refuses and is replaced.
-    resident: bool,
-    /// What it said it holds.
-    held: BTreeMap<RequestId, u32>,
-    /// That it is current was told once under this placement.
-    told: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
-    Loading { retry_at: Instant },
-    Following,
-}
-
-impl Standby {
-    fn node(&self) -> NodeId {
-        self.place.device.into()
+impl Job {
+    /// Parts that lack a standby.
+    fn lacks_standbys(&self) -> bool {
+        let lacks = |part: &Part| part.standby.is_none() && self.workload.wants_standby(part, self.me);
+        self.parts.iter().any(lacks)
     }
 
-    /// Whether it holds, but for a little, what `acked` says of each request.
-    fn holds(&self, acked: &BTreeMap<RequestId, u32>) -> bool {
-        let held = |request: &RequestId| self.held.get(request).copied().unwrap_or(0);
-        let follows = self.progress == Progress::Following && self.tier == Tier::Hot;
-        follows && acked.iter().all(|(id, &acked)| held(id) + STANDBY_LAG_MAX >= acked)
-    }
-}
-
-/// A standby as status pages show it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StandbyView {
-    /// Which stage.
-    pub stage: u16,
-    /// Who; none where nobody can.
-    pub node: Option<NodeId>,
-    /// How ready it is meant to be. Hot is said only of one that is.
-    pub tier: Tier,
-    /// Weights are in memory there.
-    pub resident: bool,
-    /// Its caches hold what the stage's hold.
-    pub current: bool,
-    /// Predicted nanoseconds from the loss being noticed to the next token, if predicted.
-    pub stall_ns: Option<u64>,
-}
-
-impl Standbys {
-    /// All nodes that stand by or are asked to.
-    pub(super) fn nodes(&self) -> BTreeSet<NodeId> {
-        self.by_stage.values().map(Standby::node).collect()
+    /// Asks the planner for the standbys that are missing.
+    pub(super) fn seek_standbys(&mut self, now: Instant, out: &mut Out) {
+        self.standbys_due = None;
+        if planted::has(Planted::NoStandbys) || !self.is_running() || !self.lacks_standbys() {
+            return;
+        }
+        let kept = |(at, part): (usize, &Part)| {
+            part.standby.as_ref().map(|standby| (PartId::of(at).0, DeviceId::from(standby.node)))
+        };
+        let kept = self.parts.iter().enumerate().filter_map(kept).collect();
+        if let Some(what) = self.workload.ask_standbys(&self.parts, kept) {
+            self.standbys_asked = Some(self.ask(self.unfit.clone(), what, out));
+        }
+        self.standbys_due = Some(now + STANDBY_RETRY);
     }
 
-    /// Who is fed: hot standbys that load no more.
-    pub(super) fn fed(&self) -> impl Iterator<Item = (u16, NodeId)> + '_ {
-        let fed = |standby: &Standby| standby.tier == Tier::Hot && standby.progress == Progress::Following;
-        self.by_stage.iter().filter(move |(_, standby)| fed(standby)).map(|(&stage, standby)| (stage, standby.node()))
-    }
-
-    /// Those that have answered under the present placement, and their layers.
-    pub(super) fn following(&self) -> impl Iterator<Item = (NodeId, core::ops::Range<u32>)> + '_ {
-        let following = self.by_stage.values().filter(|standby| standby.progress == Progress::Following);
-        following.map(|standby| (standby.node(), standby.place.layers.clone()))
-    }
-
-    /// Stage and device of each, for the planner.
-    pub(super) fn kept(&self) -> Vec<(u16, partitioner::DeviceId)> {
-        self.by_stage.iter().map(|(&stage, standby)| (stage, standby.place.device)).collect()
-    }
-
-    /// The planner chose. Returns the new ones.
-    pub(super) fn add(&mut self, now: Instant, chosen: Vec<partitioner::Standby>) -> Vec<(u16, NodeId)> {
+    /// The planner chose standbys for stages.
+    pub(super) fn handle_stage_standbys(&mut self, now: Instant, chosen: Vec<partitioner::Standby>, out: &mut Out) {
         let mut new = Vec::new();
         for standby in chosen {
-            self.tiers.insert(standby.stage, (standby.tier, standby.stall_ns));
-            let Some(place) = standby.place.filter(|_| !self.by_stage.contains_key(&standby.stage)) else { continue };
-            new.push((standby.stage, place.device.into()));
-            let progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            let (tier, held) = (standby.tier, BTreeMap::new());
-            let standby = Standby { place, tier, progress, resident: false, held, told: false };
-            self.by_stage.insert(new[new.len() - 1].0, standby);
+            let part = PartId(standby.stage);
+            if let Workload::Serve(serve) = &mut self.workload {
+                serve.set_tier(part, standby.tier, standby.stall_ns);
+            }
+            let Some(place) = standby.place else { continue };
+            let (node, costs) = (place.device.into(), (place.bytes, place.step_ns));
+            new.push((part, Standby::new(now, node, standby.tier, costs)));
         }
-        new
+        self.add_standbys(now, new, out);
     }
 
-    /// Whether the stage has a standby that is not lost and has its weights in memory. The standby need not have answered under
-    /// the present placement: of two stages lost shortly after each other, the second is taken over as fast as the first.
-    pub(super) fn can_take(&self, stage: u16, lost: &BTreeSet<NodeId>) -> bool {
-        let ready = |standby: &Standby| standby.resident && !lost.contains(&standby.node());
-        self.by_stage.get(&stage).is_some_and(ready)
-    }
-
-    /// Whoever stands by for a stage, to be its owner. It is no standby any more.
-    pub(super) fn take(&mut self, stage: u16) -> Option<Stage> {
-        if planted::has(Planted::StandbyPromotedTwice) {
-            return self.by_stage.get(&stage).map(|standby| standby.place.clone());
-        }
-        self.by_stage.remove(&stage).map(|standby| standby.place)
-    }
-
-    /// A new placement. Returns the standbys that still fit it, which have to be informed; the others are released. The
-    /// coordinator's own stage needs none, also where it was placed there only now.
-    pub(super) fn refit(&mut self, now: Instant, stages: &[Stage], head: NodeId) -> Vec<(u16, NodeId)> {
-        let covered = |at: u16| stages.get(usize::from(at)).filter(|stage| NodeId::from(stage.device) != head);
-        self.by_stage.retain(|&at, standby| {
-            let same = covered(at).is_some_and(|stage| stage.layers == standby.place.layers);
-            let twice = planted::has(Planted::StandbyPromotedTwice);
-            same && (twice || stages.iter().all(|stage| stage.device != standby.place.device))
-        });
-        self.tiers.retain(|&at, _| covered(at).is_some());
-        for standby in self.by_stage.values_mut() {
-            standby.progress = Progress::Loading { retry_at: now + PREPARE_RETRY };
-            standby.told = false;
-        }
-        self.by_stage.iter().map(|(&stage, standby)| (stage, standby.node())).collect()
-    }
-
-    /// A node is gone, or refused. Returns its stage if it stood by.
-    pub(super) fn remove(&mut self, node: NodeId) -> Option<u16> {
-        let stage = self.by_stage.iter().find(|(_, standby)| standby.node() == node).map(|(&stage, _)| stage)?;
-        self.by_stage.remove(&stage);
-        Some(stage)
-    }
-
-    /// A standby has its stage in memory. Returns the stage.
-    pub(super) fn handle_prepared(&mut self, node: NodeId) -> Option<u16> {
-        let (&stage, standby) = self.by_stage.iter_mut().find(|(_, standby)| standby.node() == node)?;
-        standby.progress = Progress::Following;
-        standby.resident = true;
-        Some(stage)
-    }
-
-    /// A standby told what it holds.
-    pub(super) fn handle_held(&mut self, node: NodeId, held: &[(RequestId, u32)]) {
-        if let Some(standby) = self.by_stage.values_mut().find(|standby| standby.node() == node) {
-            standby.held = held.iter().take(2 * SEQUENCES_MAX as usize).copied().collect();
-        }
-    }
-
-    /// Whether a stage has a standby that is current.
-    pub(super) fn is_current(&self, stage: u16, acked: &BTreeMap<RequestId, u32>) -> bool {
-        self.by_stage.get(&stage).is_some_and(|standby| standby.holds(acked))
-    }
-
-    /// Tells of each, once, that it is current.
-    pub(super) fn tell(&mut self, job: JobId, acked: &BTreeMap<RequestId, u32>, out: &mut Out) {
-        for (&stage, standby) in &mut self.by_stage {
-            if !standby.told && standby.holds(acked) {
-                standby.told = true;
-                let event = Event::Standby { job, stage, node: standby.node(), current: true };
-                out.push_back(JobOutput::Notify(event));
+    /// The planner chose standbys for tiles. One may change over from another tile, which then has none.
+    pub(super) fn handle_tile_standbys(&mut self, now: Instant, chosen: &[TileStandby], out: &mut Out) {
+        let Workload::Steps(steps) = &self.workload else { return };
+        let tier = steps.spec.tier;
+        let mut new = Vec::new();
+        for &TileStandby { tile, device, snapshot_every_ns } in chosen {
+            let Some(part) = self.parts.get_mut(usize::from(tile)) else { continue };
+            let snapshot_ms = u32::try_from(snapshot_every_ns / 1_000_000).unwrap_or(u32::MAX);
+            let standby = Standby::new(now, device.into(), tier, (part.bytes, part.step_ns));
+            let before = part.standby.take();
+            new.push((PartId(tile), Standby { snapshot_ms, ..standby }));
+            if let Some(before) = before {
+                self.send(before.node, ToParticipant::Release { part: PartId(tile) }, out);
             }
         }
+        self.add_standbys(now, new, out);
     }
 
-    /// Whom to ask again, and when the next of them is due.
-    pub(super) fn due(&mut self, now: Instant) -> Vec<(u16, NodeId)> {
-        let mut due = Vec::new();
-        for (&stage, standby) in &mut self.by_stage {
-            if let Progress::Loading { retry_at } = &mut standby.progress
-                && *retry_at <= now
-            {
-                *retry_at = now + PREPARE_RETRY;
-                due.push((stage, standby.place.device.into()));
-            }
+    fn add_standbys(&mut self, now: Instant, new: Vec<(PartId, Standby)>, out: &mut Out) {
+        if !self.is_running() {
+            return;
         }
-        due
-    }
-
-    pub(super) fn next_wakeup(&self) -> Option<Instant> {
-        let waiting = self.by_stage.values().filter_map(|standby| match standby.progress {
-            Progress::Loading { retry_at } => Some(retry_at),
-            Progress::Following => None,
-        });
-        waiting.min()
-    }
-
-    /// Bytes the plan allows the standby of a stage.
-    pub(super) fn bytes(&self, stage: u16) -> u64 {
-        self.by_stage.get(&stage).map_or(0, |standby| standby.place.bytes)
-    }
-
-    /// Tells everybody beside a stage who its standby is.
-    pub(super) fn announce(
-        &self,
-        job: JobId,
-        epoch: Epoch,
-        stage: u16,
-        node: Option<NodeId>,
-        owners: &[NodeId],
-        out: &mut Out,
-    ) {
-        let beside = [stage.checked_sub(1), stage.checked_add(1)].into_iter().flatten();
-        for at in beside {
-            let standby = self.fed().find(|(covered, _)| *covered == at).map(|(_, node)| node);
-            for to in owners.get(usize::from(at)).copied().into_iter().chain(standby) {
-                out.push_back(JobOutput::Message { to, message: Message::Standby { job, epoch, stage, node } });
+        let mut added = false;
+        for (number, standby) in new {
+            let node = standby.node;
+            let Some(part) = self.parts.get_mut(number.index()) else { continue };
+            if part.standby.is_some() || part.owner == node {
+                continue;
             }
+            part.standby = Some(standby);
+            self.asked.insert(node);
+            self.note_asked(node);
+            self.order_standby(now, number, out);
+            out.push_back(JobOutput::Notify(Event::Standby { job: self.id, part: number, node, current: false }));
+            added = true;
+        }
+        if added {
+            self.watch(out);
+            self.publish_record(out);
         }
     }
 
-    pub(super) fn views(&self, acked: &BTreeMap<RequestId, u32>) -> Vec<StandbyView> {
-        let stages: BTreeSet<u16> = self.tiers.keys().chain(self.by_stage.keys()).copied().collect();
-        let view = |stage: u16| {
-            let (tier, stall_ns) = self.tiers.get(&stage).copied().unwrap_or((Tier::Cold, None));
-            let standby = self.by_stage.get(&stage);
-            let current = standby.is_some_and(|standby| standby.holds(acked));
-            let resident = standby.is_some_and(|standby| standby.resident);
-            let tier = match (standby.map(|standby| standby.tier), tier) {
-                (Some(_), _) if current => Tier::Hot,
-                (Some(_), _) if resident => Tier::Warm,
-                (Some(_), _) | (None, Tier::Hot | Tier::Warm | Tier::Cold) => Tier::Cold,
-                (None, Tier::None) => Tier::None,
-            };
-            StandbyView { stage, node: standby.map(Standby::node), tier, resident, current, stall_ns }
+    /// Orders a part from its standby.
+    pub(super) fn order_standby(&mut self, now: Instant, part: PartId, out: &mut Out) {
+        let Some(order) = self.order(part, Role::Standby).filter(|order| order.standby.is_some()) else { return };
+        let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut()) else { return };
+        standby.prepared = Err(now);
+        let node = standby.node;
+        self.send(node, ToParticipant::Prepare(order), out);
+    }
+
+    /// Standbys that have not answered are asked again.
+    pub(super) fn standbys_wakeup(&mut self, now: Instant, out: &mut Out) {
+        let late = |part: &Part| {
+            let asked = part.standby.as_ref().and_then(|standby| standby.prepared.as_ref().err());
+            asked.is_some_and(|at| now.since(*at) >= PREPARE_RETRY)
         };
-        stages.into_iter().map(view).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use alloc::vec;
-
-    const HEAD: NodeId = NodeId([1; 16]);
-
-    fn stage(node: u8, layers: core::ops::Range<u32>) -> Stage {
-        Stage { device: NodeId([node; 16]).into(), layers, bytes: 1, step_ns: 1 }
+        let late: Vec<PartId> = (0..self.parts.len()).filter(|&at| late(&self.parts[at])).map(PartId::of).collect();
+        late.into_iter().for_each(|part| self.order_standby(now, part, out));
     }
 
-    fn cold(stage: u16) -> partitioner::Standby {
-        partitioner::Standby { stage, tier: Tier::Cold, place: None, same_machine: false, stall_ns: None }
+    pub(super) fn next_standby_retry(&self) -> Option<Instant> {
+        let asked = self.parts.iter().filter_map(|part| part.standby.as_ref()?.prepared.as_ref().err());
+        asked.min().map(|at| *at + PREPARE_RETRY)
     }
 
-    #[test]
-    fn a_stage_that_came_to_the_head_lists_no_standby() {
-        let mut standbys = Standbys::default();
-        // One that still loads, and one that nobody covers.
-        let loading = partitioner::Standby { place: Some(stage(4, 4..8)), ..cold(1) };
-        standbys.add(Instant(0), vec![loading, cold(2)]);
-        let stages =
-            |standbys: &Standbys| standbys.views(&BTreeMap::new()).iter().map(|view| view.stage).collect::<Vec<_>>();
-        assert_eq!(stages(&standbys), [1, 2]);
-        // The node of stage 1 is lost, and the head takes it.
-        let kept = standbys.refit(Instant(1), &[stage(2, 0..4), stage(1, 4..8), stage(3, 8..12)], HEAD);
-        assert_eq!(kept, [], "the standby of stage 1 is released");
-        assert_eq!(stages(&standbys), [2]);
+    /// A standby has answered its order: the nodes that feed it get to know it.
+    pub(super) fn standby_prepared(&mut self, now: Instant, part: PartId, ready: &Ready, out: &mut Out) {
+        let ready_now = self.workload.ready_when_prepared();
+        let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut()) else { return };
+        standby.prepared = Ok(ready.has.clone());
+        standby.ready |= ready_now;
+        let node = standby.node;
+        if self.phase != Phase::Running {
+            return;
+        }
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.requests.close_ended(node, standby_positions(&ready.has), out);
+        }
+        self.announce_standby(part, out);
+        self.announce_to_standby(part, out);
+        self.report_standbys(out);
+        if !self.draining.is_empty() {
+            self.standbys_due = Some(now); // it may take over at once
+        }
+    }
+
+    /// The standby of a part that is fed copies: one that computes along.
+    fn fed(&self, part: PartId) -> Option<NodeId> {
+        let standby = self.parts.get(part.index())?.standby.as_ref()?;
+        let follows = match &self.workload {
+            Workload::Serve(_) => standby.tier == Tier::Hot,
+            Workload::Steps(_) => true,
+        };
+        (standby.is_prepared() && follows).then_some(standby.node)
+    }
+
+    /// Nodes beside a part that have to know its standby: the owners of the parts that feed it or are fed by it, and of a route the
+    /// standbys of these.
+    fn beside(&self, part: PartId) -> BTreeSet<NodeId> {
+        let Some(order) = self.order(part, Role::Owner) else { return BTreeSet::new() };
+        let mut beside: BTreeSet<PartId> = order.feeders(part).into_iter().collect();
+        let route = matches!(self.workload, Workload::Serve(_));
+        if route {
+            beside.insert(part.after());
+        }
+        let owners = beside.iter().filter_map(|&part| order.owner(part));
+        let standbys = beside.iter().filter(|_| route).filter_map(|&part| self.fed(part));
+        owners.chain(standbys).collect()
+    }
+
+    fn announce_standby(&mut self, part: PartId, out: &mut Out) {
+        let node = self.fed(part);
+        for to in self.beside(part) {
+            self.send(to, ToParticipant::Standby { part, node }, out);
+        }
+        self.update_fed();
+    }
+
+    /// A standby of a route has to know the standbys beside it, too.
+    fn announce_to_standby(&self, part: PartId, out: &mut Out) {
+        let Some(to) = self.fed(part).filter(|_| matches!(self.workload, Workload::Serve(_))) else { return };
+        for other in part.before().into_iter().chain([part.after()]) {
+            if let Some(node) = self.fed(other) {
+                self.send(to, ToParticipant::Standby { part: other, node: Some(node) }, out);
+            }
+        }
+    }
+
+    /// The coordinator itself feeds the first stage's standby, and closes requests at all of them.
+    fn update_fed(&mut self) {
+        let fed = (0..self.parts.len()).map(PartId::of).filter_map(|part| Some((part, self.fed(part)?))).collect();
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.requests.set_standbys(fed);
+        }
+    }
+
+    /// Makes all standbys known once more: what was sent before may be lost.
+    pub(super) fn announce_standbys(&mut self, out: &mut Out) {
+        for part in (0..self.parts.len()).map(PartId::of) {
+            if self.fed(part).is_some() {
+                self.announce_standby(part, out);
+            }
+        }
+    }
+
+    /// Reports of each standby, once, that it is current.
+    pub(super) fn report_standbys(&mut self, out: &mut Out) {
+        let mut current = false;
+        for at in 0..self.parts.len() {
+            let Some(standby) = &self.parts[at].standby else { continue };
+            if standby.reported || !self.workload.is_current(standby) {
+                continue;
+            }
+            let (job, part, node) = (self.id, PartId::of(at), standby.node);
+            out.push_back(JobOutput::Notify(Event::Standby { job, part, node, current: true }));
+            if let Some(standby) = &mut self.parts[at].standby {
+                standby.reported = true;
+            }
+            current = true;
+        }
+        if current {
+            self.publish_record(out);
+        }
+    }
+
+    /// A standby reports how far it is.
+    pub(super) fn handle_held(&mut self, now: Instant, from: NodeId, part: PartId, cursors: Cursors, out: &mut Out) {
+        let standby = self.parts.get_mut(part.index()).and_then(|part| part.standby.as_mut());
+        let Some(standby) = standby.filter(|standby| standby.node == from) else { return };
+        standby.cursors = cursors;
+        self.standbys_moved(now, out);
+    }
+
+    /// Standbys may have become current.
+    pub(super) fn standbys_moved(&mut self, now: Instant, out: &mut Out) {
+        if self.is_running() {
+            self.report_standbys(out);
+            self.hand_over(now, out);
+        }
+    }
+
+    /// A part has no standby any more, or one that cannot hold it.
+    pub(super) fn drop_standby(&mut self, now: Instant, part: PartId, out: &mut Out) {
+        let Some(standby) = self.parts.get_mut(part.index()).and_then(|part| part.standby.take()) else { return };
+        self.standbys_due = Some(now + STANDBY_RETRY);
+        let node = standby.node;
+        if self.is_running() {
+            self.announce_standby(part, out);
+        }
+        // If it lives it is to let go; if that is lost too, it does so when it hears no more of the job.
+        self.send(node, ToParticipant::Release { part }, out);
+        self.watch(out);
+        self.publish_record(out);
+    }
+
+    /// A node that is a standby is lost.
+    pub(super) fn handle_standby_lost(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        let stands = |part: &Part| part.standby.as_ref().is_some_and(|standby| standby.node == node);
+        let parts: Vec<PartId> = (0..self.parts.len()).filter(|&at| stands(&self.parts[at])).map(PartId::of).collect();
+        parts.into_iter().for_each(|part| self.drop_standby(now, part, out));
+    }
+
+    /// Standbys on nodes that take no new work are let go.
+    pub(super) fn release_draining_standbys(&mut self, now: Instant, out: &mut Out) {
+        let leaving: Vec<NodeId> = self.standby_nodes().intersection(&self.draining).copied().collect();
+        leaving.into_iter().for_each(|node| self.handle_standby_lost(now, node, out));
+    }
+
+    /// Parts of nodes that drain go to their standbys once those are current. Without such a one they stay where they are: a
+    /// part that runs is better than none. The coordinator's own parts stay as long as it coordinates.
+    pub(super) fn hand_over(&mut self, now: Instant, out: &mut Out) {
+        if !self.is_running() || self.draining.is_empty() {
+            return;
+        }
+        let leaves = |part: &&Part| {
+            let current = part.standby.as_ref().is_some_and(|s| s.ready && self.workload.is_current(s));
+            self.draining.contains(&part.owner) && part.owner != self.me && current
+        };
+        let leaving: BTreeSet<NodeId> = self.parts.iter().filter(leaves).map(|part| part.owner).collect();
+        // A node hands all its parts over, or none.
+        let all = |node: &NodeId| self.parts.iter().filter(|part| part.owner == *node).all(|part| leaves(&part));
+        let leaving: BTreeSet<NodeId> = leaving.into_iter().filter(all).collect();
+        if !leaving.is_empty() {
+            self.replan(now, &leaving, out);
+        }
     }
 }

@@ -29,7 +29,7 @@ pub(super) struct Lease {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Silent(Duration),
-    Stuck(Duration),
+    Stalled(Duration),
     Back,
 }
 
@@ -37,7 +37,7 @@ impl Change {
     pub(super) fn output(self, job: JobId, node: NodeId) -> LivenessOutput {
         match self {
             Change::Silent(silent) => LivenessOutput::Silent { job, node, silent },
-            Change::Stuck(elapsed) => LivenessOutput::Stuck { job, node, elapsed },
+            Change::Stalled(elapsed) => LivenessOutput::Stalled { job, node, elapsed },
             Change::Back => LivenessOutput::Back { job, node },
         }
     }
@@ -92,7 +92,7 @@ impl Lease {
         match (elapsed > allowed, self.stuck) {
             (true, false) => {
                 self.stuck = true;
-                Some(Change::Stuck(elapsed))
+                Some(Change::Stalled(elapsed))
             }
             (false, true) => {
                 self.stuck = false;

@@ -5,7 +5,7 @@ use crate::limits::LEASE;
 const JOB: JobId = JobId(1);
 const A: NodeId = NodeId([1; 16]);
 const B: NodeId = NodeId([2; 16]);
-const EPOCH: Epoch = Epoch { counter: 1, minter: A };
+const EPOCH: Epoch = Epoch { counter: 1, issuer: A };
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -140,7 +140,7 @@ fn stuck_is_not_slow() {
     assert!(bench.told.is_empty(), "{:?}", bench.told);
     bench.hear(B, 5, 8001, 2000);
     bench.hear(B, 5, 8051, 2000);
-    let [LivenessOutput::Stuck { job: JOB, node: B, elapsed }] = bench.told[..] else { panic!("{:?}", bench.told) };
+    let [LivenessOutput::Stalled { job: JOB, node: B, elapsed }] = bench.told[..] else { panic!("{:?}", bench.told) };
     assert_eq!(elapsed, ms(8001));
     bench.hear(B, 6, 10, 2000);
     assert_eq!(bench.told[1], LivenessOutput::Back { job: JOB, node: B });
@@ -148,7 +148,7 @@ fn stuck_is_not_slow() {
     bench.hear(B, 7, 900, 10);
     assert_eq!(bench.told.len(), 2);
     bench.hear(B, 7, 1001, 10);
-    assert!(matches!(bench.told[2], LivenessOutput::Stuck { .. }));
+    assert!(matches!(bench.told[2], LivenessOutput::Stalled { .. }));
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn heartbeats_tell_what_runs() {
 fn leases_outlive_a_new_epoch() {
     let mut bench = Bench::watching(&[A, B]);
     bench.regular(B, 4);
-    let next = Epoch { counter: 2, minter: A };
+    let next = Epoch { counter: 2, issuer: A };
     bench.liveness.handle_watch(bench.now, JOB, next, &[B]);
     assert!(bench.liveness.is_fresh(bench.now, B), "B's lease goes on");
     assert!(bench.liveness.last_heard(JOB, A).is_none(), "A is no neighbour any more");

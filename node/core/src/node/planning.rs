@@ -1,14 +1,18 @@
 //! The mesh as plans see it: what members say, corrected by what was measured, with what a job holds counted as free.
 use super::Node;
-use crate::id::{JobId, NodeId};
-use crate::limits::{CHALLENGE_STEPS, SOURCES_MAX};
+use crate::id::{CallId, Epoch, JobId, NodeId};
+use crate::job::{Ask, Measured, What};
+use crate::limits::{CHALLENGE_STEPS, HALO_LOG_BYTES_MAX, SNAPSHOT_EVERY_MIN, SOURCES_MAX};
 use crate::output::Event;
 use crate::speeds::Timing;
-use crate::time::Duration;
-use crate::work::serve::StageSpec;
+use crate::work::{Order, PartWork};
+use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::ops::Range;
-use partitioner::{DeviceId, Fleet, Goal, Options, Plan, Work};
+use partitioner::tiles::GridQuestion;
+use partitioner::{
+    DeviceId, Fleet, Goal, GridStandbysQuestion, ModelQuestion, ModelStandbysQuestion, Options, Question, Work,
+};
 
 impl Node {
     /// The mesh as it says it is, corrected by what was measured.
@@ -18,9 +22,49 @@ impl Node {
         fleet
     }
 
-    /// What a placement is predicted to take per token.
-    pub(super) fn token_ns(&self, plan: &Plan, work: &Work, fleet: &Fleet) -> Option<u64> {
-        partitioner::cost::token_ns(work, fleet, self.me.into(), &plan.placement())
+    /// A job's question on the mesh as it is.
+    pub(super) fn question(&self, ask: Ask) -> Question {
+        let Ask { job, resident, without, what } = ask;
+        let mut fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &resident));
+        for device in &mut fleet.devices {
+            device.excluded |= without.contains(&device.id.into());
+        }
+        match what {
+            What::Model { work, repair, present, caller } => {
+                let (repair, present) = (repair.map(|plan| *plan), present.map(|plan| *plan));
+                let options = self.plan_options(caller);
+                let question = ModelQuestion { work, fleet, options, repair, present, standbys: caller };
+                Question::Model(Box::new(question))
+            }
+            What::ModelStandbys { work, plan, kept } => {
+                let (options, plan) = (self.plan_options(false), *plan);
+                Question::ModelStandbys(Box::new(ModelStandbysQuestion { work, fleet, options, plan, kept }))
+            }
+            What::Grid { work, depth, rates, present } => {
+                Question::Grid(Box::new(GridQuestion { work, fleet, paces: rates, depth, present }))
+            }
+            What::GridStandbys { work, owners, depth, step_ns, kept } => {
+                // Snapshots come so often that the halos kept since the last but one would do.
+                let halo_bytes = HALO_LOG_BYTES_MAX / 2;
+                let snapshot_ns_min = SNAPSHOT_EVERY_MIN.as_nanos() as u64;
+                Question::GridStandbys(Box::new(GridStandbysQuestion {
+                    work,
+                    fleet,
+                    owners,
+                    depth,
+                    step_ns,
+                    halo_bytes,
+                    snapshot_ns_min,
+                    kept,
+                }))
+            }
+        }
+    }
+
+    /// A local caller wants the mesh as plans see it.
+    pub(super) fn survey(&mut self, call: CallId, job: Option<JobId>) {
+        let fleet = job.map_or_else(|| self.fleet(), |job| self.fleet_for(job, &self.jobs.holdings(job)));
+        self.notify(Event::Fleet { call, fleet: Box::new(fleet), options: self.plan_options(false) });
     }
 
     /// A node answered challenges: what it took (the fastest of them, and whether no request ran meanwhile) is held against
@@ -31,8 +75,7 @@ impl Node {
         node: NodeId,
         work: &Work,
         layers: &Range<u32>,
-        (took, quiet): (Duration, bool),
-        digest: (u64, u64),
+        Measured { took, quiet, nonce, digest }: Measured,
     ) {
         let fleet = self.membership.fleet();
         // Challenges begin at position 0: their rows attend to next to nothing.
@@ -50,7 +93,7 @@ impl Node {
             self.notify(Event::Measured { node, percent });
             self.fleet_changed();
         }
-        if let Some(what) = self.speeds.handle_digest(job, layers, node, numerics, digest) {
+        if let Some(what) = self.speeds.handle_digest(job, layers, node, numerics, (nonce, digest)) {
             self.refused(Some(node), what);
         }
     }
@@ -73,14 +116,23 @@ impl Node {
         Options { goal: Goal::Latency, head: self.me.into(), losses }
     }
 
-    /// Who may have a stage's weights: the head and the other stages are asked first; then whoever says that it has some.
-    pub(super) fn find_sources(&mut self, stage: &mut StageSpec) {
-        let holders = self.membership.holders(stage.content, SOURCES_MAX);
-        let others: Vec<NodeId> = holders.into_iter().filter(|node| !stage.sources.contains(node)).collect();
-        stage.sources.extend(others);
-        stage.sources.truncate(SOURCES_MAX);
-        for &node in stage.sources.iter().filter(|node| **node != self.me) {
+    /// Nodes that may have the data of a part: the coordinator and the owners are asked first; then those that say that they
+    /// have some.
+    pub(super) fn sources(&mut self, epoch: Epoch, order: &Order) -> Vec<NodeId> {
+        let content = match &order.work {
+            PartWork::Stage(stage) => stage.content,
+            PartWork::Tile(tile) => tile.simulation.content,
+        };
+        let mut sources: Vec<NodeId> = Vec::from([epoch.issuer]);
+        let owners = order.owners.iter().copied().filter(|&node| node != self.me);
+        for node in owners.chain(self.membership.holders(content, SOURCES_MAX)) {
+            if sources.len() < SOURCES_MAX && !sources.contains(&node) {
+                sources.push(node);
+            }
+        }
+        for &node in sources.iter().filter(|node| **node != self.me) {
             self.membership.connect(self.now, node);
         }
+        sources
     }
 }

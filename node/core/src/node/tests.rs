@@ -3,8 +3,12 @@
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use super::*;
 use crate::config::Capacity;
-use crate::id::{CallId, ContentId, Generation, RequestId};
-use crate::work::serve::{DoneReason, Item, ItemResult, LoadedStage, ModelSpec, Request, Sampling, StageSpec};
+use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorId};
+use crate::job::WhatView;
+use crate::message::ToParticipant;
+use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, Sampling, StageOrder};
+use crate::work::{JobSpec, Loaded, Made, Order, PartWork, Run, Task};
+use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use partitioner::{Layer, Work};
@@ -31,7 +35,7 @@ struct Host {
     down: bool,
     wakeup: Option<Instant>,
     memory: u64,
-    stage: BTreeMap<JobId, Executor>,
+    stage: BTreeMap<(JobId, PartId), Executor>,
     /// Who the last stage was to be fetched from.
     sources: Vec<NodeId>,
     tensors: BTreeMap<TensorId, Vec<u64>>,
@@ -119,7 +123,7 @@ impl Mesh {
             sequence: 0,
             events: Vec::new(),
             cut: BTreeSet::new(),
-            tensors_next: 1 << 63,
+            tensors_next: 0,
         };
         for (i, &memory) in memories.iter().enumerate() {
             mesh.add(i as u8 + 1, memory);
@@ -237,7 +241,7 @@ impl Mesh {
                     Payload::Tensors(all) => all.iter().flat_map(|tensor| host.tensors[tensor].clone()).collect(),
                     Payload::Tokens(tokens) => tokens.into_iter().map(u64::from).collect(),
                 };
-                let tensor = TensorId(self.tensors_next);
+                let tensor = TensorId::Arrived(self.tensors_next);
                 self.tensors_next += 1;
                 if let Some(peer) = self.nodes.get_mut(&to).filter(|peer| !peer.down) {
                     peer.tensors.insert(tensor, rows);
@@ -248,52 +252,61 @@ impl Mesh {
             Output::Disconnect { .. } => {}
             Output::Sign { token, .. } => self.post(Duration::ZERO, me, Input::Signed { token, signature: vec![1] }),
             Output::Verify { token, .. } => self.post(Duration::ZERO, me, Input::Verified { token, valid: true }),
-            Output::Plan { token, work, fleet, options, repair } => {
-                let result = match repair {
-                    Some(current) => partitioner::repair(&current, &work, &fleet, &options),
-                    None => partitioner::plan(&work, &fleet, &options),
-                };
-                self.post(Duration::ZERO, me, Input::Planned { token, result: result.map(Box::new) });
+            Output::Plan { asked, question } => {
+                let answer = question.answer();
+                self.post(Duration::ZERO, me, Input::Planned { asked, answer });
             }
-            Output::Load { job, load: id, stage, .. } => {
-                let bytes = u64::from(stage.layers.end - stage.layers.start) * LAYER_BYTES;
+            Output::Load { job, load: id, order, sources, replaces, .. } => {
+                let part = order.part;
+                let bytes = stage(&order).layers_of(part).len() as u64 * LAYER_BYTES;
                 let host = self.nodes.get_mut(&me).unwrap();
-                let result = if bytes > host.memory { Err("too large".into()) } else { Ok(LoadedStage { bytes }) };
-                load(host, job, &stage);
-                host.sources.clone_from(&stage.sources);
-                self.post(Duration::from_millis(20), me, Input::Loaded { job, load: id, result });
+                let result =
+                    if bytes > host.memory { Err("too large".into()) } else { Ok(Loaded { bytes, step: None }) };
+                replaces.iter().for_each(|part| drop(host.stage.remove(&(job, *part))));
+                load(host, job, &order);
+                host.sources = sources;
+                self.post(Duration::from_millis(20), me, Input::Loaded { job, part, load: id, result });
                 self.tell_capacity(me);
             }
-            Output::Keep { job, load, .. } => {
-                let host = &self.nodes[&me];
-                let layers = host.stage[&job].layers.len() as u64;
-                let result = Ok(LoadedStage { bytes: layers * LAYER_BYTES });
-                self.post(Duration::from_millis(3), me, Input::Loaded { job, load, result });
+            Output::Keep { job, order, .. } => assert!(self.nodes[&me].stage.contains_key(&(job, order.part))),
+            Output::Fetch { job, epoch, order, .. } => {
+                let part = order.part;
+                let result = Ok(stage(&order).layers_of(part).len() as u64 * LAYER_BYTES);
+                self.post(Duration::from_millis(50), me, Input::Fetched { job, epoch, part, result });
             }
-            Output::Fetch { job, epoch, stage } => {
-                let result = Ok(stage.layers.len() as u64 * LAYER_BYTES);
-                self.post(Duration::from_millis(50), me, Input::Fetched { job, epoch, result });
+            Output::Challenge { job, epoch, part, nonce } => {
+                let challenged = Input::Challenged { job, epoch, part, nonce, result: Ok(nonce) };
+                self.post(Duration::from_millis(8), me, challenged);
             }
-            Output::Challenge { job, epoch, nonce } => {
-                self.post(Duration::from_millis(8), me, Input::Challenged { job, epoch, nonce, result: Ok(nonce) });
+            Output::Drop { job, part } => {
+                self.nodes.get_mut(&me).unwrap().stage.remove(&(job, part));
+                self.tell_capacity(me);
             }
-            Output::Grid(command) => panic!("no simulation was submitted here: {command:?}"),
             Output::Unload { job } => {
-                self.nodes.get_mut(&me).unwrap().stage.remove(&job);
+                self.nodes.get_mut(&me).unwrap().stage.retain(|(of, _), _| *of != job);
                 self.tell_capacity(me);
             }
-            Output::Compute { work, job, items, .. } => {
-                let results = compute(self.nodes.get_mut(&me).unwrap(), job, items);
-                self.post(Duration::from_millis(2), me, Input::Computed { work, results: Ok(results) });
+            Output::Run(run) => {
+                let Run { work, job, part, task, .. } = *run;
+                let Task::Batch(items) = task else { panic!("no simulation was submitted here") };
+                let results = compute(self.nodes.get_mut(&me).unwrap(), (job, part), items);
+                let ran = Input::Ran { job, part, work, result: Ok(Made::Batch(results)) };
+                self.post(Duration::from_millis(2), me, ran);
             }
-            Output::Release { job, request } => {
-                if let Some(stage) = self.nodes.get_mut(&me).unwrap().stage.get_mut(&job) {
+            Output::Release { job, part, request } => {
+                if let Some(stage) = self.nodes.get_mut(&me).unwrap().stage.get_mut(&(job, part)) {
                     stage.caches.remove(&request);
                 }
             }
             Output::Discard { tensor } => {
                 self.nodes.get_mut(&me).unwrap().tensors.remove(&tensor).expect("discarded once");
             }
+            other @ (Output::Restore { .. }
+            | Output::Share { .. }
+            | Output::Collect { .. }
+            | Output::Forget { .. }
+            | Output::KeepCheckpoint { .. }
+            | Output::Mirror { .. }) => panic!("no simulation was submitted here: {other:?}"),
             Output::Remember { .. } => {}
             Output::Notify(event) => self.events.push((me, event)),
         }
@@ -308,7 +321,7 @@ impl Mesh {
     }
 
     fn deploy(&mut self) -> JobId {
-        self.give(id(1), Input::Deploy { call: CallId(0), model: Box::new(model()), plan_only: false });
+        self.give(id(1), Input::Start { call: CallId(0), job: Box::new(JobSpec::Serve(model())) });
         let end = self.now + Duration::from_secs(5);
         self.run_while(end, |mesh| mesh.ready().is_none());
         self.ready().expect("the job becomes ready")
@@ -368,18 +381,26 @@ impl Mesh {
     }
 
     fn stages(&self) -> Vec<NodeId> {
-        self.nodes[&id(1)].node.jobs().next().unwrap().stages.iter().map(|stage| stage.node).collect()
+        self.nodes[&id(1)].node.jobs().next().unwrap().parts.iter().map(|part| part.owner).collect()
     }
 }
 
-fn load(host: &mut Host, job: JobId, stage: &StageSpec) {
-    let executor = Executor { layers: stage.layers.clone(), total: stage.layers_total, caches: BTreeMap::new() };
-    host.stage.insert(job, executor);
+fn stage(order: &Order) -> &StageOrder {
+    match &order.work {
+        PartWork::Stage(stage) => stage,
+        PartWork::Tile(_) => panic!("no simulation was submitted here"),
+    }
 }
 
-fn compute(host: &mut Host, job: JobId, items: Vec<Item>) -> Vec<ItemResult> {
+fn load(host: &mut Host, job: JobId, order: &Order) {
+    let stage = stage(order);
+    let (layers, total) = (stage.layers_of(order.part), stage.layers_total());
+    host.stage.insert((job, order.part), Executor { layers, total, caches: BTreeMap::new() });
+}
+
+fn compute(host: &mut Host, part: (JobId, PartId), items: Vec<Item>) -> Vec<ItemResult> {
     let Host { stage, tensors, .. } = host;
-    let stage = stage.get_mut(&job).expect("a stage to run");
+    let stage = stage.get_mut(&part).expect("a stage to run");
     let run = |item: Item| {
         let rows = match &item.input {
             Payload::Tensor(tensor) => tensors.remove(tensor).expect("an input that is there"),
@@ -436,13 +457,14 @@ fn the_head_shows_what_stages_on_other_nodes_hold_and_how_fast_they_are() {
     let mut mesh = Mesh::new(&[250, 250, 250]);
     mesh.deploy();
     let job = mesh.nodes[&id(1)].node.jobs().next().expect("a job");
-    assert_eq!(job.stages.len(), 3);
-    for stage in &job.stages {
-        let layers = u64::from(stage.layers.end - stage.layers.start);
-        assert_eq!(stage.bytes, Some(layers * LAYER_BYTES), "{stage:?}");
-        assert!(stage.step_ns > 0, "{stage:?}");
+    assert_eq!(job.parts.len(), 3);
+    for part in &job.parts {
+        let WhatView::Stage(layers) = &part.what else { panic!("{part:?}") };
+        assert_eq!(part.bytes, Some(layers.len() as u64 * LAYER_BYTES), "{part:?}");
+        assert!(part.step_ns > 0, "{part:?}");
     }
-    assert_eq!((job.context, job.sequences), (CONTEXT, 8));
+    let crate::job::ProgramView::Serve { context, sequences, .. } = job.program else { panic!("{job:?}") };
+    assert_eq!((context, sequences), (CONTEXT, 8));
 }
 
 #[test]
@@ -558,7 +580,6 @@ fn a_head_that_stood_still_keeps_its_stages() {
 /// A member that holds no part of a job speaks about it: as its new head, and of epochs that nobody minted.
 #[test]
 fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
-    use crate::work::serve::Prepare;
     let mut mesh = Mesh::new(&[225, 225, 225, 225]);
     let job = mesh.deploy();
     let stages = mesh.stages();
@@ -567,22 +588,30 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
     let before = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
     mesh.submit(CALL, job, vec![1, 2, 3], 40);
     mesh.run_for(Duration::from_millis(50));
-    let stolen = Epoch { counter: u32::MAX, minter: stranger };
-    let prepare = Prepare {
+    let stolen = Epoch { counter: u32::MAX, issuer: stranger };
+    let work = StageOrder {
         content: ContentId([7; 32]),
-        name: "stolen".into(),
-        route: vec![(stage, 0..LAYERS)],
-        stage: 0,
+        layers: vec![0..LAYERS],
         sequences: 1,
         context: 16,
         width: 1,
         int8: false,
-        bytes_max: 1,
-        standby: false,
     };
-    let last = Epoch { counter: u32::MAX, minter: id(1) };
+    let order = Order {
+        name: "stolen".into(),
+        part: PartId(0),
+        owners: vec![stage],
+        standby: None,
+        bytes_max: 1,
+        successors: Vec::new(),
+        beside: Vec::new(),
+        previous: Vec::new(),
+        work: PartWork::Stage(work),
+    };
+    let prepare = Message::ToParticipant { job, epoch: stolen, say: ToParticipant::Prepare(Box::new(order)) };
+    let last = Epoch { counter: u32::MAX, issuer: id(1) };
     for (to, message) in [
-        (stage, Message::Prepare { job, epoch: stolen, prepare }),
+        (stage, prepare),
         (stage, Message::Stale { job, mine: stolen }),
         (stage, Message::Stale { job, mine: last }),
         (id(1), Message::Stale { job, mine: stolen }),
@@ -602,10 +631,45 @@ fn a_stranger_to_a_job_moves_neither_its_stages_nor_its_epoch() {
     mesh.assert_clean();
 }
 
+/// A stage that lies to its neighbour delays it by a heartbeat of the coordinator, which knows the epochs.
+#[test]
+fn a_neighbour_that_lies_about_epochs_stops_no_stage() {
+    let mut mesh = Mesh::new(&[225, 225, 225, 225]);
+    let job = mesh.deploy();
+    let others: Vec<NodeId> = mesh.stages().into_iter().filter(|&node| node != id(1)).collect();
+    mesh.submit(CALL, job, vec![1, 2, 3], 40);
+    mesh.run_for(Duration::from_millis(50));
+    let before = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
+    for counter in [before.counter + 1, u32::MAX] {
+        let mine = Epoch { counter, issuer: id(1) };
+        let bytes = codec::encode_message(&Message::Stale { job, mine }).unwrap();
+        mesh.give(others[0], Input::Message { from: others[1], bytes });
+        mesh.run_for(Duration::from_millis(20));
+    }
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(1)), DoneReason::Length, "sooner than the watchdog");
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 40));
+    assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
+    mesh.assert_clean();
+}
+
+/// While a job runs no stage can know a higher epoch than its coordinator, which alone issues them.
+#[test]
+fn a_stage_that_lies_about_epochs_moves_no_job_that_runs() {
+    let mut mesh = Mesh::new(&[225, 225, 225, 225]);
+    let job = mesh.deploy();
+    let stage = mesh.stages().into_iter().find(|&node| node != id(1)).unwrap();
+    let before = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
+    let mine = Epoch { counter: before.counter + 1, issuer: id(1) };
+    let bytes = codec::encode_message(&Message::Stale { job, mine }).unwrap();
+    mesh.give(id(1), Input::Message { from: stage, bytes });
+    mesh.run_for(Duration::from_millis(100));
+    assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
+}
+
 #[test]
 fn too_little_memory_is_told_with_the_bytes_that_are_missing() {
     let mut mesh = Mesh::new(&[225, 225]);
-    mesh.give(id(1), Input::Deploy { call: CALL, model: Box::new(model()), plan_only: false });
+    mesh.give(id(1), Input::Start { call: CALL, job: Box::new(JobSpec::Serve(model())) });
     mesh.run_for(Duration::from_secs(1));
     let told = mesh.events.iter().find_map(|(_, event)| match event {
         Event::JobDegraded { call: Some(CALL), reason, .. } => Some(reason.clone()),

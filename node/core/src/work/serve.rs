@@ -1,12 +1,13 @@
 //! The vocabulary of serving a model: the model, a stage's order, its work and results, requests and how they end.
 use super::Payload;
-use crate::id::{ContentId, NodeId, RequestId, TensorId};
-use alloc::{string::String, vec::Vec};
+use crate::id::{ContentId, PartId, RequestId, TensorId};
+use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX};
+use alloc::{format, string::String, vec::Vec};
 use core::ops::Range;
 use partitioner::Work;
 use serde::{Deserialize, Serialize};
 
-/// A model as the head's shell describes it.
+/// A model as the coordinator's shell describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelSpec {
     /// Content id of its shard index.
@@ -101,36 +102,66 @@ pub enum DoneReason {
     Failed(String),
 }
 
-/// A stage as the head asks for it.
+/// A stage as the coordinator orders it: its part number names its layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Prepare {
-    /// Model content.
+pub struct StageOrder {
+    /// Content id of the model's shard index.
     pub content: ContentId,
-    /// Model name, for people.
-    pub name: String,
-    /// The whole route: node and layers, first to last.
-    pub route: Vec<(NodeId, Range<u32>)>,
-    /// Which entry of the route is the receiver.
-    pub stage: u16,
+    /// Layers `start..end` of every stage, first to last. Layer 0 brings the embedding, the last layer the output head.
+    pub layers: Vec<Range<u32>>,
     /// Sequences held at once.
     pub sequences: u32,
     /// Tokens of context per sequence.
     pub context: u32,
     /// Elements of one boundary row.
     pub width: u32,
-    /// Activation arithmetic.
+    /// Activation arithmetic: part of the numerics contract, so all stages share it.
     pub int8: bool,
-    /// Bytes the plan allows this stage.
-    pub bytes_max: u64,
-    /// The receiver is not the stage's owner of the route but its standby: it computes in the shadow.
-    pub standby: bool,
 }
 
-impl Prepare {
-    /// What the receiver is to do with the stage, in a word.
-    pub fn task(&self) -> &'static str {
-        if self.standby { "stand by for" } else { "own" }
+impl StageOrder {
+    /// The layers of a stage; empty if there is no such stage.
+    pub fn layers_of(&self, part: PartId) -> Range<u32> {
+        self.layers.get(part.index()).cloned().unwrap_or_default()
     }
+
+    /// Layers of the whole model.
+    pub fn layers_total(&self) -> u32 {
+        self.layers.last().map_or(0, |layers| layers.end)
+    }
+
+    /// Whether this stage is the model's last.
+    pub fn is_last(&self, part: PartId) -> bool {
+        part.index() + 1 == self.layers.len()
+    }
+
+    pub(super) fn is_same_stage(&self, part: PartId, other: &StageOrder, theirs: PartId) -> bool {
+        let room = |order: &StageOrder| (order.content, order.sequences, order.context, order.width, order.int8);
+        room(self) == room(other)
+            && self.layers_total() == other.layers_total()
+            && self.layers_of(part) == other.layers_of(theirs)
+    }
+
+    pub(super) fn unsound(&self) -> Option<String> {
+        let follow =
+            |end: u32, layers: &Range<u32>| (layers.start == end && layers.end > layers.start).then_some(layers.end);
+        if self.layers.is_empty() || self.layers.iter().try_fold(0, follow).is_none() {
+            Some(String::from("a route whose stages do not cover the layers once, in order"))
+        } else if self.sequences == 0 || self.sequences > SEQUENCES_MAX {
+            Some(format!("{} sequences, expected 1 to {SEQUENCES_MAX}", self.sequences))
+        } else if self.context == 0 || self.context > CONTEXT_MAX {
+            Some(format!("a context of {}, expected 1 to {CONTEXT_MAX}", self.context))
+        } else {
+            None
+        }
+    }
+}
+
+/// What a successor needs to go on serving a model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServeRecord {
+    /// The model, with its costs.
+    pub model: ModelSpec,
 }
 
 /// What a stage holds of one request.
@@ -140,45 +171,11 @@ pub struct Position {
     pub request: RequestId,
     /// Positions `0..have` are in its cache.
     pub have: u32,
-    /// Its ring holds the hidden rows of positions `kept_from..have`; `have` where it holds none.
+    /// It keeps the hidden rows of positions `kept_from..have` for the next stage; `have` where it keeps none.
     pub kept_from: u32,
 }
 
-/// A stage to hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StageSpec {
-    /// Which model.
-    pub content: ContentId,
-    /// What its user calls it.
-    pub name: String,
-    /// Layers `start..end`; layer 0 brings the embedding, the last layer the output head.
-    pub layers: Range<u32>,
-    /// Layers of the whole model.
-    pub layers_total: u32,
-    /// Which entry of the route: frames into it carry this as their edge.
-    pub stage: u16,
-    /// Sequences held at once.
-    pub sequences: u32,
-    /// Tokens of context per sequence.
-    pub context: u32,
-    /// Elements of one boundary row.
-    pub width: u32,
-    /// Activation arithmetic.
-    pub int8: bool,
-    /// Bytes the plan allows.
-    pub bytes_max: u64,
-    /// Who may have the weights: the head first.
-    pub sources: Vec<NodeId>,
-}
-
-/// What loading a stage brought.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoadedStage {
-    /// Bytes resident now: weights, cache, scratch.
-    pub bytes: u64,
-}
-
-/// One sequence's part of a `Compute`.
+/// One sequence's part of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
     /// Whose cache.
@@ -208,7 +205,7 @@ pub struct SampleSpec {
     pub prompt: u32,
 }
 
-/// Result of one item of a `Compute`.
+/// Result of one item of a batch.
 #[allow(missing_docs)] // of fields: each variant says what they are
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ItemResult {

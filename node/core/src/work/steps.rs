@@ -1,8 +1,9 @@
 //! The vocabulary of stepping a grid: the simulation, a tile's order, its work and results, and what the job reports.
-use crate::id::{ContentId, Epoch, JobId, NodeId, TensorId, WorkId};
-use crate::limits::{FORMERS_MAX, GRID_STEPS_MAX, SIMULATION_BYTES_MAX, SUCCESSORS_MAX};
+use crate::id::{ContentId, JobId, PartId, TensorId};
+use crate::limits::{GRID_STEPS_MAX, SIMULATION_BYTES_MAX};
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
+use partitioner::Tier;
 use partitioner::tiles::{self, Block, DEPTH_MAX, GridWork, TILES_MAX, TileLink};
 use serde::{Deserialize, Serialize};
 
@@ -30,21 +31,10 @@ pub struct GridSpec {
     pub depth: Option<u32>,
     /// What is made when.
     pub schedule: Schedule,
-    /// How tiles are guarded.
+    /// The tier of its standbys: `None`, `Warm` or `Hot`.
     pub tier: Tier,
     /// Start from the checkpoint of this step, which the submitter has on disk.
     pub resume: Option<u32>,
-}
-
-/// How a tile is guarded against the loss of its node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Tier {
-    /// Not at all: the job goes back to its last checkpoint.
-    None,
-    /// Another node holds a snapshot, and neighbours keep what they sent since.
-    Warm,
-    /// Another node computes the tile in the shadow.
-    Hot,
 }
 
 /// What is made at which steps.
@@ -166,12 +156,10 @@ pub enum TileStart {
     Snapshot,
 }
 
-/// A tile as the coordinator asks for it.
+/// A tile as the coordinator orders it: its part number names its block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TileOrder {
-    /// Name for people.
-    pub name: String,
-    /// Which simulation: the shell fetches it from the coordinator or an owner before the order is answered.
+    /// Which simulation. The shell fetches it from the coordinator or an owner before it answers the order.
     pub simulation: SimulationId,
     /// Size, periodic axes and costs.
     pub work: GridWork,
@@ -179,70 +167,47 @@ pub struct TileOrder {
     pub depth: u32,
     /// What is made when.
     pub schedule: Schedule,
-    /// All tiles and their owners.
-    pub tiles: Vec<(NodeId, Block)>,
-    /// Which of them is meant.
-    pub tile: u16,
-    /// The receiver stands by for the tile.
-    pub standby: Option<Tier>,
+    /// The cells of each tile.
+    pub blocks: Vec<Block>,
     /// Where the cells come from.
     pub start: TileStart,
-    /// Bytes the plan allows it.
-    pub bytes_max: u64,
     /// Predicted nanoseconds of computing a step.
     pub step_ns: u64,
     /// For a warm standby: milliseconds from one snapshot to the next.
     pub snapshot_ms: u32,
-    /// Who may take the job over when its coordinator is silent, in order.
-    pub successors: Vec<NodeId>,
-    /// Who coordinated it before, the last one first: they may come back.
-    pub formers: Vec<NodeId>,
 }
 
 impl TileOrder {
-    /// The cells of the tile.
-    pub fn block(&self) -> &Block {
-        &self.tiles[usize::from(self.tile)].1
+    /// The cells of a tile. The order has been checked: there is such a tile.
+    pub fn block(&self, part: PartId) -> &Block {
+        &self.blocks[part.index()]
     }
 
-    /// Who owns a tile.
-    pub fn owner(&self, tile: u16) -> Option<NodeId> {
-        self.tiles.get(usize::from(tile)).map(|(node, _)| *node)
-    }
-
-    /// Its neighbours.
-    pub fn links(&self, tile: u16) -> Vec<TileLink> {
-        let blocks: Vec<Block> = self.tiles.iter().map(|(_, block)| *block).collect();
+    /// The neighbours of a tile.
+    pub fn links(&self, part: PartId) -> Vec<TileLink> {
         let reach = u64::from(self.depth) * u64::from(self.work.radius);
-        tiles::links(self.work.size, self.work.periodic, &blocks, usize::from(tile), reach)
+        tiles::links(self.work.size, self.work.periodic, &self.blocks, part.index(), reach)
     }
 
-    /// Whether a node may be the job's coordinator after the present one.
-    pub fn names(&self, node: NodeId) -> bool {
-        self.successors.contains(&node) || self.formers.contains(&node)
+    /// The tiles beside a tile, each once.
+    pub fn peers(&self, part: PartId) -> Vec<PartId> {
+        let peers: BTreeSet<PartId> = self.links(part).iter().map(|link| PartId(link.peer)).collect();
+        peers.into_iter().collect()
     }
 
-    /// Whether a tile that was made for `other` is as good for this.
-    pub fn is_same_tile(&self, other: &TileOrder) -> bool {
-        let blocks = |order: &TileOrder| order.tiles.iter().map(|(_, block)| *block).collect::<Vec<_>>();
-        self.tile == other.tile
-            && self.depth == other.depth
+    pub(super) fn is_same_cut(&self, other: &TileOrder) -> bool {
+        self.depth == other.depth
             && self.work == other.work
             && self.simulation == other.simulation
-            && blocks(self) == blocks(other)
+            && self.blocks == other.blocks
     }
 
-    /// Why this cannot be meant, if it cannot.
-    pub fn unsound(&self, me: NodeId) -> Option<String> {
-        let blocks: Vec<Block> = self.tiles.iter().map(|(_, block)| *block).collect();
-        if blocks.is_empty() || blocks.len() > TILES_MAX {
-            return Some(format!("a cut into {} tiles, expected 1 to {TILES_MAX}", blocks.len()));
+    pub(super) fn unsound(&self, standby: Option<Tier>) -> Option<String> {
+        if self.blocks.is_empty() || self.blocks.len() > TILES_MAX {
+            return Some(format!("a cut into {} tiles, expected 1 to {TILES_MAX}", self.blocks.len()));
         }
         if self.simulation.bytes > SIMULATION_BYTES_MAX {
             return Some(format!("a simulation of {} bytes, at most {SIMULATION_BYTES_MAX}", self.simulation.bytes));
-        }
-        if self.successors.len() > SUCCESSORS_MAX || self.formers.len() > FORMERS_MAX {
-            return Some(format!("more than {SUCCESSORS_MAX} successors and {FORMERS_MAX} coordinators before"));
         }
         if self.depth == 0 || self.depth > DEPTH_MAX || self.work.radius == 0 || self.work.radius > DEPTH_MAX {
             return Some(format!("a halo of {} steps of radius {}", self.depth, self.work.radius));
@@ -250,21 +215,60 @@ impl TileOrder {
         if self.work.size.iter().any(|&cells| cells == 0 || cells > tiles::AXIS_MAX) {
             return Some(String::from("a grid without cells, or with too many"));
         }
-        if !tiles::covers(self.work.size, &blocks) {
+        if !tiles::covers(self.work.size, &self.blocks) {
             return Some(String::from("a cut whose tiles do not cover the grid once"));
         }
-        match self.owner(self.tile) {
-            None => return Some(format!("tile {} of {}", self.tile, blocks.len())),
-            Some(owner) if (owner == me) == self.standby.is_some() => {
-                return Some(format!("tile {} is {owner}'s", self.tile));
-            }
-            Some(_) => {}
-        }
-        if self.standby.is_none() && self.start == TileStart::Snapshot {
+        if standby.is_none() && self.start == TileStart::Snapshot {
             return Some(String::from("an owner that waits for a snapshot"));
         }
         self.schedule.unsound()
     }
+}
+
+/// Steps of a tile, for the executor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileWork {
+    /// Steps made before.
+    pub from: u32,
+    /// Steps made afterwards; the same where only what is there is to be reported.
+    pub to: u32,
+    /// The neighbours' halos of step `from`, by link; consumed.
+    pub halos_in: Vec<(u16, TensorId)>,
+    /// Names for the halos of step `to`, by link: to be made first, and announced by `Input::Halos`.
+    pub halos_out: Vec<(u16, TensorId)>,
+    /// What is to be made on the way.
+    pub stops: Vec<Stop>,
+}
+
+/// What a successor needs to go on stepping a grid.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepsRecord {
+    /// The tier of its standbys.
+    pub tier: Tier,
+    /// Steps between exchanges, as the submitter asked for them.
+    pub depth: Option<u32>,
+    /// Predicted nanoseconds of a step.
+    pub step_ns: u64,
+    /// Where the present placement began.
+    pub start: TileStart,
+    /// The last checkpoint that the coordinator has.
+    pub checkpoint: Option<u32>,
+    /// Of each tile: thousandths of its node's speed by which its time was predicted; 0 where it was planned for another node.
+    pub rates: Vec<u32>,
+}
+
+/// What becomes of a simulation, for callers, logs and pages.
+#[expect(missing_docs, reason = "fields of variants are named after what they are")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StepsEvent {
+    /// All tiles have made so many steps.
+    Progress { step: u32 },
+    /// After this step, all tiles together.
+    Report { step: u32, report: Report },
+    /// A checkpoint of this step is on disk.
+    Checkpoint { step: u32 },
+    /// What it makes cannot be written, or something else holds it up; it tries again.
+    Waiting { reason: String },
 }
 
 /// What a tile says after a step.
@@ -293,47 +297,6 @@ pub struct TileFigures {
     pub copied_bytes: u64,
 }
 
-/// A tile that the shell made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TileLoaded {
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// The step of its cells; none for a standby that waits for a snapshot.
-    pub step: Option<u32>,
-}
-
-/// A tile that is held.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TileReady {
-    /// Bytes it takes.
-    pub bytes: u64,
-    /// Steps made.
-    pub step: u32,
-    /// The first step whose strips it still has for its neighbours.
-    pub kept_from: u32,
-}
-
-/// A run of some steps, for the executor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TileWork {
-    /// Named in the answers.
-    pub work: WorkId,
-    /// Whose tile.
-    pub job: JobId,
-    /// Which tile.
-    pub tile: u16,
-    /// Steps made before.
-    pub from: u32,
-    /// Steps made afterwards; the same where only what is there is to be told.
-    pub to: u32,
-    /// The neighbours' strips of step `from`, by link; consumed.
-    pub strips_in: Vec<(u16, TensorId)>,
-    /// Names for the strips of step `to`, by link: to be made first, and told.
-    pub strips_out: Vec<(u16, TensorId)>,
-    /// What is to be made on the way.
-    pub stops: Vec<Stop>,
-}
-
 /// What an executor made of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TileMade {
@@ -345,92 +308,4 @@ pub struct TileMade {
     pub reports: Vec<(u32, Report)>,
     /// States put aside, and their bytes.
     pub saves: Vec<(u32, SaveKind, u64)>,
-}
-
-/// Why a simulation ended that somebody cancelled.
-pub const CANCELLED: &str = "it was cancelled";
-
-/// What is told of a job, for callers, logs and pages.
-#[expect(missing_docs, reason = "fields of variants are named after what they are")]
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GridEvent {
-    /// This node took it over, since the coordinator is silent.
-    Inherited { from: NodeId, simulation: SimulationId, schedule: Schedule },
-    /// It has a placement and begins, or goes on, from this step.
-    Placed { epoch: Epoch, depth: u32, step_ns: u64, tiles: Vec<(NodeId, Block)>, step: u32 },
-    /// All tiles are there, and it runs.
-    Running { epoch: Epoch, step: u32 },
-    /// All tiles have made so many steps.
-    Progress { step: u32 },
-    /// After this step, all tiles together.
-    Report { step: u32, report: Report },
-    /// A checkpoint of this step is on disk.
-    Checkpoint { step: u32 },
-    /// What comes of it cannot be written, or something else holds it up; it tries again.
-    Waiting { reason: String },
-    /// Another node coordinates it from now on.
-    Moved,
-    /// It is over here: all steps are made, or why not.
-    Ended { result: Result<(), String>, figures: Vec<TileFigures> },
-}
-
-/// What a successor has to know besides what its own tile's order says.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Will {
-    /// How tiles are guarded.
-    pub tier: Tier,
-    /// Steps between exchanges, as the submitter asked for them.
-    pub depth: Option<u32>,
-    /// Predicted nanoseconds of a step.
-    pub step_ns: u64,
-    /// Where the present placement began.
-    pub start: TileStart,
-    /// The last checkpoint that the coordinator has.
-    pub checkpoint: Option<u32>,
-    /// What is not in the order, for each tile.
-    pub tiles: Vec<WilledTile>,
-}
-
-/// See `Will`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WilledTile {
-    /// Bytes the plan allows it.
-    pub bytes: u64,
-    /// Predicted nanoseconds of computing a step.
-    pub step_ns: u64,
-    /// Thousandths of its node's speed by which that was predicted; 0: for another node.
-    pub pace: u32,
-    /// Who stands by, and whether it has cells.
-    pub standby: Option<(NodeId, bool)>,
-    /// Milliseconds from one of its snapshots to the next.
-    pub snapshot_ms: u32,
-}
-
-/// A simulation as its successor takes it over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Inheritance {
-    /// What was submitted; `resume` names the checkpoint that the successor has.
-    pub spec: GridSpec,
-    /// Under which placement it ran.
-    pub epoch: Epoch,
-    /// Steps between exchanges.
-    pub depth: u32,
-    /// All tiles and their owners.
-    pub owners: Vec<(NodeId, Block)>,
-    /// Who coordinated it, the last one first.
-    pub formers: Vec<NodeId>,
-    /// The rest.
-    pub will: Will,
-}
-
-impl Inheritance {
-    /// Owners and standbys.
-    pub fn participants(&self) -> BTreeSet<NodeId> {
-        participants(&self.owners, &self.will)
-    }
-}
-
-pub(crate) fn participants(owners: &[(NodeId, Block)], will: &Will) -> BTreeSet<NodeId> {
-    let standbys = will.tiles.iter().filter_map(|tile| tile.standby).map(|(node, _)| node);
-    owners.iter().map(|(node, _)| *node).chain(standbys).collect()
 }

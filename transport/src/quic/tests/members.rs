@@ -288,7 +288,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
     let mut nodes = connected_pair(Limits::default()).await;
     let (a, b) = pair(&mut nodes);
     b.endpoint.expect(route(1), Expectation::hidden(8, 1));
-    let other_epoch = Route { epoch: Epoch { counter: 2, minter: [1; 16] }, ..route(1) };
+    let other_epoch = Route { epoch: Epoch { counter: 2, issuer: [1; 16] }, ..route(1) };
     for unexpected in [route(2), other_epoch] {
         a.endpoint.send_frame(b.id(), head(unexpected, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
         assert!(b.refused().await.contains("not expected"));
@@ -309,7 +309,7 @@ async fn unexpected_frames_stop_their_stream_not_the_connection() {
         assert_eq!(refused.await, unexpected);
     }
     // The newer epoch ended the older stream to that part; the job goes on under a third.
-    let third = Route { epoch: Epoch { counter: 3, minter: [1; 16] }, ..route(1) };
+    let third = Route { epoch: Epoch { counter: 3, issuer: [1; 16] }, ..route(1) };
     b.endpoint.expect(third, Expectation::hidden(8, 1));
     a.endpoint.send_frame(b.id(), head(third, 0, 1, 8), rows(1, 8), Priority::Decode).unwrap();
     assert_eq!(b.frame().await.1.route, third);

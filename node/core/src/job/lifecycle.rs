@@ -1,0 +1,653 @@
+//! The life cycle of one job at its coordinator: plan, prepare, run, and again after a loss.
+//!
+//! A lost part goes on at its standby where that has what it needs; else the parts are placed from scratch, and what has to be done
+//! once more comes from what the coordinator keeps: a token log, a checkpoint. Next: `standbys.rs`, `rebalance.rs`,
+//! `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
+mod placement;
+
+use super::output::{Holdings, JobOutput, Out};
+use super::part::Part;
+use super::rebalance::Rebalance;
+use super::refusals::Refusals;
+use super::serve::Serve;
+use super::timeout::PrepareTimeout;
+use super::workload::{Found, Workload};
+use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
+use crate::limits::{DEGRADED_MAX, PREPARE_RETRY, STANDBY_RETRY};
+use crate::message::{ToCoordinator, ToParticipant};
+use crate::output::Event;
+use crate::time::Instant;
+use crate::work::serve::DoneReason;
+use crate::work::steps::SaveKind;
+use crate::work::{Ending, Ready, Resume};
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::{format, string::String, vec::Vec};
+use partitioner::tiles::GridError;
+use partitioner::{Answer, PlanError};
+
+/// A job that this node coordinates.
+///
+/// Invariants: the epoch only grows; `parts` is empty only before the first placement and while there is none; parts run only in
+/// `Phase::Running`. Epochs need not survive a restart: the job's id contains the coordinator's generation, which is on disk before
+/// the node speaks, so no later life issues epochs for the same job.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) id: JobId,
+    pub(super) me: NodeId,
+    pub(super) name: String,
+    pub(super) workload: Workload,
+    /// Callers of `Start` that have had no answer.
+    callers: Vec<CallId>,
+    /// The highest epoch issued.
+    pub(super) epoch: Epoch,
+    pub(super) phase: Phase,
+    pub(super) parts: Vec<Part>,
+    /// Where the parts went on when they began to run.
+    resumed: Vec<Resume>,
+    /// Questions asked of the planner.
+    questions: u32,
+    /// The question about standbys whose answer is awaited.
+    pub(super) standbys_asked: Option<u32>,
+    /// Nodes that were ordered to hold a part, now or earlier, and may hold it still.
+    pub(super) asked: BTreeSet<NodeId>,
+    /// Every node that was ever ordered to hold a part: its word about epochs is believed.
+    known: BTreeSet<NodeId>,
+    /// Counts placements that began from scratch: parts of another cut are other parts.
+    cut: u32,
+    /// Bytes that nodes hold for the job, as they said, and of which cut.
+    resident: BTreeMap<NodeId, (u32, BTreeMap<PartId, u64>)>,
+    /// Placements tried since the job last ran.
+    attempts: u32,
+    /// Since when there has been no plan; none once it runs again.
+    degraded: Option<Degraded>,
+    /// Nodes came or went since the plan was asked for.
+    outdated: bool,
+    timeout: PrepareTimeout,
+    /// Nodes that take no new work.
+    pub(super) draining: BTreeSet<NodeId>,
+    /// When to look for standbys that are missing; none while nothing is missing or no new node could help.
+    pub(super) standbys_due: Option<Instant>,
+    /// Nodes that refused to be a standby under the present placement.
+    pub(super) unfit: BTreeSet<NodeId>,
+    refusals: Refusals,
+    pub(super) rebalance: Rebalance,
+    /// Nodes that coordinated the job before, the last one first.
+    pub(super) previous: Vec<NodeId>,
+    /// Every node that was named a successor, under any placement: no other can have taken the job over.
+    pub(super) named: BTreeSet<NodeId>,
+    /// This node took the job over, and has not placed it since.
+    pub(super) inherited: bool,
+    /// How it ended, once it has.
+    pub(super) ending: Option<Ending>,
+}
+
+/// Where a job stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The planner was asked.
+    Planning { question: u32 },
+    /// Parts are being loaded; those that have not answered are asked again then.
+    Preparing { retry_at: Instant },
+    /// Parts run.
+    Running,
+    /// There is no plan; one is asked for again then.
+    Degraded { retry_at: Instant },
+}
+
+#[derive(Debug)]
+struct Degraded {
+    since: Instant,
+    reason: String,
+}
+
+/// What a node is to a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Owner,
+    Standby,
+}
+
+impl Job {
+    pub(super) fn new(id: JobId, me: NodeId, name: String, workload: Workload, caller: Option<CallId>) -> Self {
+        Job {
+            id,
+            me,
+            name,
+            workload,
+            callers: caller.into_iter().collect(),
+            epoch: Epoch { counter: 0, issuer: me },
+            phase: Phase::Planning { question: 0 },
+            parts: Vec::new(),
+            resumed: Vec::new(),
+            questions: 0,
+            standbys_asked: None,
+            asked: BTreeSet::new(),
+            known: BTreeSet::new(),
+            cut: 0,
+            resident: BTreeMap::new(),
+            attempts: 0,
+            degraded: None,
+            outdated: false,
+            timeout: PrepareTimeout::default(),
+            draining: BTreeSet::new(),
+            standbys_due: None,
+            unfit: BTreeSet::new(),
+            refusals: Refusals::default(),
+            rebalance: Rebalance::default(),
+            previous: Vec::new(),
+            named: BTreeSet::new(),
+            inherited: false,
+            ending: None,
+        }
+    }
+
+    // ---- callers
+
+    /// One more caller waits for the job, or is answered at once.
+    pub(super) fn add_caller(&mut self, call: CallId, out: &mut Out) {
+        let (job, epoch) = (self.id, self.epoch);
+        match (&self.phase, &self.degraded) {
+            (Phase::Running, _) => {
+                out.push_back(JobOutput::Notify(Event::JobReady { call: Some(call), job, epoch }));
+            }
+            (Phase::Degraded { .. }, Some(degraded)) => {
+                let reason = degraded.reason.clone();
+                out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason }));
+            }
+            (Phase::Planning { .. } | Phase::Preparing { .. } | Phase::Degraded { .. }, _) => self.callers.push(call),
+        }
+    }
+
+    pub(super) fn forget_caller(&mut self, call: CallId) {
+        self.callers.retain(|waiting| *waiting != call);
+    }
+
+    /// Who is to hear: every caller that waits, else (if it is news) all, once.
+    fn take_callers(&mut self, news: bool) -> Vec<Option<CallId>> {
+        let callers: Vec<Option<CallId>> = core::mem::take(&mut self.callers).into_iter().map(Some).collect();
+        if callers.is_empty() && news { Vec::from([None]) } else { callers }
+    }
+
+    // ---- who takes part
+
+    /// Owners, by part.
+    pub(super) fn owners(&self) -> Vec<NodeId> {
+        self.parts.iter().map(|part| part.owner).collect()
+    }
+
+    /// Nodes that are standbys of parts.
+    pub(super) fn standby_nodes(&self) -> BTreeSet<NodeId> {
+        self.parts.iter().filter_map(|part| part.standby.as_ref()).map(|standby| standby.node).collect()
+    }
+
+    /// Owners and standbys.
+    pub(super) fn participants(&self) -> BTreeSet<NodeId> {
+        self.parts.iter().map(|part| part.owner).chain(self.standby_nodes()).collect()
+    }
+
+    /// What a node is to a part of the present placement.
+    pub(super) fn role(&self, node: NodeId, part: PartId) -> Option<Role> {
+        let known = self.parts.get(part.index())?;
+        if known.owner == node {
+            Some(Role::Owner)
+        } else {
+            known.standby.as_ref().filter(|standby| standby.node == node).map(|_| Role::Standby)
+        }
+    }
+
+    /// Whether a node was ever ordered to hold a part, or coordinated the job before.
+    pub(super) fn knows(&self, node: NodeId) -> bool {
+        self.known.contains(&node) || self.previous.contains(&node)
+    }
+
+    /// Whether a node was ordered to own a part of the present placement and has not answered.
+    pub(super) fn awaits(&self, node: NodeId) -> bool {
+        let preparing = matches!(self.phase, Phase::Preparing { .. });
+        preparing && self.parts.iter().any(|part| part.owner == node && part.ready.is_none())
+    }
+
+    pub(super) fn is_degraded(&self) -> bool {
+        matches!(self.phase, Phase::Degraded { .. })
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+
+    pub(super) fn degraded_reason(&self) -> Option<String> {
+        self.degraded.as_ref().filter(|_| self.is_degraded()).map(|degraded| degraded.reason.clone())
+    }
+
+    // ---- bytes that nodes hold
+
+    /// What nodes hold for the job.
+    pub(super) fn holdings(&self) -> Holdings {
+        self.resident.iter().map(|(&node, (_, parts))| (node, parts.values().sum())).collect()
+    }
+
+    /// Bytes that a part's owner holds of it.
+    pub(super) fn bytes_at(&self, part: PartId, node: NodeId) -> Option<u64> {
+        self.resident.get(&node).and_then(|(_, parts)| parts.get(&part)).copied()
+    }
+
+    /// Takes what a node says that it holds. Returns whether that is news.
+    pub(super) fn note_resident(&mut self, node: NodeId, part: PartId, bytes: u64) -> bool {
+        let cut = self.cut;
+        let (known, parts) = self.resident.entry(node).or_insert_with(|| (cut, BTreeMap::new()));
+        if core::mem::replace(known, cut) != cut {
+            parts.clear();
+        }
+        parts.insert(part, bytes).is_none()
+    }
+
+    /// A node is ordered to hold a part.
+    pub(super) fn note_asked(&mut self, node: NodeId) {
+        self.known.insert(node);
+    }
+
+    pub(super) fn forget_resident(&mut self, node: NodeId) {
+        self.resident.remove(&node);
+    }
+
+    // ---- preparing
+
+    /// A participant has its part; when all owners have, the job runs.
+    pub(super) fn handle_prepared(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        epoch: Epoch,
+        part: PartId,
+        ready: Ready,
+        out: &mut Out,
+    ) {
+        if !self.asked.contains(&from) {
+            return;
+        }
+        // Also where the placement was given up meanwhile: the node holds it still, so it is free for the next plan.
+        let loaded = self.note_resident(from, part, ready.bytes);
+        if epoch != self.epoch {
+            return;
+        }
+        match self.role(from, part) {
+            Some(Role::Standby) => return self.standby_prepared(now, part, &ready, out),
+            Some(Role::Owner) => {}
+            None => return,
+        }
+        let preparing = matches!(self.phase, Phase::Preparing { .. });
+        let Some(known) = self.parts.get_mut(part.index()).filter(|known| preparing && known.ready.is_none()) else {
+            return;
+        };
+        self.workload.prepared(part, &ready.has);
+        if loaded {
+            self.timeout.learn(now, ready.bytes);
+        }
+        known.ready = Some(ready);
+        if self.parts.iter().all(|part| part.ready.is_some()) {
+            self.run(now, loaded, out);
+        }
+    }
+
+    /// All parts are ready.
+    fn run(&mut self, now: Instant, loaded: bool, out: &mut Out) {
+        let Some(resume) = self.workload.resume(now, self.epoch, &self.parts) else {
+            // No node keeps what a part needs.
+            return self.place_from_scratch(out);
+        };
+        self.phase = Phase::Running;
+        for ((at, owner), resume) in self.owners().into_iter().enumerate().zip(&resume) {
+            self.send(owner, ToParticipant::Go { part: PartId::of(at), resume: resume.clone() }, out);
+        }
+        self.resumed = resume;
+        let participants = self.participants();
+        // They stay among those asked: a node that is cut off learns when it is back.
+        for &node in self.asked.difference(&participants) {
+            self.resident.remove(&node);
+            self.send(node, ToParticipant::End, out);
+        }
+        let (job, epoch) = (self.id, self.epoch);
+        for call in self.take_callers(true) {
+            out.push_back(JobOutput::Notify(Event::JobReady { call, job, epoch }));
+        }
+        let again = loaded && self.epoch.counter > 1;
+        self.attempts = 0;
+        self.degraded = None;
+        self.refusals.clear();
+        self.timeout.end();
+        self.workload.begin(now, &self.parts, out);
+        self.publish_record(out);
+        self.announce_standbys(out);
+        // What nodes say of their memory still counts what they had before.
+        self.standbys_due = Some(if again { now + STANDBY_RETRY } else { now });
+    }
+
+    /// A participant cannot hold its part. Returns what it was to have been.
+    pub(super) fn handle_unprepared(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        part: PartId,
+        reason: &str,
+        out: &mut Out,
+    ) -> Option<Role> {
+        self.resident.remove(&from);
+        let role = self.role(from, part)?;
+        match role {
+            Role::Owner => self.refusals.note(from, reason),
+            Role::Standby => {
+                self.unfit.insert(from);
+                self.drop_standby(now, part, out);
+            }
+        }
+        Some(role)
+    }
+
+    /// A node is back: if it still holds what it held before it was lost, it may drop that now.
+    pub(super) fn handle_back(&mut self, node: NodeId, out: &mut Out) {
+        if self.is_running() && !self.participants().contains(&node) && self.asked.remove(&node) {
+            self.send(node, ToParticipant::End, out);
+        }
+    }
+
+    /// A connection stands again after it had broken: what was on the way may be lost.
+    pub(super) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        match self.phase {
+            Phase::Preparing { .. } => self.send_orders(out),
+            Phase::Running => {
+                let owned =
+                    self.parts.iter().zip(&self.resumed).enumerate().filter(|(_, (part, _))| part.owner == node);
+                for (at, (_, resume)) in owned {
+                    let resume = match resume {
+                        // What a stage sent since then need not be sent once more.
+                        Resume::Stage(_) => Resume::Stage(Vec::new()),
+                        Resume::Tile(at) => Resume::Tile(at.clone()),
+                    };
+                    self.send(node, ToParticipant::Go { part: PartId::of(at), resume }, out);
+                }
+                if let Workload::Serve(serve) = &mut self.workload {
+                    serve.requests.handle_reconnected(now, node, out);
+                }
+                self.announce_standbys(out);
+            }
+            Phase::Planning { .. } | Phase::Degraded { .. } => {}
+        }
+        self.handle_back(node, out);
+    }
+
+    // ---- fallback plans
+
+    /// Asks for a plan that does without some nodes of the present one, which goes on until there is such a plan.
+    fn ask_fallback(&mut self, now: Instant, without: BTreeSet<NodeId>, out: &mut Out) {
+        let what = self.workload.ask(true);
+        let question = self.ask(without, what, out);
+        self.timeout.ask(now, question);
+    }
+
+    /// This node's own executor is stalled. Standbys take its parts over, or another plan does.
+    pub(super) fn handle_stalled(&mut self, now: Instant, out: &mut Out) {
+        let own = self.parts.iter().any(|part| part.owner == self.me);
+        if !self.is_running() || !own {
+            return;
+        }
+        let lost = BTreeSet::from([self.me]);
+        let able = |part: &Part| part.owner != self.me || part.standby.as_ref().is_some_and(|standby| standby.ready);
+        if self.workload.continues() && self.parts.iter().all(able) {
+            return self.replan(now, &lost, out);
+        }
+        self.ask_fallback(now, lost, out);
+    }
+
+    // ---- messages
+
+    /// A participant reports something about its part, under the present epoch. The router has dealt with what concerns failover.
+    ///
+    /// # Errors
+    /// The node is not to be trusted with its part.
+    pub(super) fn handle_report(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        epoch: Epoch,
+        say: ToCoordinator,
+        out: &mut Out,
+    ) -> Result<(), String> {
+        let running = self.is_running();
+        match (say, &mut self.workload) {
+            (ToCoordinator::Stage(say), Workload::Serve(serve)) => serve.handle_report(now, from, epoch, say, out),
+            (ToCoordinator::Tile(say), Workload::Steps(steps)) => {
+                let then = steps.handle_report(now, from, (running, epoch), say, &mut self.parts, out)?;
+                if then == super::steps::Then::RollBack {
+                    self.place_from_scratch(out);
+                }
+                self.standbys_moved(now, out);
+            }
+            (ToCoordinator::Held { part, cursors }, _) => self.handle_held(now, from, part, cursors, out),
+            (ToCoordinator::Fetched { part, result }, _) => self.handle_fetched(now, from, part, result, out),
+            (ToCoordinator::Challenged { nonce, result, .. }, Workload::Serve(serve)) => {
+                serve.handle_challenged(now, from, nonce, result, out);
+            }
+            (
+                ToCoordinator::Stage(_)
+                | ToCoordinator::Tile(_)
+                | ToCoordinator::Challenged { .. }
+                | ToCoordinator::Prepared { .. }
+                | ToCoordinator::Failed { .. }
+                | ToCoordinator::Silent { .. },
+                _,
+            ) => {}
+        }
+        self.take_ending();
+        Ok(())
+    }
+
+    /// What was to be fetched has been, or why not.
+    pub(super) fn handle_collected(
+        &mut self,
+        now: Instant,
+        state: (PartId, u32, SaveKind),
+        result: Result<(), String>,
+        out: &mut Out,
+    ) {
+        if let Workload::Steps(steps) = &mut self.workload {
+            steps.handle_collected((now, self.epoch), state, result, &self.parts, out);
+        }
+        self.take_ending();
+    }
+
+    /// The checkpoint is the one to roll back to now, or could not be made that.
+    pub(super) fn handle_kept(&mut self, now: Instant, step: u32, result: Result<(), String>, out: &mut Out) {
+        let running = self.is_running();
+        let Workload::Steps(steps) = &mut self.workload else { return };
+        if steps.handle_kept(step, result, out) {
+            let better = steps.ask_better_now(now, running, &self.parts);
+            self.publish_record(out);
+            self.ask_better(better, out);
+        }
+        self.take_ending();
+    }
+
+    fn take_ending(&mut self) {
+        if let Workload::Steps(steps) = &mut self.workload
+            && let Some(ending) = steps.take_ending()
+        {
+            self.ending = Some(match ending {
+                Ok(()) => Ending::Completed,
+                Err(reason) => Ending::Failed(reason),
+            });
+        }
+    }
+
+    // ---- the mesh
+
+    /// The mesh changed, and these nodes take no new work.
+    pub(super) fn handle_fleet_changed(&mut self, now: Instant, draining: &BTreeSet<NodeId>, out: &mut Out) {
+        if self.is_degraded() {
+            return self.replan(now, &BTreeSet::new(), out);
+        }
+        self.outdated = true;
+        self.draining.clone_from(draining);
+        self.release_draining_standbys(now, out);
+        self.hand_over(now, out);
+        if self.is_running() {
+            let soon = now + STANDBY_RETRY;
+            self.standbys_due = Some(self.standbys_due.map_or(soon, |at| at.min(soon)));
+            self.notice_change(now);
+        }
+    }
+
+    // ---- the end
+
+    /// Ends the job everywhere.
+    pub(super) fn end(&mut self, ending: Ending, out: &mut Out) {
+        let why = match &ending {
+            Ending::Completed => String::from("the job is over"),
+            Ending::Cancelled => String::from("the model was stopped or restarted with other options: retry"),
+            Ending::Moved(reason) | Ending::Failed(reason) => reason.clone(),
+        };
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.give_up(&DoneReason::Failed(why.clone()), out);
+        }
+        if !matches!(ending, Ending::Moved(_)) {
+            self.dismiss_all(out);
+        }
+        let job = self.id;
+        out.push_back(JobOutput::Unwatch { job });
+        for call in core::mem::take(&mut self.callers) {
+            out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.clone() }));
+        }
+        let figures = match &self.workload {
+            Workload::Serve(_) => Vec::new(),
+            Workload::Steps(steps) => steps.figures(),
+        };
+        out.push_back(JobOutput::Notify(Event::JobEnded { job, ending, figures }));
+    }
+
+    /// No node needs to hold anything for this job any more.
+    fn dismiss_all(&mut self, out: &mut Out) {
+        let all: BTreeSet<NodeId> = core::mem::take(&mut self.asked).into_iter().chain(self.participants()).collect();
+        all.into_iter().for_each(|node| self.send(node, ToParticipant::End, out));
+        self.resident.clear();
+        self.parts.clear();
+    }
+
+    /// Fails the requests that have waited for a plan for too long.
+    fn give_up_waiting(&mut self, now: Instant, out: &mut Out) {
+        let Some(degraded) = self.degraded.as_ref().filter(|degraded| now.since(degraded.since) >= DEGRADED_MAX) else {
+            return;
+        };
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.give_up(&DoneReason::Failed(degraded.reason.clone()), out);
+            self.dismiss_all(out);
+        }
+    }
+
+    /// The requests of a served model.
+    pub(super) fn serve(&mut self) -> Option<&mut Serve> {
+        match &mut self.workload {
+            Workload::Serve(serve) => Some(serve),
+            Workload::Steps(_) => None,
+        }
+    }
+
+    // ---- time
+
+    pub(super) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) {
+        match self.phase {
+            Phase::Preparing { .. } if self.timeout.due() <= now => {
+                let missing = self.parts.iter().filter(|part| part.ready.is_none()).map(|part| part.owner).collect();
+                self.ask_fallback(now, missing, out);
+            }
+            Phase::Preparing { retry_at } if retry_at <= now => {
+                self.phase = Phase::Preparing { retry_at: now + PREPARE_RETRY };
+                self.send_orders(out);
+            }
+            Phase::Running => self.running_wakeup(now, out),
+            Phase::Degraded { retry_at } if retry_at <= now => {
+                self.give_up_waiting(now, out);
+                self.replan(now, &BTreeSet::new(), out);
+            }
+            Phase::Planning { .. } | Phase::Preparing { .. } | Phase::Degraded { .. } => {}
+        }
+        if let Workload::Steps(steps) = &mut self.workload {
+            steps.handle_wakeup(now, out);
+            let better = steps.ask_better(now, self.phase == Phase::Running, &self.parts);
+            self.ask_better(better, out);
+        }
+        self.take_ending();
+    }
+
+    fn running_wakeup(&mut self, now: Instant, out: &mut Out) {
+        if let Workload::Serve(serve) = &mut self.workload
+            && let Some(reason) = serve.requests.handle_wakeup(now, out)
+        {
+            serve.requests.strike(now, &reason, out);
+            return self.replan(now, &BTreeSet::new(), out);
+        }
+        if self.standbys_due.is_some_and(|due| due <= now) {
+            self.report_standbys(out);
+            self.seek_standbys(now, out);
+            self.hand_over(now, out);
+        }
+        if !self.is_running() {
+            return;
+        }
+        self.standbys_wakeup(now, out);
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.challenge(now, self.epoch, &self.parts, out);
+            self.rebalance_wakeup(now, out);
+        }
+    }
+
+    pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let phase = match &self.phase {
+            Phase::Preparing { retry_at } => {
+                Some(((*retry_at).min(self.timeout.due()), "job: a part has not answered Prepare"))
+            }
+            Phase::Degraded { retry_at } => Some((*retry_at, "job: there is no plan")),
+            Phase::Running => self.next_running_wakeup(),
+            Phase::Planning { .. } => None,
+        };
+        let steps = match &self.workload {
+            Workload::Steps(steps) => steps.next_wakeup(),
+            Workload::Serve(_) => None,
+        };
+        [phase, steps].into_iter().flatten().min()
+    }
+
+    fn next_running_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let standbys = [self.standbys_due, self.next_standby_retry()].into_iter().flatten().min();
+        let standbys = standbys.map(|at| (at, "job: a standby is missing"));
+        let Workload::Serve(serve) = &self.workload else { return standbys };
+        let requests = serve.requests.next_wakeup().map(|at| (at, "job: a request makes no progress"));
+        let moves = self.rebalance.next_wakeup().map(|at| (at, "job: is there a better placement"));
+        let challenge = serve.next_challenge().map(|at| (at, "job: how fast is a node"));
+        [standbys, requests, moves, challenge].into_iter().flatten().min()
+    }
+}
+
+/// Why there is no plan.
+enum NoPlan {
+    /// There can never be one.
+    Never(String),
+    Model(PlanError),
+    Grid(GridError),
+}
+
+fn found(answer: Answer) -> Result<Found, NoPlan> {
+    match answer {
+        Answer::Model(Ok(answer)) if answer.plan.stages().is_empty() => {
+            Err(NoPlan::Model(PlanError::Invalid("the planner found no stages".into())))
+        }
+        Answer::Model(Ok(answer)) => Ok(Found::Model(answer.plan)),
+        Answer::Model(Err(error)) => Err(NoPlan::Model(error)),
+        Answer::Grid(Ok(plan)) => Ok(Found::Grid(plan)),
+        // What can never be is an end; what others may make possible is waited for.
+        Answer::Grid(Err(error @ (GridError::Invalid(_) | GridError::Depth { .. }))) => {
+            Err(NoPlan::Never(format!("{error}")))
+        }
+        Answer::Grid(Err(error)) => Err(NoPlan::Grid(error)),
+        Answer::ModelStandbys(_) | Answer::GridStandbys(_) => {
+            Err(NoPlan::Model(PlanError::Invalid("the planner answered another question".into())))
+        }
+    }
+}

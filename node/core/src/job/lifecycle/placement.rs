@@ -1,0 +1,261 @@
+//! The placements of one job: asked of the planner, adopted, ordered; standbys take over where they can.
+use super::{Degraded, Job, NoPlan, Phase, Role, found};
+use crate::id::{Epoch, NodeId, PartId};
+use crate::job::output::{Ask, Holdings, JobOutput, Out, What};
+use crate::job::part::Part;
+use crate::job::workload::Found;
+use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
+use crate::message::ToParticipant;
+use crate::output::Event;
+use crate::time::Instant;
+use crate::work::{Asked, Ending, Order};
+use alloc::boxed::Box;
+use alloc::collections::BTreeSet;
+use alloc::{format, string::String, vec::Vec};
+use partitioner::Answer;
+
+impl Job {
+    /// A question of this job's. An answer counts only while the question is remembered.
+    pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: What, out: &mut Out) -> u32 {
+        self.questions = self.questions.wrapping_add(1);
+        let (job, question) = (self.id, self.questions);
+        let resident = match &what {
+            // Beside what runs, the memory of what runs is not free.
+            What::ModelStandbys { .. } => Holdings::new(),
+            What::Model { .. } | What::Grid { .. } | What::GridStandbys { .. } => self.holdings(),
+        };
+        let ask = Box::new(Ask { job: Some(job), resident, without, what });
+        out.push_back(JobOutput::Ask { asked: Asked::Job { job, question }, ask });
+        question
+    }
+
+    /// Looks for a placement.
+    pub(in crate::job) fn plan(&mut self, out: &mut Out) {
+        self.outdated = false;
+        let what = self.workload.ask(false);
+        let question = self.ask(BTreeSet::new(), what, out);
+        self.phase = Phase::Planning { question };
+    }
+
+    /// Something is lost: standbys take over, or the parts are placed from scratch.
+    pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
+        self.workload.stop();
+        self.forget_move(now, out);
+        self.workload.lost(lost, out);
+        if self.promote(now, lost, out) {
+            return self.place(now, out);
+        }
+        if !self.is_degraded() {
+            self.attempts += 1;
+            if self.attempts > PLACE_ATTEMPTS_MAX {
+                self.attempts = 0;
+                let reason = format!("{PLACE_ATTEMPTS_MAX} placements in a row came to nothing");
+                return self.degrade(now, reason, out);
+            }
+        }
+        self.place_from_scratch(out);
+    }
+
+    /// The placement as it is cannot go on.
+    pub(in crate::job) fn place_from_scratch(&mut self, out: &mut Out) {
+        self.workload.roll_back();
+        self.plan(out);
+    }
+
+    /// Standbys become the owners of all lost parts, if each has one that can. All or none: a standby that is taken is none any
+    /// more.
+    pub(in crate::job) fn promote(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) -> bool {
+        let placed = matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
+        let gone = |part: &Part| lost.contains(&part.owner);
+        let goes_on = self.inherited || self.parts.iter().any(gone);
+        let able = |part: &Part| part.standby.as_ref().is_some_and(|s| s.ready && !lost.contains(&s.node));
+        if !placed || !goes_on || !self.workload.continues() || self.parts.iter().any(|part| gone(part) && !able(part))
+        {
+            return false;
+        }
+        let epoch = Epoch { counter: self.epoch.counter.saturating_add(1), ..self.epoch };
+        for (index, part) in self.parts.iter_mut().enumerate() {
+            let (number, job) = (PartId::of(index), self.id);
+            if part.standby.as_ref().is_some_and(|standby| lost.contains(&standby.node)) {
+                part.standby = None;
+            }
+            if lost.contains(&part.owner)
+                && let Some(standby) = part.promote()
+            {
+                self.workload.promoted(number, &standby);
+                let node = standby.node;
+                out.push_back(JobOutput::Notify(Event::Promoted { job, epoch, part: number, node }));
+            }
+            if let Some(standby) = &mut part.standby {
+                standby.ask_again(now);
+            }
+        }
+        true
+    }
+
+    /// The planner answered one of this job's questions.
+    pub(in crate::job) fn handle_answer(&mut self, now: Instant, question: u32, answer: Answer, out: &mut Out) {
+        if self.standbys_asked == Some(question) {
+            self.standbys_asked = None;
+            return match answer {
+                Answer::ModelStandbys(chosen) => self.handle_stage_standbys(now, chosen, out),
+                Answer::GridStandbys(chosen) => self.handle_tile_standbys(now, &chosen, out),
+                Answer::Model(_) | Answer::Grid(_) => {}
+            };
+        }
+        if self.rebalance.awaits(question) {
+            return self.handle_better(now, answer, out);
+        }
+        let fallback = self.timeout.awaits(question) && matches!(self.phase, Phase::Preparing { .. } | Phase::Running);
+        if !fallback && self.phase != (Phase::Planning { question }) {
+            return;
+        }
+        self.timeout.end();
+        match found(answer) {
+            Ok(found) if fallback => {
+                self.workload.stop();
+                self.forget_move(now, out);
+                self.workload.roll_back();
+                self.adopt(now, found, out);
+            }
+            Err(_) if fallback => {}
+            Err(_) if self.outdated => self.plan(out),
+            Ok(found) => self.adopt(now, found, out),
+            Err(NoPlan::Never(reason)) => self.ending = Some(Ending::Failed(reason)),
+            Err(NoPlan::Grid(error)) if self.epoch.counter == 0 => {
+                // Nothing has been made that would be worth waiting for.
+                self.ending = Some(Ending::Failed(format!("{error}")));
+            }
+            Err(NoPlan::Grid(error)) => self.degrade(now, format!("{error}"), out),
+            Err(NoPlan::Model(error)) => self.degrade(now, self.refusals.explain(&error), out),
+        }
+    }
+
+    /// Takes a placement that was found.
+    pub(in crate::job) fn adopt(&mut self, now: Instant, found: Found, out: &mut Out) {
+        let kept: Vec<bool> =
+            (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
+        let before = core::mem::take(&mut self.parts);
+        self.cut = self.cut.wrapping_add(1);
+        self.parts = self.workload.adopt(found, self.me);
+        let owners: BTreeSet<NodeId> = self.owners().into_iter().collect();
+        // Standbys of parts that stay the same stay.
+        for ((part, old), _) in self.parts.iter_mut().zip(before).zip(kept).filter(|(_, kept)| *kept) {
+            let stays = part.owner != self.me;
+            part.standby = old.standby.filter(|standby| stays && !owners.contains(&standby.node));
+            if let Some(standby) = &mut part.standby {
+                standby.ask_again(now);
+            }
+        }
+        if self.parts.is_empty() {
+            return self.degrade(now, "the planner found no parts".into(), out);
+        }
+        self.place(now, out);
+    }
+
+    /// Issues the next epoch, and orders every part.
+    pub(in crate::job) fn place(&mut self, now: Instant, out: &mut Out) {
+        let Some(next) = self.epoch.counter.checked_add(1) else {
+            return self.degrade(now, "all epochs of this job are used up: start it again".into(), out);
+        };
+        self.epoch.counter = next;
+        (self.standbys_asked, self.standbys_due) = (None, None);
+        self.unfit.clear();
+        self.parts.iter_mut().for_each(|part| part.ready = None);
+        let participants = self.participants();
+        self.asked.extend(participants.iter().copied());
+        self.known.extend(participants);
+        self.named.extend(self.successors());
+        let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
+        let placement = Box::new(self.workload.placement(&self.parts));
+        out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, step_ns, placement }));
+        self.inherited = false;
+        self.workload.placed(now);
+        self.watch(out);
+        let bytes = self.parts.iter().map(|part| part.bytes).max().unwrap_or(0);
+        self.timeout.begin(now, bytes, step_ns);
+        self.phase = Phase::Preparing { retry_at: now + PREPARE_RETRY };
+        self.send_orders(out);
+        for at in 0..self.parts.len() {
+            self.order_standby(now, PartId::of(at), out);
+        }
+        self.publish_record(out);
+    }
+
+    /// Leases with all that take part.
+    pub(in crate::job) fn watch(&self, out: &mut Out) {
+        let nodes: BTreeSet<NodeId> = self.owners().into_iter().collect();
+        let standbys = self.standby_nodes().into_iter().filter(|node| !nodes.contains(node)).collect();
+        let (job, epoch) = (self.id, self.epoch);
+        out.push_back(JobOutput::Watch { job, epoch, nodes: nodes.into_iter().collect(), standbys });
+    }
+
+    /// The order of a part, for its owner or its standby.
+    pub(in crate::job) fn order(&self, part: PartId, role: Role) -> Option<Box<Order>> {
+        let known = self.parts.get(part.index())?;
+        let standby = known.standby.as_ref().filter(|_| role == Role::Standby);
+        let node = standby.map_or(known.owner, |standby| standby.node);
+        Some(Box::new(Order {
+            name: self.name.clone(),
+            part,
+            owners: self.owners(),
+            beside: self.parts_of(node).filter(|&beside| beside != part).collect(),
+            standby: standby.map(|standby| standby.tier),
+            bytes_max: standby.map_or(known.bytes, |standby| standby.bytes),
+            successors: self.successors(),
+            previous: self.previous.clone(),
+            work: self.workload.work(part, known.step_ns, standby),
+        }))
+    }
+
+    /// Parts that a node has, as owner or standby.
+    pub(in crate::job) fn parts_of(&self, node: NodeId) -> impl Iterator<Item = PartId> + '_ {
+        let has = move |part: &Part| part.owner == node || part.standby.as_ref().is_some_and(|s| s.node == node);
+        self.parts.iter().enumerate().filter(move |(_, part)| has(part)).map(|(at, _)| PartId::of(at))
+    }
+
+    pub(in crate::job) fn send(&self, to: NodeId, say: ToParticipant, out: &mut Out) {
+        out.push_back(JobOutput::Message { to, job: self.id, epoch: self.epoch, say });
+    }
+
+    /// Orders their parts from the owners that have not answered.
+    pub(in crate::job) fn send_orders(&self, out: &mut Out) {
+        for (at, part) in self.parts.iter().enumerate().filter(|(_, part)| part.ready.is_none()) {
+            if let Some(order) = self.order(PartId::of(at), Role::Owner) {
+                self.send(part.owner, ToParticipant::Prepare(order), out);
+            }
+        }
+    }
+
+    /// There is no plan: callers of `Start` hear why, and requests wait for a while.
+    pub(in crate::job) fn degrade(&mut self, now: Instant, reason: String, out: &mut Out) {
+        self.workload.stop();
+        self.phase = Phase::Degraded { retry_at: now + DEGRADED_RETRY };
+        let (since, news) = match &self.degraded {
+            Some(known) => (known.since, known.reason != reason),
+            None => (now, true),
+        };
+        for call in self.take_callers(news) {
+            let event = Event::JobDegraded { call, job: self.id, reason: reason.clone() };
+            out.push_back(JobOutput::Notify(event));
+        }
+        self.degraded = Some(Degraded { since, reason });
+    }
+
+    /// A participant that was lost is heard again. Returns whether the job waits for the others that are `lost` before it looks
+    /// for a plan: where this node itself stood still, they are heard within the next heartbeats, and what they hold need not
+    /// be loaded elsewhere.
+    pub(in crate::job) fn awaits_others(&mut self, now: Instant, lost: &BTreeSet<NodeId>) -> bool {
+        let awaited = self.resident.keys().any(|node| lost.contains(node));
+        let Phase::Degraded { retry_at } = &mut self.phase else { return false };
+        if awaited {
+            *retry_at = (*retry_at).min(now + HEARTBEAT * 2);
+        }
+        awaited
+    }
+
+    /// A peer knows a higher epoch than was issued here: never issue at or below it.
+    pub(in crate::job) fn skip_epochs(&mut self, theirs: Epoch) {
+        self.epoch.counter = self.epoch.counter.max(theirs.counter);
+    }
+}

@@ -1,0 +1,84 @@
+//! A job's parts as its coordinator sees them: owner, standby, and what each has.
+use crate::id::NodeId;
+use crate::time::Instant;
+use crate::work::{Cursors, Has, Ready};
+use partitioner::Tier;
+
+/// A part of the present placement.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) owner: NodeId,
+    /// Bytes that the plan allows it.
+    pub(super) bytes: u64,
+    /// Predicted nanoseconds of a token or a step on its owner.
+    pub(super) step_ns: u64,
+    /// Its owner's answer under the present epoch.
+    pub(super) ready: Option<Ready>,
+    pub(super) standby: Option<Standby>,
+}
+
+/// A part's standby.
+#[derive(Clone, Debug)]
+pub(super) struct Standby {
+    pub(super) node: NodeId,
+    pub(super) tier: Tier,
+    pub(super) bytes: u64,
+    pub(super) step_ns: u64,
+    /// Milliseconds from one of its snapshots to the next.
+    pub(super) snapshot_ms: u32,
+    /// What it had when it answered under the present epoch; else when it was asked last.
+    pub(super) prepared: Result<Has, Instant>,
+    /// It has what it needs to take the part over: a stage in memory, a tile's cells, under this placement or an earlier one of
+    /// the same cut. It is a hint: promotion asks with `Prepare`, and a node that has it no more refuses, or loads it.
+    pub(super) ready: bool,
+    /// How far it reports to be.
+    pub(super) cursors: Cursors,
+    /// That it is current was reported under the present epoch.
+    pub(super) reported: bool,
+}
+
+impl Part {
+    pub(super) fn new(owner: NodeId, bytes: u64, step_ns: u64) -> Self {
+        Part { owner, bytes, step_ns, ready: None, standby: None }
+    }
+
+    /// Its standby becomes its owner.
+    pub(super) fn promote(&mut self) -> Option<Standby> {
+        let standby = self.standby.take()?;
+        (self.owner, self.bytes, self.step_ns) = (standby.node, standby.bytes, standby.step_ns);
+        Some(standby)
+    }
+}
+
+impl Standby {
+    pub(super) fn new(now: Instant, node: NodeId, tier: Tier, (bytes, step_ns): (u64, u64)) -> Self {
+        Standby {
+            node,
+            tier,
+            bytes,
+            step_ns,
+            snapshot_ms: 0,
+            prepared: Err(now),
+            ready: false,
+            cursors: Cursors::All(0),
+            reported: false,
+        }
+    }
+
+    pub(super) fn is_prepared(&self) -> bool {
+        self.prepared.is_ok()
+    }
+
+    /// It is asked once more, under another epoch.
+    pub(super) fn ask_again(&mut self, now: Instant) {
+        (self.prepared, self.reported) = (Err(now), false);
+    }
+
+    /// How far it is on a channel.
+    pub(super) fn at(&self, channel: u64) -> u32 {
+        match &self.cursors {
+            Cursors::All(at) => *at,
+            Cursors::Each(each) => each.iter().find(|(of, _)| *of == channel).map_or(0, |(_, at)| *at),
+        }
+    }
+}

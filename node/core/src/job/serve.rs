@@ -1,0 +1,298 @@
+//! Serving a model: what the job's coordinator decides that a grid has no equal of. Next: `serve/requests.rs`.
+mod calibration;
+mod requests;
+mod stream;
+
+use super::output::{JobOutput, Measured, Out, What};
+use super::part::{Part, Standby};
+use crate::id::{Epoch, JobId, NodeId, PartId};
+use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX, STANDBY_LAG_MAX};
+use crate::message::{FromStage, ToParticipant};
+use crate::time::Instant;
+use crate::work::serve::{DoneReason, ModelSpec, Position, ServeRecord, StageOrder};
+use crate::work::{Change, Has, PartWork, Placement, ProgramRecord, Resume};
+use alloc::boxed::Box;
+use alloc::collections::BTreeMap;
+use alloc::{string::String, vec::Vec};
+use calibration::{Calibration, Found};
+use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
+pub(in crate::job) use requests::Requests;
+use requests::Track;
+
+/// A model that is served, or on the way there.
+#[derive(Debug)]
+pub(super) struct Serve {
+    job: JobId,
+    pub(super) model: ModelSpec,
+    /// The present placement; none while there is none.
+    plan: Option<Box<Plan>>,
+    /// The placement that was ready last: the next one keeps what it can of it.
+    last_ready: Option<Box<Plan>>,
+    pub(super) requests: Requests,
+    calibration: Calibration,
+    /// What the planner said of the standby of each part, also of those that no node can be the standby of.
+    tiers: BTreeMap<PartId, (Tier, Option<u64>)>,
+}
+
+impl Serve {
+    pub(super) fn new(job: JobId, model: ModelSpec) -> Self {
+        let sequences = model.work.sequences.clamp(1, SEQUENCES_MAX);
+        let context = model.work.context.clamp(1, CONTEXT_MAX);
+        Serve {
+            job,
+            requests: Requests::new(job, sequences, context, model.eos.clone()),
+            model,
+            plan: None,
+            last_ready: None,
+            calibration: Calibration::default(),
+            tiers: BTreeMap::new(),
+        }
+    }
+
+    /// Where it runs, if it is the model that is asked about.
+    pub(super) fn present(&self, model: &ModelSpec) -> Option<&Plan> {
+        let same = |plan: &&Plan| plan.layers() as usize == model.work.layers.len();
+        self.plan.as_deref().filter(|_| self.model.content == model.content).filter(same)
+    }
+
+    /// Predicted nanoseconds per token; 0 while there is no placement.
+    pub(super) fn step_ns(&self) -> u64 {
+        self.plan.as_deref().map_or(0, Plan::token_ns)
+    }
+
+    pub(super) fn plan(&self) -> Option<&Plan> {
+        self.plan.as_deref()
+    }
+
+    // ---- placement
+
+    /// What the planner is to answer: a repair of what was ready last, or of what is there.
+    pub(super) fn ask(&self, present: bool) -> What {
+        let repair = if present { self.plan.clone() } else { self.last_ready.clone() };
+        What::Model { work: self.model.work.clone(), repair, present: None, caller: false }
+    }
+
+    /// Whether there is a better placement than the present one. `repair`: one that moves little, because a node leaves.
+    pub(super) fn ask_better(&self, repair: bool) -> What {
+        let repair = self.plan.clone().filter(|_| repair);
+        What::Model { work: self.model.work.clone(), repair, present: self.plan.clone(), caller: false }
+    }
+
+    pub(super) fn ask_standbys(&self, kept: Vec<(u16, DeviceId)>) -> Option<What> {
+        let plan = self.plan.clone()?;
+        Some(What::ModelStandbys { work: self.model.work.clone(), plan, kept })
+    }
+
+    /// Takes a placement. Returns its parts; none if it has none.
+    pub(super) fn adopt(&mut self, plan: Plan, me: NodeId) -> Vec<Part> {
+        let part = |stage: &Stage| Part::new(stage.device.into(), stage.bytes, stage.step_ns);
+        let parts: Vec<Part> = plan.stages().iter().map(part).collect();
+        let own = |part: &PartId| parts.get(part.index()).is_some_and(|known| known.owner != me);
+        self.tiers.retain(|part, _| own(part));
+        self.plan = Some(Box::new(plan));
+        parts
+    }
+
+    /// Whether a part of a plan has the layers that a part of the present placement has.
+    pub(super) fn is_same_part(&self, plan: &Plan, part: PartId) -> bool {
+        let layers = |plan: &Plan| plan.stages().get(part.index()).map(|stage| stage.layers.clone());
+        self.plan.as_deref().and_then(layers).is_some_and(|mine| layers(plan) == Some(mine))
+    }
+
+    /// A standby has become the owner of a part.
+    pub(super) fn promoted(&mut self, part: PartId, standby: &Standby) {
+        let Some(plan) = &self.plan else { return };
+        let Some(layers) = plan.stages().get(part.index()).map(|stage| stage.layers.clone()) else { return };
+        let (bytes, step_ns) = (standby.bytes, standby.step_ns);
+        let stage = Stage { device: standby.node.into(), layers, bytes, step_ns };
+        if let Ok(next) = plan.clone().with_stage(part.index(), stage) {
+            self.plan = Some(Box::new(next));
+        }
+    }
+
+    pub(super) fn work(&self) -> PartWork {
+        self.stages_of(self.plan.as_deref())
+    }
+
+    fn stages_of(&self, plan: Option<&Plan>) -> PartWork {
+        let stages = plan.map(Plan::stages).unwrap_or_default();
+        PartWork::Stage(StageOrder {
+            content: self.model.content,
+            layers: stages.iter().map(|stage| stage.layers.clone()).collect(),
+            sequences: self.model.work.sequences.clamp(1, SEQUENCES_MAX),
+            context: self.model.work.context.clamp(1, CONTEXT_MAX),
+            width: self.model.width,
+            int8: self.model.int8,
+        })
+    }
+
+    /// What the parts of a placement that is not taken yet would be.
+    pub(super) fn work_of(&self, plan: &Plan) -> PartWork {
+        self.stages_of(Some(plan))
+    }
+
+    pub(super) fn placement(&self) -> Placement {
+        let stages = self.plan.as_deref().map(Plan::stages).unwrap_or_default();
+        Placement::Stages(stages.iter().map(|stage| (stage.device.into(), stage.layers.clone())).collect())
+    }
+
+    /// There is no placement, and none is waited for any more.
+    pub(super) fn give_up(&mut self, reason: &DoneReason, out: &mut Out) {
+        self.requests.fail_all(reason, out);
+        (self.plan, self.last_ready) = (None, None);
+        self.tiers.clear();
+    }
+
+    pub(super) fn record(&self) -> ProgramRecord {
+        ProgramRecord::Serve(Box::new(ServeRecord { model: self.model.clone() }))
+    }
+
+    // ---- running
+
+    /// All stages are ready: of each, where it goes on.
+    pub(super) fn resume(&mut self, now: Instant, epoch: Epoch, parts: &[Part]) -> Vec<Resume> {
+        let stages: Vec<NodeId> = parts.iter().map(|part| part.owner).collect();
+        let track = Track { epoch, stages, token_ns: self.step_ns(), standbys: Vec::new() };
+        let held: Vec<&[Position]> = parts.iter().map(positions).collect();
+        self.last_ready.clone_from(&self.plan);
+        self.requests.resume(now, track, &held).into_iter().map(Resume::Stage).collect()
+    }
+
+    /// They run: requests go on.
+    pub(super) fn begin(&mut self, now: Instant, parts: &[Part], out: &mut Out) {
+        let held: Vec<(NodeId, &[Position])> = parts.iter().map(|part| (part.owner, positions(part))).collect();
+        self.requests.start(now, &held, out);
+        // Standbys that have answered already hold what is over as well.
+        for standby in parts.iter().filter_map(|part| part.standby.as_ref()) {
+            if let Ok(has) = &standby.prepared {
+                self.requests.close_ended(standby.node, standby_positions(has), out);
+            }
+        }
+    }
+
+    /// A stage reports.
+    pub(super) fn handle_report(&mut self, now: Instant, from: NodeId, epoch: Epoch, say: FromStage, out: &mut Out) {
+        let requests = &mut self.requests;
+        match say {
+            FromStage::Token { request, position, token } if requests.is_last_stage(from, epoch) => {
+                requests.handle_token(now, request, position, token, out);
+            }
+            FromStage::Progress { request, position } if requests.is_last_stage(from, epoch) => {
+                requests.handle_progress(now, request, position, out);
+            }
+            FromStage::Gap { request, have } if requests.is_stage(from, epoch) => {
+                requests.handle_gap(now, request, have, out);
+            }
+            FromStage::Resume { request, have } if requests.feeds(from, epoch) => {
+                requests.handle_resume(from, request, have, out);
+            }
+            FromStage::Token { .. } | FromStage::Progress { .. } | FromStage::Gap { .. } | FromStage::Resume { .. } => {
+            }
+        }
+    }
+
+    // ---- standbys
+
+    /// Whether a standby has, but for a little, what its stage has.
+    pub(super) fn is_current(&self, standby: &Standby) -> bool {
+        let follows = standby.is_prepared() && standby.tier == Tier::Hot;
+        let acked = self.requests.acked();
+        follows && acked.iter().all(|(id, &acked)| standby.at(id.0).saturating_add(STANDBY_LAG_MAX) >= acked)
+    }
+
+    /// What the planner said of a part's standby.
+    pub(super) fn set_tier(&mut self, part: PartId, tier: Tier, stall_ns: Option<u64>) {
+        self.tiers.insert(part, (tier, stall_ns));
+    }
+
+    pub(super) fn tiers(&self) -> &BTreeMap<PartId, (Tier, Option<u64>)> {
+        &self.tiers
+    }
+
+    // ---- calibration
+
+    /// Asks the next node that is due, this one included, to show how fast it is.
+    pub(super) fn challenge(&mut self, now: Instant, epoch: Epoch, parts: &[Part], out: &mut Out) {
+        let Some(plan) = &self.plan else { return };
+        let layers = |index: usize| plan.stages().get(index).map(|stage| stage.layers.clone());
+        let mut holders = Vec::new();
+        let mut numbers = BTreeMap::new();
+        for (index, part) in parts.iter().enumerate() {
+            let standby = part.standby.as_ref().filter(|standby| standby.is_prepared()).map(|standby| standby.node);
+            for node in core::iter::once(part.owner).chain(standby) {
+                if let Some(layers) = layers(index).filter(|_| !numbers.contains_key(&node)) {
+                    numbers.insert(node, PartId::of(index));
+                    holders.push((node, layers));
+                }
+            }
+        }
+        if let Some((to, nonce)) = self.calibration.next(now, self.job, &holders, self.requests.quiet())
+            && let Some(&part) = numbers.get(&to)
+        {
+            out.push_back(JobOutput::Message {
+                to,
+                job: self.job,
+                epoch,
+                say: ToParticipant::Challenge { part, nonce },
+            });
+        }
+    }
+
+    /// A node answered a challenge.
+    pub(super) fn handle_challenged(
+        &mut self,
+        now: Instant,
+        node: NodeId,
+        nonce: u64,
+        result: Result<u64, String>,
+        out: &mut Out,
+    ) {
+        let quiet = self.requests.quiet();
+        let Some(found) = self.calibration.handle_answer(now, node, nonce, result.is_ok(), quiet) else { return };
+        let Found { layers, took, quiet, nonce } = found;
+        let measured = Measured { took, quiet, nonce, digest: result.unwrap_or_default() };
+        let (job, work) = (self.job, Box::new(self.model.work.clone()));
+        out.push_back(JobOutput::Measured { job, node, work, layers, measured });
+    }
+
+    pub(super) fn next_challenge(&self) -> Option<Instant> {
+        self.calibration.next_wakeup()
+    }
+
+    // ---- a better placement
+
+    /// What going to another placement would change; none if that is the present one.
+    pub(super) fn change(&self, answer: &ModelAnswer) -> Option<Change> {
+        let present = self.plan.as_deref()?;
+        if answer.plan.placement() == present.placement() {
+            return None;
+        }
+        let bytes = answer.moved_bytes;
+        Some(Change { before_ns: answer.before_ns?, after_ns: answer.plan.token_ns(), bytes })
+    }
+
+    /// Stages of a plan that are not where they are now.
+    pub(super) fn moved<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = (PartId, &'a Stage)> + 'a {
+        let stays = |stage: &Stage| {
+            let held = self.plan.as_deref().and_then(|present| present.stage_of(stage.device));
+            held.is_some_and(|held| held.layers == stage.layers)
+        };
+        plan.stages().iter().enumerate().filter(move |(_, stage)| !stays(stage)).map(|(at, s)| (PartId::of(at), s))
+    }
+}
+
+/// What a stage's owner has of each request.
+fn positions(part: &Part) -> &[Position] {
+    match part.ready.as_ref().map(|ready| &ready.has) {
+        Some(Has::Stage(positions)) => positions,
+        Some(Has::Tile { .. }) | None => &[],
+    }
+}
+
+/// What a standby has of each request, as it reports.
+pub(super) fn standby_positions(has: &Has) -> &[Position] {
+    match has {
+        Has::Stage(positions) => positions,
+        Has::Tile { .. } => &[],
+    }
+}

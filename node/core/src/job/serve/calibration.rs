@@ -1,0 +1,180 @@
+//! The timed challenges of one served model: whether its nodes compute as fast as they say.
+//!
+//! The coordinator asks for a few steps of the very stage that a node holds, itself included, and takes the time itself. The fastest
+//! of a few answers counts, because one may wait behind a busy executor. What the steps made is compared between a stage and
+//! its standby, and no node gets the same question twice: one that answers without computing is found there.
+use crate::id::{JobId, NodeId};
+use crate::limits::{CHALLENGE_EVERY, CHALLENGE_MAX, CHALLENGE_SOON, CHALLENGES};
+use crate::time::{Duration, Instant};
+use alloc::collections::{BTreeMap, VecDeque};
+use core::ops::Range;
+
+/// Challenges of one model.
+#[derive(Debug, Default)]
+pub(super) struct Calibration {
+    by_node: BTreeMap<NodeId, Probe>,
+    running: Option<Running>,
+}
+
+#[derive(Debug, Default)]
+struct Probe {
+    /// What the last ones took, as long as the node holds these layers.
+    layers: Range<u32>,
+    /// And whether no request ran meanwhile.
+    took: VecDeque<(Duration, bool)>,
+    due: Instant,
+    /// The period of [`CHALLENGE_EVERY`] in which it was challenged last, and how often in that.
+    asked: (u64, u32),
+}
+
+/// What is known of a node's speed once enough challenges were answered.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Found {
+    pub(super) layers: Range<u32>,
+    /// The fastest of the last answers.
+    pub(super) took: Duration,
+    /// No request of the job ran while it was computed.
+    pub(super) quiet: bool,
+    /// The question of the last answer.
+    pub(super) nonce: u64,
+}
+
+#[derive(Debug)]
+struct Running {
+    node: NodeId,
+    nonce: u64,
+    sent: Instant,
+    /// What `Requests::quiet` said then.
+    quiet: Option<u64>,
+}
+
+impl Calibration {
+    /// Who is to be challenged now, if anybody is. `holders`: nodes and the layers that they hold in memory.
+    pub(super) fn next(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        holders: &[(NodeId, Range<u32>)],
+        quiet: Option<u64>,
+    ) -> Option<(NodeId, u64)> {
+        self.by_node.retain(|node, probe| holders.iter().any(|(held, layers)| held == node && *layers == probe.layers));
+        for (node, layers) in holders {
+            self.by_node.entry(*node).or_insert_with(|| Probe {
+                layers: layers.clone(),
+                took: VecDeque::new(),
+                due: now + CHALLENGE_SOON,
+                asked: (0, 0),
+            });
+        }
+        if let Some(lost) = self.running.take_if(|running| now.since(running.sent) >= CHALLENGE_MAX)
+            && let Some(probe) = self.by_node.get_mut(&lost.node)
+        {
+            probe.due = now + CHALLENGE_MAX;
+        }
+        if self.running.is_some() {
+            return None;
+        }
+        let (&node, probe) = self.by_node.iter_mut().min_by_key(|(_, probe)| probe.due)?;
+        if probe.due > now {
+            return None;
+        }
+        let period = now.0 / CHALLENGE_EVERY.as_nanos() as u64;
+        probe.asked = if probe.asked.0 == period { (period, probe.asked.1 + 1) } else { (period, 0) };
+        let nonce = nonce_of(job, &probe.layers, probe.asked);
+        self.running = Some(Running { node, nonce, sent: now, quiet });
+        Some((node, nonce))
+    }
+
+    /// A node answered. Returns its layers and what they took, once enough is known.
+    pub(super) fn handle_answer(
+        &mut self,
+        now: Instant,
+        node: NodeId,
+        nonce: u64,
+        done: bool,
+        quiet: Option<u64>,
+    ) -> Option<Found> {
+        let running = self.running.take_if(|running| running.node == node && running.nonce == nonce)?;
+        let probe = self.by_node.get_mut(&node)?;
+        if !done {
+            probe.due = now + CHALLENGE_MAX; // it had no room for it: no answer
+            return None;
+        }
+        if probe.took.len() >= CHALLENGES {
+            probe.took.pop_front();
+        }
+        probe.took.push_back((now.since(running.sent), quiet.is_some() && quiet == running.quiet));
+        let enough = probe.took.len() >= CHALLENGES;
+        probe.due = now + if enough { CHALLENGE_EVERY } else { CHALLENGE_SOON };
+        let &(took, quiet) = probe.took.iter().min_by_key(|(took, _)| *took)?;
+        enough.then(|| Found { layers: probe.layers.clone(), took, quiet, nonce })
+    }
+
+    /// When the next of them is due.
+    pub(super) fn next_wakeup(&self) -> Option<Instant> {
+        match &self.running {
+            Some(running) => Some(running.sent + CHALLENGE_MAX),
+            None => self.by_node.values().map(|probe| probe.due).min(),
+        }
+    }
+}
+
+/// Equal for the nth challenge of a period of all nodes that hold these layers of the job, so that their rows can be compared;
+/// different for every challenge of one node.
+fn nonce_of(job: JobId, layers: &Range<u32>, (period, nth): (u64, u32)) -> u64 {
+    let asked = (period.wrapping_mul(64) + u64::from(nth)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    job.0.rotate_left(17) ^ (u64::from(layers.start) << 32 | u64::from(layers.end)) ^ asked
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    const A: NodeId = NodeId([1; 16]);
+    const B: NodeId = NodeId([2; 16]);
+
+    #[test]
+    fn each_holder_is_challenged_in_turn_and_the_fastest_answer_counts() {
+        let mut calibration = Calibration::default();
+        let holders = [(A, 0..4), (B, 0..4)];
+        let (mut now, mut asked, mut said) = (Instant(0), Vec::new(), Vec::new());
+        for round in 0..600u64 {
+            if let Some((node, nonce)) = calibration.next(now, JobId(1), &holders, Some(round)) {
+                asked.push((node, nonce));
+                assert_eq!(calibration.next(now, JobId(1), &holders, Some(round)), None, "one at a time");
+                now = now + Duration::from_millis(10 + round % 7);
+                let begun = if node == A { round } else { round + 1 };
+                said.extend(calibration.handle_answer(now, node, nonce, true, Some(begun)).map(|found| (node, found)));
+            }
+            now = now + Duration::from_millis(20);
+        }
+        assert_eq!(
+            asked.iter().map(|(node, _)| *node).collect::<Vec<_>>(),
+            [A, B, A, B, A, B],
+            "three each, none for a minute"
+        );
+        let of = |wanted: NodeId| {
+            asked.iter().filter(|(node, _)| *node == wanted).map(|(_, nonce)| *nonce).collect::<Vec<_>>()
+        };
+        assert_eq!(of(A), of(B), "rows of equal questions are compared");
+        assert!(of(A)[0] != of(A)[1] && of(A)[1] != of(A)[2], "an answer cannot be given twice");
+        assert_eq!(said.len(), 2);
+        assert!(said.iter().all(|(_, found)| found.took <= Duration::from_millis(14)), "{said:?}");
+        let quiet: Vec<bool> = said.iter().map(|(_, found)| found.quiet).collect();
+        assert_eq!(quiet, [true, false], "requests began while B was challenged");
+    }
+
+    #[test]
+    fn an_answer_that_does_not_come_blocks_nobody() {
+        let mut calibration = Calibration::default();
+        let holders = [(A, 0..4), (B, 4..8)];
+        calibration.next(Instant(0), JobId(1), &holders, None);
+        let due = calibration.next_wakeup().expect("the first is due");
+        let (first, nonce) = calibration.next(due, JobId(1), &holders, None).expect("it is challenged");
+        let late = calibration.next_wakeup().expect("its answer is awaited");
+        let (second, other) = calibration.next(late, JobId(1), &holders, None).expect("the other one's turn");
+        assert_ne!((first, nonce), (second, other), "other layers, other rows");
+        assert_eq!(calibration.handle_answer(late, first, nonce, true, None), None, "too late");
+    }
+}

@@ -1,0 +1,401 @@
+//! The requests of one served model at its coordinator: a bounded queue, the slots, and what goes to the first and the last stage.
+use super::stream::{Stream, Taken};
+use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::job::output::{JobOutput, Out};
+use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
+use crate::message::{ToParticipant, ToStage};
+use crate::output::Event;
+use crate::planted::{self, Planted};
+use crate::time::Instant;
+use crate::work::serve::{DoneReason, Position, Request};
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+
+/// Where frames go while the job is ready.
+#[derive(Clone, Debug)]
+pub(in crate::job) struct Track {
+    pub(in crate::job) epoch: Epoch,
+    /// Nodes of the stages, first to last; never empty.
+    pub(in crate::job) stages: Vec<NodeId>,
+    /// Predicted nanoseconds per token, for the watchdog.
+    pub(in crate::job) token_ns: u64,
+    /// Standbys that are fed, and for which stage.
+    pub(in crate::job) standbys: Vec<(PartId, NodeId)>,
+}
+
+impl Track {
+    fn first(&self) -> NodeId {
+        self.stages[0]
+    }
+    /// The first stage's standby, which the coordinator feeds.
+    fn first_standby(&self) -> Option<NodeId> {
+        self.standbys.iter().find(|(stage, _)| *stage == PartId(0)).map(|&(_, node)| node)
+    }
+    fn depth(&self) -> u32 {
+        u32::try_from(self.stages.len()).unwrap_or(u32::MAX)
+    }
+    fn last(&self) -> NodeId {
+        self.stages[self.stages.len() - 1]
+    }
+}
+
+/// Queue and slots.
+///
+/// Invariants: at most `slots` streams and `QUEUE_MAX` waiting; every submitted call gets exactly one `Done`, the last
+/// thing told about it.
+#[derive(Debug)]
+pub(in crate::job) struct Requests {
+    job: JobId,
+    slots: usize,
+    context: u32,
+    eos: Vec<u32>,
+    next: u64,
+    waiting: VecDeque<(CallId, Request)>,
+    running: BTreeMap<RequestId, Stream>,
+    /// The last requests closed: a `Close` lost with a connection is repeated when it stands again.
+    closed: VecDeque<RequestId>,
+    /// None while the job is being placed.
+    track: Option<Track>,
+}
+
+impl Requests {
+    pub(in crate::job) fn new(job: JobId, sequences: u32, context: u32, eos: Vec<u32>) -> Self {
+        Requests {
+            job,
+            slots: sequences.clamp(1, SEQUENCES_MAX) as usize,
+            context,
+            eos,
+            next: 0,
+            waiting: VecDeque::new(),
+            running: BTreeMap::new(),
+            closed: VecDeque::new(),
+            track: None,
+        }
+    }
+
+    pub(in crate::job) fn counts(&self) -> (usize, usize) {
+        (self.running.len(), self.waiting.len())
+    }
+
+    /// While no request runs: a number that changes when one begins.
+    pub(in crate::job) fn quiet(&self) -> Option<u64> {
+        self.running.is_empty().then_some(self.next)
+    }
+
+    pub(in crate::job) fn is_empty(&self) -> bool {
+        self.running.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Takes a request, or says why not. True if it was taken.
+    pub(in crate::job) fn submit(&mut self, now: Instant, call: CallId, request: Request, out: &mut Out) -> bool {
+        let prompt_max = self.context.saturating_sub(1);
+        let refusal = if request.prompt.is_empty() {
+            DoneReason::Invalid("the prompt is empty: send at least one token".into())
+        } else if request.prompt.len() > prompt_max as usize {
+            DoneReason::Invalid(format!(
+                "the prompt has {} tokens, the context of this model is {}: at most {prompt_max} tokens leave room for \
+                 an answer; shorten the prompt or serve the model with a larger context",
+                request.prompt.len(),
+                self.context
+            ))
+        } else if request.max_tokens == 0 {
+            DoneReason::Length
+        } else if self.waiting.len() >= QUEUE_MAX {
+            DoneReason::Busy
+        } else {
+            self.waiting.push_back((call, request));
+            self.fill_slots(now, out);
+            return true;
+        };
+        out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+        false
+    }
+
+    /// The caller has enough.
+    pub(in crate::job) fn cancel(&mut self, now: Instant, call: CallId, out: &mut Out) {
+        if let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == call) {
+            self.waiting.remove(at);
+            done(call, DoneReason::Cancelled, out);
+        } else if let Some(id) = self.running.values().find(|stream| stream.call == call).map(|stream| stream.id)
+            && !planted::has(Planted::CancelDropped)
+        {
+            self.finish(now, id, DoneReason::Cancelled, out);
+        }
+    }
+
+    /// Ends a running request: its caches are freed on every stage, the next in the queue gets its slot.
+    fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
+        let Some(stream) = self.running.remove(&id) else { return };
+        self.close(id, out);
+        done(stream.call, reason, out);
+        self.fill_slots(now, out);
+    }
+
+    fn fill_slots(&mut self, now: Instant, out: &mut Out) {
+        while self.running.len() < self.slots && self.track.is_some() {
+            let Some((call, request)) = self.waiting.pop_front() else { return };
+            let id = RequestId(self.next);
+            self.next += 1;
+            self.running.insert(id, Stream::new(now, id, call, request));
+            self.open(id, out);
+            self.pump(id, out);
+        }
+    }
+
+    /// The job is ready under a new epoch, and `held` is what the stages' caches hold still. Returns for each stage, and for
+    /// each request of which anything is held, how much of it the next stage holds.
+    pub(in crate::job) fn resume(
+        &mut self,
+        now: Instant,
+        track: Track,
+        held: &[&[Position]],
+    ) -> Vec<Vec<(RequestId, u32)>> {
+        let mut resume = Vec::from_iter(track.stages.iter().map(|_| Vec::new()));
+        for (&id, stream) in &mut self.running {
+            let position = |stage: &&[Position]| {
+                stage.iter().find(|position| position.request == id).map_or((0, 0), |p| (p.have, p.kept_from))
+            };
+            let stages: Vec<(u32, u32)> = held.iter().map(position).collect();
+            for (stage, next_holds) in stream.resume(now, &stages).into_iter().enumerate() {
+                if next_holds > 0 || stages[stage].0 > 0 {
+                    resume[stage].push((id, next_holds));
+                }
+            }
+        }
+        self.track = Some(track);
+        self.closed.clear();
+        resume
+    }
+
+    /// Every running request goes on from its token log, and what stages hold of requests that are over is freed.
+    pub(in crate::job) fn start(&mut self, now: Instant, held: &[(NodeId, &[Position])], out: &mut Out) {
+        held.iter().for_each(|&(node, positions)| self.close_ended(node, positions, out));
+        let ids: Vec<RequestId> = self.running.keys().copied().collect();
+        for id in ids {
+            self.open(id, out);
+            self.pump(id, out);
+        }
+        self.fill_slots(now, out);
+    }
+
+    /// Frees what a node holds of requests that are over: their `Close` went to those who took part then.
+    pub(in crate::job) fn close_ended(&self, to: NodeId, positions: &[Position], out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let (job, epoch) = (self.job, track.epoch);
+        let over = positions.iter().map(|p| p.request).filter(|request| !self.running.contains_key(request));
+        let close = |request| message(to, job, epoch, ToStage::Close { request });
+        out.extend(over.map(close));
+    }
+
+    /// These standbys are fed from now on.
+    pub(in crate::job) fn set_standbys(&mut self, standbys: Vec<(PartId, NodeId)>) {
+        if let Some(track) = &mut self.track {
+            track.standbys = standbys;
+        }
+    }
+
+    /// Whether a node is the standby of the first stage.
+    pub(in crate::job) fn feeds(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.first_standby() == Some(from))
+    }
+
+    /// The first stage's standby holds `have` positions: it is sent what follows, up to what the first stage was sent.
+    pub(in crate::job) fn handle_resume(&mut self, to: NodeId, id: RequestId, have: u32, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
+        let frames = stream.sent_since(have, self.job, track.epoch);
+        out.extend(frames.into_iter().map(|(header, tokens)| JobOutput::Frame { to, header, tokens, copy: true }));
+    }
+
+    /// Up to which position every stage is known to be, of each running request.
+    pub(in crate::job) fn acked(&self) -> BTreeMap<RequestId, u32> {
+        self.running.iter().map(|(&id, stream)| (id, stream.acked())).collect()
+    }
+
+    /// The job is placed once more: nothing is sent until `start`.
+    pub(in crate::job) fn stop(&mut self) {
+        self.track = None;
+    }
+
+    /// The executor failed under the running requests; one that was there too often is given up, since it may be what
+    /// breaks it.
+    pub(in crate::job) fn strike(&mut self, now: Instant, reason: &str, out: &mut Out) {
+        let mut out_of_patience = Vec::new();
+        for stream in self.running.values_mut() {
+            stream.strikes += 1;
+            if stream.strikes >= REQUEST_STRIKES_MAX {
+                out_of_patience.push(stream.id);
+            }
+        }
+        for id in out_of_patience {
+            let reason = format!("placed {REQUEST_STRIKES_MAX} times, failed each time: {reason}");
+            self.finish(now, id, DoneReason::Failed(reason), out);
+        }
+    }
+
+    /// Ends everything; returns the calls that were ended.
+    pub(in crate::job) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
+        for (id, stream) in core::mem::take(&mut self.running) {
+            self.close(id, out);
+            done(stream.call, reason.clone(), out);
+        }
+        for (call, _) in core::mem::take(&mut self.waiting) {
+            done(call, reason.clone(), out);
+        }
+    }
+
+    /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
+    fn close(&mut self, request: RequestId, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let standbys = track.standbys.iter().map(|(_, node)| node);
+        let standbys = standbys.filter(|_| !planted::has(Planted::CloseNotToStandby));
+        let all = track.stages.iter().chain(standbys);
+        out.extend(all.map(|&to| message(to, self.job, track.epoch, ToStage::Close { request })));
+        self.closed.push_back(request);
+        if self.closed.len() > SEQUENCES_MAX as usize {
+            self.closed.pop_front();
+        }
+    }
+
+    fn open(&self, id: RequestId, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get(&id)) else { return };
+        let sampling = stream.request.sampling.clone();
+        let open = ToStage::Open {
+            request: id,
+            tokens: if sampling.looks_back() { stream.tokens().to_vec() } else { Vec::new() },
+            prompt: stream.prompt_len(),
+            sampling,
+        };
+        out.push_back(message(track.last(), self.job, track.epoch, open));
+    }
+
+    fn pump(&mut self, id: RequestId, out: &mut Out) {
+        let (Some(track), Some(stream)) = (&self.track, self.running.get_mut(&id)) else { return };
+        while let Some((header, tokens)) = stream.next_frame(self.job, track.epoch, track.depth()) {
+            let copy =
+                track.first_standby().map(|to| JobOutput::Frame { to, header, tokens: tokens.clone(), copy: true });
+            out.push_back(JobOutput::Frame { to: track.first(), header, tokens, copy: false });
+            out.extend(copy); // after the stage that is waited for
+        }
+    }
+
+    /// Whether a report under this epoch, from this node, comes from the last stage of the present track.
+    pub(in crate::job) fn is_last_stage(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.last() == from)
+    }
+
+    /// Whether it comes from any stage of the present track.
+    pub(in crate::job) fn is_stage(&self, from: NodeId, epoch: Epoch) -> bool {
+        self.track.as_ref().is_some_and(|track| track.epoch == epoch && track.stages.contains(&from))
+    }
+
+    pub(in crate::job) fn handle_token(
+        &mut self,
+        now: Instant,
+        id: RequestId,
+        position: u32,
+        token: u32,
+        out: &mut Out,
+    ) {
+        let Some(stream) = self.running.get_mut(&id) else { return };
+        let call = stream.call;
+        match stream.handle_token(now, position, token, &self.eos, self.context) {
+            Taken::Next => {
+                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                self.pump(id, out);
+            }
+            Taken::Last(reason) => {
+                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                self.finish(now, id, reason, out);
+            }
+            Taken::Known | Taken::Unasked => {}
+            Taken::Differs { told } => {
+                let what = format!(
+                    "job {:x} request {} position {position}: the caller has token {told}, a replay made {token}; the \
+                     stages do not compute the same bits",
+                    self.job.0, id.0
+                );
+                out.push_back(JobOutput::Notify(Event::Refused { from: None, what }));
+            }
+        }
+    }
+
+    pub(in crate::job) fn handle_progress(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
+        if let Some(stream) = self.running.get_mut(&id) {
+            if stream.handle_progress(now, position) {
+                return self.resend(now, id, position, out);
+            }
+            self.pump(id, out);
+        }
+    }
+
+    /// A stage holds only `have` positions of what was sent: send again from there.
+    pub(in crate::job) fn handle_gap(&mut self, now: Instant, id: RequestId, have: u32, out: &mut Out) {
+        if self.running.get_mut(&id).is_some_and(|stream| stream.takes_gap(now, have)) {
+            self.resend(now, id, have, out);
+        }
+    }
+
+    /// A connection to a stage broke and stands again: what was on it may be lost either way.
+    pub(in crate::job) fn handle_reconnected(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        let Some(track) = &self.track else { return };
+        let owns = track.stages.contains(&node);
+        let follows = track.standbys.iter().any(|(_, standby)| *standby == node);
+        if !owns && !follows {
+            return;
+        }
+        let (job, epoch) = (self.job, track.epoch);
+        out.extend(self.closed.iter().map(|&request| message(node, job, epoch, ToStage::Close { request })));
+        if !owns {
+            return;
+        }
+        let ids: Vec<(RequestId, u32)> = self.running.values().map(|stream| (stream.id, stream.acked())).collect();
+        for (id, acked) in ids {
+            self.resend(now, id, acked, out);
+        }
+    }
+
+    fn resend(&mut self, now: Instant, id: RequestId, position: u32, out: &mut Out) {
+        if let Some(stream) = self.running.get_mut(&id) {
+            stream.rewind(now, position);
+        }
+        self.open(id, out);
+        self.pump(id, out);
+    }
+
+    /// Sends again what has been silent for too long. Returns a reason to place the job anew when that did not help.
+    pub(in crate::job) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
+        let due = |stream: &&mut Stream| stream.resend_at(token_ns, sharers) <= now;
+        let mut again = Vec::new();
+        for stream in self.running.values_mut().filter(due) {
+            if stream.resends >= RESENDS_MAX {
+                return Some(format!("request {} was sent {RESENDS_MAX} times without an answer", stream.id.0));
+            }
+            stream.resends += 1;
+            again.push((stream.id, stream.acked()));
+        }
+        for (id, acked) in again {
+            self.resend(now, id, acked, out);
+        }
+        None
+    }
+
+    pub(in crate::job) fn next_wakeup(&self) -> Option<Instant> {
+        let token_ns = self.track.as_ref()?.token_ns;
+        let sharers = self.sharers();
+        self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min()
+    }
+
+    fn sharers(&self) -> u32 {
+        u32::try_from(self.running.len()).unwrap_or(u32::MAX)
+    }
+}
+
+fn message(to: NodeId, job: JobId, epoch: Epoch, say: ToStage) -> JobOutput {
+    JobOutput::Message { to, job, epoch, say: ToParticipant::Stage(say) }
+}
+
+fn done(call: CallId, reason: DoneReason, out: &mut Out) {
+    out.push_back(JobOutput::Notify(Event::Done { call, reason }));
+}

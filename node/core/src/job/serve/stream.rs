@@ -1,0 +1,340 @@
+//! One request at the head: its token log, what of it is on the way, and when to send it again.
+use crate::id::{CallId, Epoch, JobId, PartId, RequestId};
+use crate::limits::{CHUNK_POSITIONS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
+use crate::message::FrameHeader;
+use crate::planted::{self, Planted};
+use crate::time::{Duration, Instant};
+use crate::work::serve::{DoneReason, Request};
+use alloc::collections::VecDeque;
+use alloc::vec::Vec;
+
+/// A request in a slot.
+///
+/// Invariants: `acked <= sent <= tokens.len()`; every token after the prompt was told to the caller once, when it was
+/// pushed.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub(super) id: RequestId,
+    pub(super) call: CallId,
+    pub(super) request: Request,
+    /// Prompt, then what was generated: all that is needed to go on anywhere.
+    tokens: Vec<u32>,
+    /// Positions `0..sent` are in the pipeline under the present epoch.
+    sent: u32,
+    /// Positions `0..acked` are in every stage's cache.
+    acked: u32,
+    /// Ends of unsampled chunks that were sent and not acknowledged.
+    chunks: VecDeque<u32>,
+    /// The last gap that was answered: when, and what was held.
+    gap: Option<(Instant, u32)>,
+    /// When it last got further.
+    progress_at: Instant,
+    /// Times it was sent again since.
+    pub(super) resends: u32,
+    /// Placements that failed since it last got further.
+    pub(super) strikes: u32,
+}
+
+/// What a token from the last stage means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// New: tell the caller, go on.
+    Next,
+    /// New, and the last one: tell the caller, then this.
+    Last(DoneReason),
+    /// Told before (an answer to something sent twice).
+    Known,
+    /// Told before, and different: the numerics contract is broken somewhere.
+    Differs { told: u32 },
+    /// For a position that was not asked for.
+    Unasked,
+}
+
+impl Stream {
+    pub(super) fn new(now: Instant, id: RequestId, call: CallId, request: Request) -> Self {
+        Stream {
+            id,
+            call,
+            tokens: request.prompt.clone(),
+            request,
+            sent: 0,
+            acked: 0,
+            chunks: VecDeque::new(),
+            gap: None,
+            progress_at: now,
+            resends: 0,
+            strikes: 0,
+        }
+    }
+
+    /// Everything so far, for `Open`.
+    pub(super) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    fn len(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Forgets what was sent at or after `position`: it will be sent again.
+    pub(super) fn rewind(&mut self, now: Instant, position: u32) {
+        // Every cache may hold every position, and still a token is awaited: the last position is computed once more.
+        let position = position.min(self.len().saturating_sub(1));
+        self.sent = self.sent.min(position);
+        self.acked = self.acked.min(position);
+        while self.chunks.back().is_some_and(|&end| end > position) {
+            self.chunks.pop_back();
+        }
+        self.progress_at = now;
+    }
+
+    /// A new placement, whose stages hold so many positions each and can send their rows again from another on (first to
+    /// last: held, kept from). Returns for each stage but the last how much the next one holds.
+    ///
+    /// From the last stage backwards: a stage whose ring reaches back sends again what the next one misses and needs nothing
+    /// itself that it holds; one whose ring does not reach back has to compute it again. Whatever the first stage needs
+    /// comes from the log.
+    pub(super) fn resume(&mut self, now: Instant, stages: &[(u32, u32)]) -> Vec<u32> {
+        let len = self.len();
+        let Some(((last, _), before)) = stages.split_last() else { return Vec::new() };
+        // The token after the last position is awaited: that position is computed once more by the last stage at least.
+        let mut need = (*last).min(len.saturating_sub(1));
+        let mut least = need;
+        let mut next_holds = Vec::from_iter(before.iter().map(|_| 0));
+        for (told, &(have, kept_from)) in next_holds.iter_mut().zip(before).rev() {
+            let have = have.min(len);
+            *told = need + u32::from(planted::has(Planted::ResumeOneAhead));
+            need = if have > need && kept_from <= need { have } else { have.min(need) };
+            least = least.min(have);
+        }
+        self.rewind(now, need);
+        self.sent = need; // all of them, where a ring serves
+        self.acked = least;
+        while self.chunks.front().is_some_and(|&end| end <= least) {
+            self.chunks.pop_front();
+        }
+        self.resends = 0;
+        self.gap = None;
+        next_holds
+    }
+
+    /// What was sent from `position` on, once more, for a standby of the first stage.
+    pub(super) fn sent_since(&self, position: u32, job: JobId, epoch: Epoch) -> Vec<(FrameHeader, Vec<u32>)> {
+        let starts = (position..self.sent).step_by(CHUNK_POSITIONS_MAX as usize);
+        let frame = |position: u32| {
+            let count = (self.sent - position).min(CHUNK_POSITIONS_MAX);
+            // The standby chooses no token, but what it makes of this may be sent again when it is no standby any more.
+            let sample = position + count >= self.prompt_len();
+            let header =
+                FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor: position, count, last: sample };
+            (header, self.tokens[position as usize..(position + count) as usize].to_vec())
+        };
+        starts.map(frame).collect()
+    }
+
+    /// Up to which position every stage is known to be.
+    pub(super) fn acked(&self) -> u32 {
+        self.acked
+    }
+
+    /// Whether to send again to a stage that holds `have` positions: something sent is missing there, and it is not just
+    /// one more frame, sent before, that met the same gap.
+    pub(super) fn takes_gap(&mut self, now: Instant, have: u32) -> bool {
+        let known = self.gap.is_some_and(|(at, told)| told == have && now.since(at) < GAP_QUIET);
+        if have >= self.sent || known {
+            return false;
+        }
+        self.gap = Some((now, have));
+        true
+    }
+
+    /// The next frame into the first of `stages` stages, if one may be sent now.
+    pub(super) fn next_frame(&mut self, job: JobId, epoch: Epoch, stages: u32) -> Option<(FrameHeader, Vec<u32>)> {
+        let (position, len) = (self.sent, self.len());
+        if position >= len || self.chunks.len() >= chunks_in_flight(stages) as usize {
+            return None;
+        }
+        let count = (len - position).min(chunk_positions(stages));
+        let end = position + count;
+        let sample = end == len;
+        if !sample {
+            self.chunks.push_back(end);
+        }
+        self.sent = end;
+        let header =
+            FrameHeader { job, epoch, part: PartId(0), channel: self.id.0, cursor: position, count, last: sample };
+        Some((header, self.tokens[position as usize..end as usize].to_vec()))
+    }
+
+    /// Positions before `position` are in every cache. True if those are all, and no token was chosen for the next one: it
+    /// was not asked for, and has to be.
+    pub(super) fn handle_progress(&mut self, now: Instant, position: u32) -> bool {
+        if position > self.sent || position <= self.acked {
+            return false;
+        }
+        self.advance(now, position);
+        position == self.len()
+    }
+
+    /// The last stage chose `token` for `position`.
+    pub(super) fn handle_token(&mut self, now: Instant, position: u32, token: u32, eos: &[u32], context: u32) -> Taken {
+        if let Some(&told) = self.tokens.get(position as usize) {
+            return if told == token || position < self.prompt_len() { Taken::Known } else { Taken::Differs { told } };
+        }
+        if position != self.len() || self.sent != position {
+            return Taken::Unasked;
+        }
+        self.advance(now, position);
+        self.tokens.push(token);
+        self.strikes = 0;
+        let generated = self.len() - self.prompt_len();
+        if eos.contains(&token) && !self.request.ignore_eos {
+            Taken::Last(DoneReason::Stop)
+        } else if generated >= self.request.max_tokens || self.len() >= context {
+            Taken::Last(DoneReason::Length)
+        } else {
+            Taken::Next
+        }
+    }
+
+    pub(super) fn prompt_len(&self) -> u32 {
+        u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX)
+    }
+
+    fn advance(&mut self, now: Instant, position: u32) {
+        self.acked = position;
+        while self.chunks.front().is_some_and(|&end| end <= position) {
+            self.chunks.pop_front();
+        }
+        self.progress_at = now;
+        self.resends = 0;
+    }
+
+    /// When to send again if nothing comes back: `token_ns` is the predicted time of one decode step, `sharers` the
+    /// requests that share the stages. Doubles with each attempt, so that slowness does not feed itself.
+    pub(super) fn resend_at(&self, token_ns: u64, sharers: u32) -> Instant {
+        // Progress is told for each chunk; its rows share a pass over the weights, so each costs far less than a decode step.
+        let rows = u64::from((self.sent - self.acked).clamp(1, CHUNK_POSITIONS_MAX));
+        let steps = if rows == 1 { 8 } else { 8 + rows / 2 };
+        let predicted = token_ns.saturating_mul(steps).saturating_mul(u64::from(sharers.max(1)));
+        let patience = WATCHDOG_MIN.max(Duration::from_nanos(predicted));
+        self.progress_at + patience.saturating_mul(1 << self.resends.min(8))
+    }
+}
+
+/// How long the same gap is not answered twice: all chunks in flight meet it, one after the other.
+const GAP_QUIET: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::NodeId;
+    use crate::work::serve::Sampling;
+    use alloc::vec;
+
+    const EPOCH: Epoch = Epoch { counter: 1, issuer: NodeId([1; 16]) };
+
+    fn stream(prompt: u32, max_tokens: u32) -> Stream {
+        let prompt = (0..prompt).collect();
+        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false };
+        Stream::new(Instant(0), RequestId(1), CallId(1), request)
+    }
+
+    fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
+        frames_through(stream, 2)
+    }
+
+    fn frames_through(stream: &mut Stream, stages: u32) -> Vec<(u32, u32, bool)> {
+        core::iter::from_fn(|| stream.next_frame(JobId(1), EPOCH, stages))
+            .map(|(header, tokens)| {
+                assert_eq!(header.count as usize, tokens.len());
+                (header.cursor, header.count, header.last)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_long_prompt_goes_out_in_chunks_with_four_outstanding() {
+        let mut stream = stream(512 * 5 + 10, 4);
+        assert_eq!(
+            frames(&mut stream),
+            vec![(0, 512, false), (512, 512, false), (1024, 512, false), (1536, 512, false)]
+        );
+        stream.handle_progress(Instant(1), 1024);
+        assert_eq!(frames(&mut stream), vec![(2048, 512, false), (2560, 10, true)]);
+    }
+
+    #[test]
+    fn chunks_follow_the_number_of_stages() {
+        let first = |stages: u32| {
+            let sent = frames_through(&mut stream(1 << 16, 4), stages);
+            (sent.len(), sent[0].1)
+        };
+        assert_eq!([1, 2, 4, 5, 12, 24].map(first), [(3, 512), (4, 512), (6, 512), (7, 256), (14, 170), (26, 85)]);
+        assert_eq!(first(1000), (64, 16), "however deep");
+    }
+
+    #[test]
+    fn a_token_is_taken_once_and_in_order() {
+        let mut stream = stream(3, 3);
+        assert_eq!(frames(&mut stream), vec![(0, 3, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Next);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 100), Taken::Known);
+        assert_eq!(stream.handle_token(Instant(1), 3, 8, &[], 100), Taken::Differs { told: 9 });
+        assert_eq!(stream.handle_token(Instant(1), 4, 9, &[], 100), Taken::Unasked, "position 3 was not sent yet");
+        assert_eq!(frames(&mut stream), vec![(3, 1, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 4, 7, &[], 100), Taken::Next);
+        assert_eq!(frames(&mut stream), vec![(4, 1, true)]);
+        assert_eq!(stream.handle_token(Instant(1), 5, 7, &[], 100), Taken::Last(DoneReason::Length));
+    }
+
+    #[test]
+    fn stages_that_hold_nothing_are_sent_prompt_and_answer_as_one_prefill() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        stream.handle_token(Instant(1), 3, 9, &[], 100);
+        frames(&mut stream);
+        assert_eq!(stream.resume(Instant(2), &[(0, 0), (0, 0)]), vec![0]);
+        assert_eq!(frames(&mut stream), vec![(0, 4, true)]);
+    }
+
+    #[test]
+    fn what_stages_hold_is_not_computed_again() {
+        let resumed = |stages: &[(u32, u32)]| {
+            let mut stream = stream(100, 9);
+            frames(&mut stream);
+            stream.handle_token(Instant(1), 100, 9, &[], 500);
+            frames(&mut stream);
+            (stream.resume(Instant(2), stages), frames(&mut stream))
+        };
+        // 101 positions. All hold all of them, and the token was lost with the last stage: the ring before it serves.
+        assert_eq!(resumed(&[(101, 0), (101, 0), (101, 0)]), (vec![101, 100], vec![]));
+        // A standby that is two behind: the ring of the stage before it serves.
+        assert_eq!(resumed(&[(101, 0), (99, 0), (100, 0)]), (vec![99, 100], vec![]));
+        // A new stage in the middle of a full ring: nothing of the first stage is computed again.
+        assert_eq!(resumed(&[(101, 0), (0, 0), (100, 0)]), (vec![0, 100], vec![]));
+        // The ring does not reach back: from the log.
+        assert_eq!(resumed(&[(101, 50), (0, 0), (100, 0)]), (vec![0, 100], vec![(0, 101, true)]));
+        // The first stage is new: it computes everything, the others what they miss.
+        assert_eq!(resumed(&[(0, 0), (101, 0), (100, 0)]), (vec![101, 100], vec![(0, 101, true)]));
+        // The last one is new, and the log is the only one to know the whole.
+        assert_eq!(resumed(&[(100, 90), (100, 90), (0, 0)]), (vec![0, 0], vec![(0, 101, true)]));
+    }
+
+    #[test]
+    fn when_all_is_held_and_no_token_comes_the_last_position_is_asked_for() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        assert!(stream.handle_progress(Instant(1), 3), "a ring sent it again without asking for a token");
+        stream.rewind(Instant(1), 3);
+        assert_eq!(frames(&mut stream), vec![(2, 1, true)]);
+    }
+
+    #[test]
+    fn the_context_ends_an_answer() {
+        let mut stream = stream(3, 9);
+        frames(&mut stream);
+        assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 4), Taken::Last(DoneReason::Length));
+    }
+}

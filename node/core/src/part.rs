@@ -1,0 +1,596 @@
+//! The parts of jobs that this node holds, of its own jobs and of others': the fence around them, loading, running, letting go.
+//!
+//! A higher epoch is adopted, and everything under the lower one pauses before anything else is done. A lower one is refused
+//! with `Stale`. A part that is the same under the new epoch stays with all it has; another one is loaded. Whatever a part is, it
+//! is fed by channels, keeps what it sent, and reports how far it is. Next: `part/sent.rs`, `part/stage.rs`, `part/tile.rs`, then
+//! `part/succession.rs`.
+mod messages;
+mod orders;
+mod output;
+mod pace;
+mod queue;
+mod sent;
+mod stage;
+mod succession;
+mod tile;
+
+pub use output::PartOutput;
+
+use crate::id::{Epoch, JobId, LoadId, NodeId, PartId, TensorId, WorkId};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, LEASE, ORPHAN_MAX, TILE_HELD, TILE_PROGRESS};
+use crate::message::ToCoordinator;
+use crate::output::Output;
+use crate::planted::{self, Planted};
+use crate::time::{Duration, Instant};
+use crate::work::steps::{SaveKind, TileStart};
+use crate::work::{HeldPart, HeldWork, Loaded, Made, Order, PartWork, Run};
+use alloc::boxed::Box;
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::{string::String, vec::Vec};
+use output::{Names, Out, Started, discard};
+use stage::StageRun;
+use succession::Succession;
+use tile::{Collected, TileRun};
+
+/// All parts of this node.
+///
+/// Invariants: a job's epoch only grows here; what runs under a lower one is paused before the epoch changes; every payload that
+/// came in is consumed by a run or discarded, and every payload that a run made is sent, kept or discarded; at most one run of
+/// a part is at the executor.
+#[derive(Debug)]
+pub struct Parts {
+    me: NodeId,
+    jobs: BTreeMap<JobId, HeldJob>,
+    /// Data that coordinators want here before they move their jobs; at most `JOBS_MAX`.
+    fetches: BTreeMap<(JobId, PartId), Fetch>,
+    /// What the executor has, of parts that may be gone.
+    in_flight: BTreeMap<WorkId, Flight>,
+    /// Takes no new work (drain, leave).
+    draining: bool,
+    names: Names,
+    /// When standbys of tiles, and owners, report next how far they are.
+    held_at: Instant,
+    progress_at: Instant,
+    out: Out,
+}
+
+/// The parts of one job.
+#[derive(Debug)]
+struct HeldJob {
+    epoch: Epoch,
+    /// All parts of the job are ready: neighbours may be expected to send heartbeats.
+    gone: bool,
+    /// Until when progress is reported often: the job has just begun, or goes on after a loss.
+    begins_until: Instant,
+    coordinator_heard: Instant,
+    succession: Succession,
+    parts: BTreeMap<PartId, Held>,
+}
+
+/// One part.
+#[derive(Debug)]
+struct Held {
+    order: Box<Order>,
+    /// Under which it was ordered last.
+    epoch: Epoch,
+    load: Load,
+    bytes: u64,
+    /// The coordinator waits for an answer, which has to wait for what loads or runs.
+    answer_due: bool,
+    /// A stage that stays takes its new route once no batch of the one before runs.
+    reroute: bool,
+    run: Program,
+}
+
+#[derive(Debug)]
+enum Program {
+    Stage(StageRun),
+    Tile(TileRun),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Load {
+    Loading(LoadId),
+    Resident,
+    Failed(String),
+}
+
+/// Data to be had for a part that is not ordered yet.
+#[derive(Debug)]
+struct Fetch {
+    epoch: Epoch,
+    order: Box<Order>,
+    /// How it ended, once it has.
+    result: Option<Result<u64, String>>,
+}
+
+/// A run at the executor.
+#[derive(Debug)]
+struct Flight {
+    job: JobId,
+    started: Instant,
+    budget: Duration,
+    makes: Vec<TensorId>,
+}
+
+impl HeldJob {
+    fn new(now: Instant, epoch: Epoch) -> Self {
+        let (succession, parts) = (Succession::default(), BTreeMap::new());
+        HeldJob { epoch, gone: false, begins_until: now, coordinator_heard: now, succession, parts }
+    }
+
+    /// The coordinator gave a sign of life.
+    fn heard(&mut self, now: Instant) {
+        self.coordinator_heard = now;
+        self.succession.heard();
+    }
+
+    /// Whether a node may issue epochs of the job, as far as its parts here know.
+    fn obeys(&self, node: NodeId) -> bool {
+        self.epoch.issuer == node || self.parts.values().any(|held| held.order.may_coordinate(node))
+    }
+
+    /// Gives parts up.
+    fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool, out: &mut Out) {
+        for (part, mut held) in self.parts.extract_if(.., |part, held| gone(*part, held)) {
+            held.end(out);
+            out.push_back(PartOutput::Shell(Output::Drop { job, part }));
+        }
+    }
+}
+
+impl Held {
+    fn is_busy(&self) -> bool {
+        match &self.run {
+            Program::Stage(stage) => stage.is_busy(),
+            Program::Tile(tile) => tile.is_busy(),
+        }
+    }
+
+    fn pause(&mut self, out: &mut Out) {
+        match &mut self.run {
+            Program::Stage(stage) => stage.pause(out),
+            Program::Tile(tile) => tile.pause(out),
+        }
+    }
+
+    fn end(&mut self, out: &mut Out) {
+        match &mut self.run {
+            Program::Stage(stage) => stage.drop_everything(out),
+            Program::Tile(tile) => tile.end(out),
+        }
+    }
+
+    /// Whether the part that is here is what is ordered now, whatever the neighbours.
+    fn may_stay(&self, order: &Order) -> bool {
+        let fits = match &self.run {
+            Program::Stage(_) => self.load == Load::Resident,
+            Program::Tile(tile) => !matches!(self.load, Load::Failed(_)) && tile.may_stay(order),
+        };
+        fits && self.order.is_same_part(order)
+    }
+
+    fn view(&self, job: JobId, part: PartId) -> HeldPart {
+        let what = match (&self.run, &self.order.work) {
+            (Program::Tile(tile), _) => {
+                let (step, steps) = tile.steps();
+                HeldWork::Tile { step, steps }
+            }
+            (Program::Stage(_), PartWork::Stage(stage)) => HeldWork::Stage { layers: stage.layers_of(part) },
+            (Program::Stage(_), PartWork::Tile(_)) => HeldWork::Stage { layers: 0..0 },
+        };
+        let bytes = (self.load == Load::Resident).then_some(self.bytes);
+        let standby = self.order.standby.is_some();
+        HeldPart { job, name: self.order.name.clone(), epoch: self.epoch, part, standby, bytes, what }
+    }
+}
+
+/// Whether a successor claims an epoch that no coordinator can have issued meanwhile: it would leave none to the next.
+fn leaps(mine: Epoch, theirs: Epoch) -> bool {
+    theirs.counter.saturating_sub(mine.counter) > EPOCHS_FORGOTTEN_MAX
+}
+
+impl Parts {
+    /// None yet.
+    pub fn new(me: NodeId) -> Self {
+        Parts {
+            me,
+            jobs: BTreeMap::new(),
+            fetches: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
+            draining: false,
+            names: Names::default(),
+            held_at: Instant::default(),
+            progress_at: Instant::default(),
+            out: VecDeque::new(),
+        }
+    }
+
+    // ---- views
+
+    /// What this node holds.
+    pub fn held(&self) -> impl Iterator<Item = HeldPart> + '_ {
+        self.jobs.iter().flat_map(|(&job, held)| held.parts.iter().map(move |(&part, held)| held.view(job, part)))
+    }
+
+    /// The coordinator of a job that this node holds parts of, and the epoch.
+    pub fn coordinator_of(&self, job: JobId) -> Option<(NodeId, Epoch)> {
+        self.jobs.get(&job).map(|held| (held.epoch.issuer, held.epoch))
+    }
+
+    /// Takes no new work while set.
+    pub fn set_draining(&mut self, draining: bool) {
+        self.draining = draining;
+    }
+
+    /// A name for a payload that is kept twice.
+    pub fn name(&mut self) -> TensorId {
+        self.names.tensor()
+    }
+
+    /// The next thing to do, besides starting runs.
+    pub fn poll_output(&mut self) -> Option<PartOutput> {
+        self.out.pop_front()
+    }
+
+    // ---- the fence
+
+    /// Whether a message or frame of this epoch may act on the job; a lower epoch is answered with the present one.
+    fn admits(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) -> bool {
+        match self.jobs.get_mut(&job) {
+            Some(held) if held.epoch == epoch || (planted::has(Planted::EpochCheckLeftOut) && epoch < held.epoch) => {
+                if from == epoch.issuer {
+                    held.heard(now);
+                }
+                true
+            }
+            Some(held) if epoch < held.epoch => {
+                self.out.push_back(PartOutput::Stale { to: from, job, mine: held.epoch });
+                false
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    /// The coordinator counts on a part that is not here (any more): it should not wait to find out.
+    fn report_missing(&mut self, job: JobId, epoch: Epoch, part: PartId) {
+        let reason = String::from("this node holds no such part of the job");
+        self.report(job, epoch, ToCoordinator::Failed { part, held: false, reason });
+    }
+
+    /// Whether a frame or message may act on a part, which is resident.
+    fn is_resident(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, part: PartId) -> bool {
+        if !self.jobs.contains_key(&job) {
+            self.report_missing(job, epoch, part);
+            return false;
+        }
+        if !self.admits(now, from, job, epoch) {
+            return false;
+        }
+        let known = self.jobs.get(&job).and_then(|held| held.parts.get(&part));
+        match known.map(|held| held.load.clone()) {
+            None => self.report_missing(job, epoch, part),
+            Some(Load::Failed(reason)) => self.report(job, epoch, ToCoordinator::Failed { part, held: true, reason }),
+            Some(Load::Loading(_)) => {}
+            Some(Load::Resident) => return true,
+        }
+        false
+    }
+
+    /// The coordinator or another participant knows a higher epoch of the job: what runs here is out of date. All stays until the
+    /// coordinator asks for it again or has been silent for too long. The coordinator itself knows its epochs best; what another
+    /// participant says may be wrong, and holds only until the coordinator is heard under the epoch that is held here.
+    pub fn handle_stale(&mut self, from: NodeId, job: JobId, theirs: Epoch) {
+        let me = self.me;
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        if held.epoch.issuer == me || held.epoch.issuer != theirs.issuer || held.epoch >= theirs {
+            return;
+        }
+        let is_owner = held.parts.values().any(|part| part.order.owners.contains(&from));
+        for part in held.parts.values_mut() {
+            match &mut part.run {
+                _ if from == theirs.issuer => part.pause(&mut self.out),
+                Program::Stage(stage) if is_owner => stage.withhold(),
+                // Nothing of a tile goes to a caller before all other tiles agree.
+                Program::Stage(_) | Program::Tile(_) => {}
+            }
+        }
+    }
+
+    // ---- what the shell answers
+
+    /// A part is loaded or restored, or could not be.
+    pub fn handle_loaded(
+        &mut self,
+        now: Instant,
+        job: JobId,
+        part: PartId,
+        load: LoadId,
+        result: Result<Loaded, String>,
+    ) {
+        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        if held.load != Load::Loading(load) {
+            return;
+        }
+        let answered = !held.answer_due;
+        match result {
+            Ok(Loaded { bytes, step }) => {
+                (held.bytes, held.load) = (bytes, Load::Resident);
+                match (&mut held.run, step) {
+                    (Program::Stage(_), _) => {}
+                    (Program::Tile(run), Some(step)) => run.loaded(step, &mut self.out),
+                    (Program::Tile(run), None) => run.wait_for_snapshot(now),
+                }
+            }
+            Err(reason) => held.load = Load::Failed(reason),
+        }
+        if answered && held.order.standby.is_some() && held.load == Load::Resident {
+            self.start_shadow(job, part);
+        } else {
+            self.answer(now, job, part);
+        }
+        self.start(now, job);
+    }
+
+    /// A run has made its halos.
+    pub fn handle_halos(&mut self, now: Instant, job: JobId, part: PartId, work: WorkId, sizes: &[(u32, u64)]) {
+        if let Some(tile) = tile(&mut self.jobs, job, part).filter(|tile| tile.runs(work)) {
+            tile.handle_halos(now, sizes, &mut self.out);
+        }
+    }
+
+    /// A run is done, or failed.
+    pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<Made, String>) {
+        let Some(flight) = self.in_flight.remove(&work) else { return };
+        let job = flight.job;
+        self.out.push_back(PartOutput::WorkDone { job });
+        let held = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)).filter(|held| held.runs(work));
+        let Some(held) = held else {
+            return self.out.extend(flight.makes.into_iter().map(discard));
+        };
+        let (epoch, out) = (held.epoch, &mut self.out);
+        let ended = match (&mut held.run, result) {
+            (Program::Stage(run), Ok(Made::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
+            (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
+            (Program::Stage(run), Ok(Made::Steps(_))) => {
+                run.ran(now, Err("the executor made steps of a stage".into()), out).map(|()| false)
+            }
+            (Program::Tile(run), Ok(Made::Steps(made))) => Ok(run.ran(now, made, out)),
+            (Program::Tile(run), result) => {
+                run.failed(out);
+                Err(result.err().unwrap_or_else(|| "the executor ran a batch of a tile".into()))
+            }
+        };
+        match ended {
+            Ok(true) => self.report_progress(job),
+            Ok(false) => {}
+            Err(reason) => {
+                held.load = Load::Failed(reason.clone());
+                if !held.answer_due {
+                    self.report(job, epoch, ToCoordinator::Failed { part, held: true, reason });
+                }
+            }
+        }
+        self.answer(now, job, part);
+        self.start(now, job);
+    }
+
+    /// A snapshot is here, or cannot be had.
+    pub fn handle_collected(&mut self, now: Instant, job: JobId, part: PartId, step: u32, result: &Result<(), String>) {
+        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else {
+            let kind = SaveKind::Snapshot;
+            return self.out.push_back(PartOutput::Shell(Output::Forget { job, part, step, kind }));
+        };
+        let Program::Tile(tile) = &mut held.run else { return };
+        if tile.handle_collected(now, step, result, &mut self.out) == Collected::Restore {
+            let load = self.names.load();
+            held.load = Load::Loading(load);
+            self.out.push_back(PartOutput::Shell(Output::Restore { job, load, part, step }));
+        }
+    }
+
+    // ---- runs
+
+    /// Starts a run of every stage where work waits and none runs. Called when the shell has reported everything that has
+    /// happened, so that the decode steps of several requests meet in one batch.
+    pub fn poll_runs(&mut self, now: Instant) -> Option<PartOutput> {
+        for (&job, held) in &mut self.jobs {
+            for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
+                if let Program::Stage(run) = &mut known.run
+                    && !known.answer_due
+                    && let Some(started) = run.start(now, &mut self.names)
+                {
+                    let epoch = held.epoch;
+                    start(now, (job, epoch, part), started, &mut self.in_flight, &mut self.out);
+                    return self.out.pop_front();
+                }
+            }
+        }
+        None
+    }
+
+    /// Begins what can begin of a job's tiles.
+    fn start(&mut self, now: Instant, job: JobId) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
+            let Program::Tile(run) = &mut known.run else { continue };
+            if let Some(started) = run.start(now, known.answer_due, &mut self.names, &mut self.out) {
+                start(now, (job, held.epoch, part), started, &mut self.in_flight, &mut self.out);
+            }
+        }
+    }
+
+    /// When the oldest work at the executor (perhaps of a part long gone) will have been there for far longer than predicted.
+    pub fn stalled_at(&self) -> Option<Instant> {
+        self.in_flight.values().map(|flight| flight.started + RUN_MIN.max(flight.budget * 4)).min()
+    }
+
+    /// For how long the executor has been busy with one piece of work, if that is far longer than predicted.
+    pub fn stalled(&self, now: Instant) -> Option<Duration> {
+        self.stalled_at().filter(|at| *at <= now)?;
+        self.in_flight.values().map(|flight| now.since(flight.started)).max()
+    }
+
+    /// This node comes back so much later than it wanted: it was stopped, and its executor perhaps with it. No work counts
+    /// as late for that, and an answer may be waiting to be read.
+    pub fn excuse(&mut self, late: Duration) {
+        if late >= LEASE {
+            self.in_flight.values_mut().for_each(|flight| flight.started = flight.started + late + LEASE);
+        }
+    }
+
+    /// This node was paused: of stages that others coordinate nothing leaves before their coordinator is heard.
+    pub fn withhold(&mut self) {
+        for held in self.jobs.values_mut().filter(|held| held.epoch.issuer != self.me) {
+            for known in held.parts.values_mut() {
+                if let Program::Stage(run) = &mut known.run {
+                    run.withhold();
+                }
+            }
+        }
+    }
+
+    /// The coordinator of a job gave a sign of life under this epoch.
+    pub fn coordinator_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
+        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == from) else { return };
+        held.heard(now);
+        if held.epoch == epoch {
+            for known in held.parts.values_mut() {
+                if let Program::Stage(run) = &mut known.run {
+                    run.release(true, &mut self.out);
+                }
+            }
+        }
+    }
+
+    // ---- time
+
+    /// The clock.
+    pub fn handle_wakeup(&mut self, now: Instant) {
+        let drops = !planted::has(Planted::OrphansStay);
+        let orphaned = |held: &HeldJob| held.epoch.issuer != self.me && now.since(held.coordinator_heard) >= ORPHAN_MAX;
+        let orphans: Vec<JobId> = self.jobs.iter().filter(|(_, held)| orphaned(held)).map(|(&job, _)| job).collect();
+        orphans.into_iter().filter(|_| drops).for_each(|job| self.drop_job(job));
+        for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
+            if let Program::Stage(run) = &mut known.run {
+                run.report_held(now, &mut self.out);
+            }
+        }
+        let jobs: Vec<JobId> = self.jobs.keys().copied().collect();
+        if now >= self.held_at && !jobs.is_empty() {
+            self.held_at = now + TILE_HELD;
+            for held in self.jobs.values_mut() {
+                for known in held.parts.values_mut().filter(|known| known.load == Load::Resident) {
+                    if let Program::Tile(run) = &mut known.run {
+                        run.report_held(now, &mut self.out);
+                    }
+                }
+            }
+            let begins = |job: &&JobId| self.jobs.get(job).is_some_and(|held| now < held.begins_until);
+            let begin: Vec<JobId> = jobs.iter().filter(begins).copied().collect();
+            begin.into_iter().for_each(|job| self.report_progress(job));
+        }
+        if now >= self.progress_at && !jobs.is_empty() {
+            self.progress_at = now + TILE_PROGRESS;
+            for &job in &jobs {
+                self.report_progress(job);
+                self.succession_wakeup(now, job);
+                let Some(held) = self.jobs.get_mut(&job) else { continue };
+                for known in held.parts.values_mut() {
+                    if let Program::Tile(run) = &mut known.run {
+                        run.ask_again(now, &mut self.out);
+                    }
+                }
+            }
+        }
+    }
+
+    /// When to come back, and why.
+    pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        let all = || self.jobs.values().flat_map(|held| held.parts.values());
+        let tile = |held: &Held| matches!(held.run, Program::Tile(_));
+        let stages = all().filter_map(|held| match &held.run {
+            Program::Stage(run) => run.report_at(),
+            Program::Tile(_) => None,
+        });
+        let stages = stages.min().map(|at| (at, "parts: a stage reports what it holds"));
+        let shadows = all().any(|held| tile(held) && held.order.standby.is_some());
+        let begin = self.jobs.values().any(|held| self.held_at < held.begins_until && held.parts.values().any(tile));
+        let held = (shadows || begin).then_some((self.held_at, "parts: standbys report what they hold"));
+        let silent = |held: &HeldJob| held.succession.is_silent();
+        let periodic = all().any(tile) || self.jobs.values().any(silent);
+        let progress = periodic.then_some((self.progress_at, "parts: progress is reported"));
+        let others = self.jobs.values().filter(|held| held.epoch.issuer != self.me);
+        let orphan = others.map(|held| held.coordinator_heard + ORPHAN_MAX).min();
+        let orphan = orphan.filter(|_| !planted::has(Planted::OrphansStay));
+        let orphan = orphan.map(|at| (at, "parts: a job's coordinator is silent"));
+        [stages, held, progress, orphan].into_iter().flatten().min()
+    }
+
+    fn report_progress(&mut self, job: JobId) {
+        let Some(held) = self.jobs.get(&job) else { return };
+        for known in held.parts.values().filter(|known| known.load == Load::Resident) {
+            if let Program::Tile(run) = &known.run {
+                run.report_progress(&mut self.out);
+            }
+        }
+    }
+
+    fn report(&mut self, job: JobId, epoch: Epoch, say: ToCoordinator) {
+        self.out.push_back(PartOutput::Report { job, epoch, say });
+    }
+}
+
+impl Held {
+    fn runs(&self, work: WorkId) -> bool {
+        match &self.run {
+            Program::Stage(stage) => stage.runs(work),
+            Program::Tile(tile) => tile.runs(work),
+        }
+    }
+
+    /// Whether the stage has the same layers in another order's cut.
+    fn is_in(&self, order: &Order) -> bool {
+        match (&self.order.work, &order.work) {
+            (PartWork::Stage(mine), PartWork::Stage(theirs)) => {
+                mine.content == theirs.content && mine.layers == theirs.layers
+            }
+            (PartWork::Tile(_), _) | (_, PartWork::Tile(_)) => false,
+        }
+    }
+}
+
+/// Whether a part may go on with what its node has: else all begin again under a new cut.
+fn continues(order: &Order) -> bool {
+    match &order.work {
+        PartWork::Stage(_) => true,
+        PartWork::Tile(tile) => matches!(tile.start, TileStart::Continue | TileStart::Snapshot),
+    }
+}
+
+fn tile(jobs: &mut BTreeMap<JobId, HeldJob>, job: JobId, part: PartId) -> Option<&mut TileRun> {
+    match &mut jobs.get_mut(&job)?.parts.get_mut(&part)?.run {
+        Program::Tile(tile) => Some(tile),
+        Program::Stage(_) => None,
+    }
+}
+
+/// Gives work to the executor.
+fn start(
+    now: Instant,
+    (job, epoch, part): (JobId, Epoch, PartId),
+    started: Started,
+    in_flight: &mut BTreeMap<WorkId, Flight>,
+    out: &mut Out,
+) {
+    let Started { work, task, budget, makes } = started;
+    in_flight.insert(work, Flight { job, started: now, budget, makes });
+    out.push_back(PartOutput::WorkStarted { job, budget });
+    out.push_back(PartOutput::Shell(Output::Run(Box::new(Run { work, job, epoch, part, task }))));
+}
+
+/// Work shorter than this never counts as stalled, whatever was predicted.
+const RUN_MIN: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,172 @@
+//! What a participant does on messages and frames of a job: the fence first, then the part.
+use super::output::{discard, discard_payload};
+use super::{Load, PartOutput, Parts, Program, tile};
+use crate::id::{Epoch, JobId, NodeId, PartId};
+use crate::message::{FrameHeader, ToParticipant, ToTile};
+use crate::output::Output;
+use crate::time::Instant;
+use crate::work::Payload;
+use crate::work::steps::SaveKind;
+
+impl Parts {
+    /// A message to this node as participant of a job.
+    pub fn handle_message(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, say: ToParticipant) {
+        match say {
+            ToParticipant::Prepare(order) => return self.prepare(now, from, job, epoch, order),
+            ToParticipant::Fetch(order) => return self.fetch(from, job, epoch, order),
+            ToParticipant::End => {
+                self.fetches.retain(|(fetched, _), fetch| *fetched != job || fetch.epoch.issuer != from);
+                if self.jobs.get(&job).is_some_and(|held| held.epoch.issuer == from && epoch >= held.epoch) {
+                    self.drop_job(job);
+                }
+                return;
+            }
+            ToParticipant::Go { .. }
+            | ToParticipant::Release { .. }
+            | ToParticipant::Challenge { .. }
+            | ToParticipant::Standby { .. }
+            | ToParticipant::Record(_)
+            | ToParticipant::CoordinatorSilent
+            | ToParticipant::Held { .. }
+            | ToParticipant::Gap { .. }
+            | ToParticipant::Stage(_)
+            | ToParticipant::Tile(_) => {}
+        }
+        // What comes often and asks for nothing is not worth an answer where it is out of date.
+        let quiet = matches!(say, ToParticipant::Held { again: false, .. });
+        match self.jobs.get(&job).map(|held| held.epoch) {
+            known if quiet && known != Some(epoch) => {}
+            None => self.report_missing_for(job, epoch, &say),
+            Some(_) if self.admits(now, from, job, epoch) => self.handle_admitted(now, from, job, epoch, say),
+            Some(_) => {}
+        }
+    }
+
+    /// A message counts on a part of a job that this node does not know.
+    pub(super) fn report_missing_for(&mut self, job: JobId, epoch: Epoch, say: &ToParticipant) {
+        let part = match say {
+            ToParticipant::Go { part, .. } | ToParticipant::Challenge { part, .. } => *part,
+            ToParticipant::Held { to, .. } => *to,
+            ToParticipant::Prepare(_)
+            | ToParticipant::Fetch(_)
+            | ToParticipant::End
+            | ToParticipant::Release { .. }
+            | ToParticipant::Standby { .. }
+            | ToParticipant::Record(_)
+            | ToParticipant::CoordinatorSilent
+            | ToParticipant::Gap { .. }
+            | ToParticipant::Stage(_)
+            | ToParticipant::Tile(_) => return,
+        };
+        self.report_missing(job, epoch, part);
+    }
+
+    pub(super) fn handle_admitted(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, say: ToParticipant) {
+        let coordinator = from == epoch.issuer;
+        match say {
+            ToParticipant::Go { part, resume } if coordinator => self.go(now, job, part, &resume),
+            ToParticipant::Release { part } if coordinator => self.release(job, part),
+            ToParticipant::Record(record) if coordinator => self.handle_record(now, job, record),
+            ToParticipant::Standby { part, node } if coordinator => self.handle_standby(job, part, node),
+            ToParticipant::Challenge { part, nonce } if coordinator => {
+                if self.is_resident(now, from, job, epoch, part) {
+                    self.out.push_back(PartOutput::Shell(Output::Challenge { job, epoch, part, nonce }));
+                }
+            }
+            ToParticipant::Stage(say) if coordinator => {
+                let Some(held) = self.jobs.get_mut(&job) else { return };
+                for known in held.parts.values_mut().filter(|known| known.load == Load::Resident) {
+                    if let Program::Stage(run) = &mut known.run {
+                        run.handle_message(say.clone(), &mut self.out);
+                    }
+                }
+            }
+            ToParticipant::CoordinatorSilent => self.handle_vote(now, from, job),
+            ToParticipant::Held { part, to, cursors, live, again } => {
+                let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&to)) else { return };
+                match &mut known.run {
+                    Program::Stage(run) => run.handle_held(from, part, &cursors, again, &mut self.out),
+                    Program::Tile(run) => run.handle_held(from, part, &cursors, (live, again), &mut self.out),
+                }
+            }
+            ToParticipant::Gap { part, from: of } => {
+                let known = self.jobs.get(&job).and_then(|held| held.parts.get(&part));
+                let is_owner = known.is_some_and(|known| known.order.owner(of) == Some(from));
+                if let Some(tile) = tile(&mut self.jobs, job, part).filter(|_| is_owner) {
+                    tile.handle_gap(now, &mut self.out);
+                }
+            }
+            // The coordinator alone collects what is not a snapshot.
+            ToParticipant::Tile(ToTile::Taken { kind, .. }) if kind != SaveKind::Snapshot && !coordinator => {}
+            ToParticipant::Tile(say) => self.handle_tile_message(now, from, job, say),
+            ToParticipant::Go { .. }
+            | ToParticipant::Release { .. }
+            | ToParticipant::Record(_)
+            | ToParticipant::Standby { .. }
+            | ToParticipant::Challenge { .. }
+            | ToParticipant::Stage(_)
+            | ToParticipant::Prepare(_)
+            | ToParticipant::Fetch(_)
+            | ToParticipant::End => {}
+        }
+        self.start(now, job);
+    }
+
+    pub(super) fn handle_tile_message(&mut self, now: Instant, from: NodeId, job: JobId, say: ToTile) {
+        let me = self.me;
+        let part = match say {
+            ToTile::WantSnapshot { part } | ToTile::Saved { part, .. } | ToTile::Taken { part, .. } => part,
+        };
+        let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        let Program::Tile(tile) = &mut known.run else { return };
+        match say {
+            ToTile::WantSnapshot { .. } => tile.handle_want_snapshot(from),
+            ToTile::Saved { step, bytes, .. } => tile.handle_saved(me, from, step, bytes, &mut self.out),
+            ToTile::Taken { step, kind, .. } => {
+                tile.handle_taken(step, kind, &mut self.out);
+                self.start(now, job);
+            }
+        }
+    }
+
+    /// The coordinator named the standby of a part, or says that it has none.
+    pub(super) fn handle_standby(&mut self, job: JobId, part: PartId, node: Option<NodeId>) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        for (_, known) in held.parts.iter_mut().filter(|(at, _)| **at != part) {
+            match &mut known.run {
+                Program::Stage(run) => run.handle_standby(part, node),
+                Program::Tile(run) => run.handle_standby(part, node),
+            }
+        }
+    }
+
+    /// A frame arrived.
+    pub fn handle_frame(&mut self, now: Instant, from: NodeId, header: FrameHeader, payload: Payload) {
+        let admitted = self.is_resident(now, from, header.job, header.epoch, header.part);
+        let held = self.jobs.get_mut(&header.job).and_then(|held| held.parts.get_mut(&header.part));
+        match (held.filter(|_| admitted).map(|held| &mut held.run), payload) {
+            (Some(Program::Stage(run)), payload) => run.handle_frame(now, from, header, payload, &mut self.out),
+            (Some(Program::Tile(run)), Payload::Tensor(tensor)) => {
+                if run.handle_halo(from, &header, tensor) {
+                    self.start(now, header.job);
+                } else {
+                    self.out.push_back(discard(tensor));
+                }
+            }
+            (Some(Program::Tile(_)) | None, payload) => discard_payload(payload, &mut self.out),
+        }
+    }
+
+    /// A connection stands again after it had broken: what was on the way is lost.
+    pub fn handle_reconnected(&mut self, node: NodeId) {
+        for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
+            if known.load != Load::Resident {
+                continue;
+            }
+            match &mut known.run {
+                Program::Stage(run) => run.handle_reconnected(node, &mut self.out),
+                Program::Tile(run) => run.handle_reconnected(node, &mut self.out),
+            }
+        }
+    }
+}

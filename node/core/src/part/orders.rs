@@ -1,0 +1,285 @@
+//! What a participant does on orders: it refuses a part, keeps it, loads it, gets its data, lets it go.
+use super::stage::StageRun;
+use super::tile::TileRun;
+use super::{Fetch, Held, HeldJob, Load, PartOutput, Parts, Program, continues, leaps};
+use crate::id::{Epoch, JobId, NodeId, PartId};
+use crate::limits::{JOBS_MAX, PARTS_MAX, TILE_BEGINS};
+use crate::message::ToCoordinator;
+use crate::output::Output;
+use crate::planted::{self, Planted};
+use crate::time::Instant;
+use crate::work::steps::TileStart;
+use crate::work::{Has, Order, PartWork, Ready, Resume};
+use alloc::boxed::Box;
+use alloc::collections::BTreeSet;
+use alloc::{format, string::String, vec::Vec};
+
+impl Parts {
+    /// Refuses to hold a part. `stalled` says why the executor would not get to it, if it would not.
+    pub(super) fn refusal(&self, from: NodeId, job: JobId, epoch: Epoch, order: &Order) -> Option<String> {
+        let known = self.jobs.get(&job);
+        if from != epoch.issuer {
+            Some(format!("epoch issued by {} but sent by {from}: only the coordinator places its job", epoch.issuer))
+        } else if known.is_some_and(|held| !held.obeys(epoch.issuer)) {
+            Some(format!("{from} is not among those that may coordinate job {:016x}", job.0))
+        } else if known.is_some_and(|held| held.epoch.issuer != from && leaps(held.epoch, epoch)) {
+            Some(format!("epoch {} of job {:016x} cannot have been reached", epoch.counter, job.0))
+        } else if known.is_none() && self.jobs.len() >= JOBS_MAX {
+            Some(format!("already part of {JOBS_MAX} jobs"))
+        } else if known.is_some_and(|held| held.parts.len() >= PARTS_MAX && !held.parts.contains_key(&order.part)) {
+            Some(format!("already holds {PARTS_MAX} parts of the job"))
+        } else {
+            order.unsound(self.me)
+        }
+    }
+
+    pub(super) fn prepare(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, order: Box<Order>) {
+        let part = order.part;
+        if let Some(mine) = self.jobs.get(&job).map(|held| held.epoch).filter(|mine| epoch < *mine) {
+            return self.out.push_back(PartOutput::Stale { to: from, job, mine });
+        }
+        if let Some(what) = self.refusal(from, job, epoch, &order) {
+            self.out.push_back(PartOutput::Refused { from, what: what.clone() });
+            // A coordinator that did not ask would take the answer for a refusal of this node's part.
+            if from == epoch.issuer {
+                self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
+            }
+            return;
+        }
+        let repeated = |held: &Held| held.epoch == epoch && order.is_repeated(&held.order);
+        let asked_again = self.jobs.get(&job).and_then(|held| held.parts.get(&part)).is_some_and(repeated);
+        let busy = if self.draining && !self.jobs.contains_key(&job) {
+            Some(format!("node {} takes no new work", self.me))
+        } else if asked_again {
+            None
+        } else {
+            self.stalled(now).map(|elapsed| {
+                format!("the executor has been busy with one piece of work for {} ms", elapsed.as_millis())
+            })
+        };
+        if let Some(what) = busy {
+            return self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
+        }
+        self.adopt(now, job, epoch, &order);
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        match held.parts.get_mut(&part) {
+            // Asked again: the answer was lost, or there is none yet.
+            Some(known) if asked_again => {
+                known.answer_due = true;
+                self.answer(now, job, part);
+            }
+            Some(known) if continues(&order) && known.may_stay(&order) => self.keep(now, job, epoch, order),
+            Some(_) | None => self.load(now, job, epoch, order),
+        }
+    }
+
+    /// The job has this epoch from now on. What runs under a lower one pauses.
+    pub(super) fn adopt(&mut self, now: Instant, job: JobId, epoch: Epoch, order: &Order) {
+        let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
+        held.heard(now);
+        if held.epoch < epoch {
+            (held.epoch, held.gone) = (epoch, false);
+            held.succession.replaced();
+            if !planted::has(Planted::NoFence) {
+                held.parts.values_mut().for_each(|part| part.pause(&mut self.out));
+            }
+            // All begin again: what was held under the cut before would take the room of what comes.
+            if !continues(order) {
+                held.drop_parts(job, |_, _| true, &mut self.out);
+            }
+        }
+        self.fetches.remove(&(job, order.part));
+        self.watch(job);
+    }
+
+    /// A part that is here is ordered under another epoch, or in another role.
+    pub(super) fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch, order: Box<Order>) {
+        let part = order.part;
+        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        (held.epoch, held.answer_due, held.reroute) = (epoch, true, true);
+        self.out.push_back(PartOutput::Shell(Output::Keep { job, epoch, order: order.clone() }));
+        held.order = order;
+        if let (Program::Tile(run), PartWork::Tile(tile)) = (&mut held.run, &held.order.work)
+            && let Some(step) = run.keep(now, epoch, &held.order, tile)
+        {
+            let load = self.names.load();
+            held.load = Load::Loading(load);
+            self.out.push_back(PartOutput::Shell(Output::Restore { job, load, part, step }));
+        }
+        self.answer(now, job, part);
+    }
+
+    pub(super) fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, order: Box<Order>) {
+        let part = order.part;
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        if let PartWork::Tile(tile) = &order.work
+            && tile.start == TileStart::Continue
+        {
+            held.drop_parts(job, |known, _| known == part, &mut self.out);
+            let what = String::from("this node does not have the tile");
+            return self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
+        }
+        // Of a model: parts of another cut give way at once, and what they have of the same layers is used again.
+        let replaced = |known: PartId, held: &Held| {
+            known == part
+                || matches!(held.run, Program::Stage(_)) && !(order.beside.contains(&known) && held.is_in(&order))
+        };
+        let mut replaces = Vec::new();
+        for (known, mut gone) in held.parts.extract_if(.., |known, held| replaced(*known, held)) {
+            gone.end(&mut self.out);
+            if matches!(gone.load, Load::Failed(_)) {
+                // A device that failed keeps nothing worth using again.
+                self.out.push_back(PartOutput::Shell(Output::Drop { job, part: known }));
+            } else {
+                replaces.push(known);
+            }
+        }
+        let load = self.names.load();
+        let run = match &order.work {
+            PartWork::Stage(stage) => Program::Stage(StageRun::new(job, epoch, &order, stage)),
+            PartWork::Tile(tile) => Program::Tile(TileRun::new(now, job, epoch, &order, tile)),
+        };
+        let state = Load::Loading(load);
+        let known = Held { order: order.clone(), epoch, load: state, bytes: 0, answer_due: true, reroute: false, run };
+        held.parts.insert(part, known);
+        self.out.push_back(PartOutput::Load { job, epoch, load, order, replaces });
+    }
+
+    /// Answers an order, if it can be answered now.
+    pub(super) fn answer(&mut self, now: Instant, job: JobId, part: PartId) {
+        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        let (epoch, bytes) = (held.epoch, held.bytes);
+        if matches!(held.load, Load::Loading(_)) || held.is_busy() || !core::mem::take(&mut held.answer_due) {
+            return;
+        }
+        let shadow = held.order.standby.is_some();
+        let has = match (&mut held.run, &held.order.work) {
+            (Program::Stage(run), PartWork::Stage(stage)) => {
+                if core::mem::take(&mut held.reroute) {
+                    run.keep(epoch, &held.order, stage, &mut self.out);
+                }
+                if shadow {
+                    run.start_shadow(now);
+                }
+                Has::Stage(run.positions())
+            }
+            (Program::Tile(run), _) => run.has(),
+            (Program::Stage(_), PartWork::Tile(_)) => return,
+        };
+        let result = match &held.load {
+            Load::Failed(reason) => Err(reason.clone()),
+            Load::Loading(_) | Load::Resident => Ok(Ready { bytes, has }),
+        };
+        let failed = result.is_err();
+        self.report(job, epoch, ToCoordinator::Prepared { part, result });
+        if shadow && !failed {
+            self.start_shadow(job, part);
+        }
+    }
+
+    /// A standby begins to follow.
+    pub(super) fn start_shadow(&mut self, job: JobId, part: PartId) {
+        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        match &mut held.run {
+            Program::Tile(tile) => tile.start_shadow(&mut self.out),
+            // The connection should stand before it is needed.
+            Program::Stage(_) => {
+                if let Some(node) = held.order.owner(part.after()) {
+                    self.out.push_back(PartOutput::Connect { node });
+                }
+            }
+        }
+    }
+
+    pub(super) fn go(&mut self, now: Instant, job: JobId, part: PartId, resume: &Resume) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        let epoch = held.epoch;
+        if !core::mem::replace(&mut held.gone, true) {
+            held.begins_until = now + TILE_BEGINS;
+        }
+        // What was not ordered again is not wanted.
+        held.drop_parts(job, |_, held| held.epoch != epoch, &mut self.out);
+        if let Some(known) = held.parts.get_mut(&part).filter(|known| known.load == Load::Resident) {
+            match (&mut known.run, resume) {
+                (Program::Stage(run), Resume::Stage(resume)) => run.go(now, resume, &mut self.out),
+                (Program::Tile(run), Resume::Tile(at)) => run.go(at, &mut self.out),
+                (Program::Stage(_), Resume::Tile(_)) | (Program::Tile(_), Resume::Stage(_)) => {}
+            }
+        }
+        self.watch(job);
+        self.start(now, job);
+    }
+
+    /// Heartbeats: with the coordinator from the first order on, with the owners beside this node's from `Go` on, because before
+    /// that they may not have heard of the job. A node that is the coordinator itself watches all participants as such.
+    pub(super) fn watch(&mut self, job: JobId) {
+        let Some(held) = self.jobs.get(&job).filter(|held| held.epoch.issuer != self.me) else { return };
+        let epoch = held.epoch;
+        let mut nodes = BTreeSet::from([epoch.issuer]);
+        for (&part, known) in held.parts.iter().filter(|(_, known)| held.gone && known.order.standby.is_none()) {
+            let after = match &known.order.work {
+                PartWork::Stage(_) => Some(part.after()),
+                PartWork::Tile(_) => None,
+            };
+            let beside = known.order.feeders(part).into_iter().chain(after);
+            nodes.extend(beside.filter_map(|part| known.order.owner(part)));
+        }
+        nodes.remove(&self.me);
+        self.out.push_back(PartOutput::Watch { job, epoch, nodes: nodes.into_iter().collect() });
+    }
+
+    pub(super) fn release(&mut self, job: JobId, part: PartId) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        held.drop_parts(job, |known, held| known == part && held.order.standby.is_some(), &mut self.out);
+        if held.parts.is_empty() {
+            self.drop_job(job);
+        }
+    }
+
+    pub(super) fn drop_job(&mut self, job: JobId) {
+        let Some(mut held) = self.jobs.remove(&job) else { return };
+        held.parts.values_mut().for_each(|part| part.end(&mut self.out));
+        if held.epoch.issuer != self.me {
+            self.out.push_back(PartOutput::Unwatch { job });
+        }
+        self.out.push_back(PartOutput::Shell(Output::Unload { job }));
+    }
+
+    // ---- data that are wanted soon
+
+    pub(super) fn fetch(&mut self, from: NodeId, job: JobId, epoch: Epoch, order: Box<Order>) {
+        let part = order.part;
+        let known = self.fetches.get(&(job, part)).filter(|known| known.epoch == epoch && known.order == order);
+        if let Some(known) = known {
+            if let Some(result) = known.result.clone() {
+                // The answer was lost with a connection.
+                self.report(job, epoch, ToCoordinator::Fetched { part, result });
+            }
+            return;
+        }
+        let mut refusal = self.refusal(from, job, epoch, &order).or_else(|| {
+            let stale = self.jobs.get(&job).is_some_and(|held| epoch < held.epoch);
+            stale.then(|| format!("epoch {} of the job is over", epoch.counter))
+        });
+        if refusal.is_none() && self.draining {
+            refusal = Some(format!("node {} takes no new work", self.me));
+        }
+        if refusal.is_none() && self.fetches.len() >= JOBS_MAX && !self.fetches.contains_key(&(job, part)) {
+            refusal = Some(format!("already asked for the data of {JOBS_MAX} parts"));
+        }
+        if let Some(what) = refusal {
+            self.out.push_back(PartOutput::Refused { from, what: what.clone() });
+            return self.report(job, epoch, ToCoordinator::Fetched { part, result: Err(what) });
+        }
+        self.fetches.insert((job, part), Fetch { epoch, order: order.clone(), result: None });
+        self.out.push_back(PartOutput::Fetch { job, epoch, order });
+    }
+
+    /// The data are there, or cannot be had.
+    pub fn handle_fetched(&mut self, job: JobId, epoch: Epoch, part: PartId, result: Result<u64, String>) {
+        if let Some(fetch) = self.fetches.get_mut(&(job, part)).filter(|fetch| fetch.epoch == epoch) {
+            fetch.result = Some(result.clone());
+            self.report(job, epoch, ToCoordinator::Fetched { part, result });
+        }
+    }
+}

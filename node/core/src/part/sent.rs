@@ -1,0 +1,382 @@
+//! What a part has sent, kept so that it can be sent again by cursor: to a standby that joins or falls behind, and to the next
+//! owner of a part that was lost.
+//!
+//! One rule serves losses, standbys and broken connections: the receiver reports how far it is, and the sender goes on from
+//! there. A follower is sent each entry of its channels once, in order, until it says that some may be lost.
+use crate::id::{NodeId, PartId, TensorId};
+use crate::planted::{self, Planted};
+use crate::work::Cursors;
+use alloc::collections::{BTreeMap, VecDeque};
+use alloc::vec::Vec;
+
+/// Something sent, kept by the shell under `tensor`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) cursor: u32,
+    /// The cursor of a receiver that has it.
+    pub(super) end: u32,
+    /// Rows or elements.
+    pub(super) count: u32,
+    pub(super) last: bool,
+    pub(super) tensor: TensorId,
+    pub(super) bytes: u64,
+}
+
+/// How much is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Bounds {
+    pub(super) bytes: u64,
+    pub(super) entries: usize,
+    /// Bytes sent to a standby beyond what it reports to have.
+    pub(super) window: u64,
+    /// Rows of adjacent entries that travel together when they are sent again; 0 where each travels alone.
+    pub(super) joined: u32,
+}
+
+/// What is kept within the bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Keep {
+    /// All that there is room for. Then what all followers have goes first, and the oldest next: a follower that still needs
+    /// that has to be fed from elsewhere.
+    WhileRoom,
+    /// What a follower may need. Beyond the bounds only what owners need: a standby that is too far behind starts again.
+    WhileNeeded,
+}
+
+/// A node that is sent what goes to one part.
+#[derive(Clone, Debug)]
+struct Follower {
+    part: PartId,
+    node: NodeId,
+    /// The part's owner, which is sent everything; else its standby, which is sent a window.
+    owner: bool,
+    /// It is sent what there is. Else it only holds back what it may ask for.
+    live: bool,
+    /// How far it reports to be.
+    held: At,
+    /// How far it has been sent.
+    next: At,
+}
+
+/// A cursor for each channel: `all`, where no other is named.
+#[derive(Clone, Debug, Default)]
+struct At {
+    all: u32,
+    each: BTreeMap<u64, u32>,
+}
+
+impl At {
+    fn of(&self, channel: u64) -> u32 {
+        self.each.get(&channel).copied().unwrap_or(self.all)
+    }
+
+    fn raise(&mut self, channel: u64, to: u32) {
+        if to > self.of(channel) {
+            self.each.insert(channel, to);
+        }
+    }
+
+    fn lower(&mut self, channel: u64, to: u32) {
+        if to < self.of(channel) {
+            self.each.insert(channel, to);
+        }
+    }
+}
+
+/// Something to send. More than one tensor: adjacent entries to be read one after the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sending {
+    pub(super) to: NodeId,
+    pub(super) channel: u64,
+    pub(super) cursor: u32,
+    pub(super) count: u32,
+    pub(super) last: bool,
+    pub(super) tensors: Vec<TensorId>,
+    pub(super) bytes: u64,
+    pub(super) copy: bool,
+}
+
+/// Entries of all channels of one part.
+///
+/// Invariant: a channel's entries are ordered by cursor. Rows, which may be joined, have no holes: each entry begins no later than
+/// the one before it ends. Halos come every few steps.
+#[derive(Debug)]
+pub(super) struct Sent {
+    bounds: Bounds,
+    keep: Keep,
+    bytes: u64,
+    count: usize,
+    channels: BTreeMap<u64, VecDeque<Entry>>,
+    followers: Vec<Follower>,
+}
+
+impl Sent {
+    pub(super) fn new(keep: Keep, bounds: Bounds) -> Self {
+        Sent { bounds, keep, bytes: 0, count: 0, channels: BTreeMap::new(), followers: Vec::new() }
+    }
+
+    // ---- entries
+
+    /// Keeps an entry that was just made, in the place of those that it overwrites. Returns what is not kept any more.
+    pub(super) fn push(&mut self, channel: u64, entry: Entry) -> Vec<TensorId> {
+        let mut gone = self.cut(channel, entry.cursor);
+        let adjoins = self.channels.get(&channel).and_then(VecDeque::back).is_none_or(|last| last.end >= entry.cursor);
+        if !adjoins && self.bounds.joined > 0 {
+            // A stage makes its rows in order. Rows with a hole between them are of no use.
+            gone.extend(self.cut(channel, 0));
+        }
+        self.bytes += entry.bytes;
+        self.count += 1;
+        self.channels.entry(channel).or_default().push_back(entry);
+        gone
+    }
+
+    /// Drops the entries of a channel that begin at or after a cursor.
+    fn cut(&mut self, channel: u64, cursor: u32) -> Vec<TensorId> {
+        let mut gone = Vec::new();
+        while self.channels.get(&channel).and_then(VecDeque::back).is_some_and(|last| last.cursor >= cursor) {
+            gone.extend(self.pop(channel, false));
+        }
+        gone
+    }
+
+    fn pop(&mut self, channel: u64, oldest: bool) -> Option<TensorId> {
+        let entries = self.channels.get_mut(&channel)?;
+        let entry = if oldest { entries.pop_front()? } else { entries.pop_back()? };
+        if entries.is_empty() {
+            self.channels.remove(&channel);
+        }
+        self.bytes -= entry.bytes;
+        self.count -= 1;
+        Some(entry.tensor)
+    }
+
+    /// The cursor from which on a channel is kept without a gap; none if nothing of it is kept.
+    pub(super) fn kept_from(&self, channel: u64) -> Option<u32> {
+        Some(self.channels.get(&channel)?.front()?.cursor)
+    }
+
+    /// A channel is over: what is kept of it goes, and what followers reported of it.
+    pub(super) fn forget(&mut self, channel: u64) -> Vec<TensorId> {
+        for follower in &mut self.followers {
+            follower.held.each.remove(&channel);
+            follower.next.each.remove(&channel);
+        }
+        self.cut(channel, 0)
+    }
+
+    /// All channels are over.
+    pub(super) fn clear(&mut self) -> Vec<TensorId> {
+        let channels: Vec<u64> = self.channels.keys().copied().collect();
+        channels.into_iter().flat_map(|channel| self.forget(channel)).collect()
+    }
+
+    // ---- followers
+
+    /// No one follows: a new placement.
+    pub(super) fn clear_followers(&mut self) {
+        self.followers.clear();
+    }
+
+    /// A node follows as a part's owner or standby, in the place of the one before. It is sent what comes from now on.
+    pub(super) fn follow(&mut self, part: PartId, node: NodeId, owner: bool, live: bool) {
+        let ends = self.channels.iter().filter_map(|(&channel, entries)| Some((channel, entries.back()?.end)));
+        let next = At { all: 0, each: ends.collect() };
+        self.followers.retain(|known| known.part != part || known.owner != owner);
+        self.followers.push(Follower { part, node, owner, live, held: At::default(), next });
+    }
+
+    /// A part has no standby any more.
+    pub(super) fn unfollow(&mut self, part: PartId) {
+        self.followers.retain(|known| known.part != part || known.owner);
+    }
+
+    /// Whether a node follows for a part.
+    pub(super) fn follows(&self, part: PartId, node: NodeId) -> bool {
+        self.followers.iter().any(|known| known.part == part && known.node == node)
+    }
+
+    /// A follower reports how far it is. `again`: what was sent after that may be lost, and goes once more.
+    pub(super) fn held(&mut self, part: PartId, node: NodeId, cursors: &Cursors, live: bool, again: bool) {
+        let open = |channel: &u64| self.channels.contains_key(channel);
+        let named: Option<BTreeMap<u64, u32>> = match cursors {
+            Cursors::All(_) => None,
+            Cursors::Each(each) => Some(each.iter().copied().filter(|(channel, _)| again || open(channel)).collect()),
+        };
+        let Some(known) = self.followers.iter_mut().find(|known| known.part == part && known.node == node) else {
+            return;
+        };
+        if !known.owner {
+            known.live = live;
+        }
+        match (cursors, named) {
+            (Cursors::All(at), _) => {
+                let at = if again { *at } else { known.held.all.max(*at) };
+                known.held = At { all: at, each: BTreeMap::new() };
+                if again {
+                    known.next = At { all: at, each: BTreeMap::new() };
+                } else {
+                    known.next.all = known.next.all.max(at);
+                    known.next.each.retain(|_, next| *next > at);
+                }
+            }
+            (Cursors::Each(_), Some(named)) if again => {
+                for (channel, at) in named {
+                    known.held.each.insert(channel, at);
+                    known.next.each.insert(channel, at);
+                }
+            }
+            (Cursors::Each(_), named) => known.held.each = named.unwrap_or_default(),
+        }
+    }
+
+    /// A follower has got so far on a channel, as its own frames show.
+    pub(super) fn reached(&mut self, part: PartId, node: NodeId, at: u32) {
+        let known = self.followers.iter_mut().find(|known| known.part == part && known.node == node && known.owner);
+        if let Some(known) = known {
+            known.held.all = known.held.all.max(at);
+            known.held.each.retain(|_, held| *held > at);
+        }
+    }
+
+    /// A channel is computed once more from a cursor on, because something further on lost it: it is sent once more, too.
+    pub(super) fn rewind(&mut self, channel: u64, cursor: u32) {
+        self.followers.iter_mut().for_each(|known| known.next.lower(channel, cursor));
+    }
+
+    /// A channel is kept from its follower's cursor on, or the follower is not behind.
+    pub(super) fn reaches(&self, channels: impl IntoIterator<Item = u64>, cursor: u32) -> bool {
+        channels.into_iter().all(|channel| self.kept_from(channel).is_none_or(|from| from <= cursor))
+    }
+
+    /// Of each kept channel, how far a follower reports to be.
+    pub(super) fn reported(&self, part: PartId, node: NodeId) -> Vec<(u64, u32)> {
+        let known = self.followers.iter().find(|known| known.part == part && known.node == node);
+        let of = |channel: u64| known.map_or(0, |known| known.held.of(channel));
+        self.channels.keys().map(|&channel| (channel, of(channel))).collect()
+    }
+
+    // ---- sending
+
+    /// What is to be sent now, owners first. `peer` names the part that a channel goes to.
+    pub(super) fn due(&mut self, peer: impl Fn(u64) -> PartId) -> Vec<Sending> {
+        let mut due: Vec<Sending> = Vec::new();
+        self.followers.sort_by_key(|known| !known.owner);
+        for known in self.followers.iter_mut().filter(|known| known.live) {
+            if !known.owner && planted::has(Planted::StandbyNeverFed) {
+                continue;
+            }
+            for (&channel, entries) in &self.channels {
+                if peer(channel) == known.part {
+                    send(known, channel, entries, self.bounds, &mut due);
+                }
+            }
+        }
+        due
+    }
+
+    // ---- room
+
+    /// Drops what need not be kept. Entries from `now` on always stay.
+    pub(super) fn trim(&mut self, now: u32, peer: impl Fn(u64) -> PartId) -> Vec<TensorId> {
+        let mut gone = Vec::new();
+        let channels: Vec<u64> = self.channels.keys().copied().collect();
+        for &channel in &channels {
+            let part = peer(channel);
+            while let Some(first) = self.channels.get(&channel).and_then(|entries| entries.front()) {
+                let (all, owners) = (self.needed(channel, part, false), self.needed(channel, part, true));
+                let early = planted::has(Planted::RingTrimmedEarly) && first.end <= self.most(channel, part);
+                let over = match self.keep {
+                    Keep::WhileRoom => self.is_over() && first.end <= all.unwrap_or(u32::MAX),
+                    Keep::WhileNeeded if self.is_over() => owners.is_some_and(|needed| first.end <= needed),
+                    Keep::WhileNeeded => all.is_some_and(|needed| first.end <= needed),
+                };
+                if !(over || early) || first.cursor >= now {
+                    break;
+                }
+                gone.extend(self.pop(channel, true));
+            }
+        }
+        while self.keep == Keep::WhileRoom && self.is_over() {
+            let longest = self.channels.iter().max_by_key(|(_, entries)| entries.len()).map(|(&channel, _)| channel);
+            match longest.and_then(|channel| self.pop(channel, true)) {
+                Some(tensor) => gone.push(tensor),
+                None => break,
+            }
+        }
+        gone
+    }
+
+    fn is_over(&self) -> bool {
+        self.bytes > self.bounds.bytes || self.count > self.bounds.entries
+    }
+
+    /// The cursor up to which all followers of a channel are; none without followers.
+    fn needed(&self, channel: u64, part: PartId, owners: bool) -> Option<u32> {
+        let follow = self.followers.iter().filter(|known| known.part == part && (known.owner || !owners));
+        follow.map(|known| known.held.of(channel)).min()
+    }
+
+    fn most(&self, channel: u64, part: PartId) -> u32 {
+        let follow = self.followers.iter().filter(|known| known.part == part);
+        follow.map(|known| known.held.of(channel)).max().unwrap_or(0)
+    }
+}
+
+/// Adds what one follower is to be sent of one channel, adjacent entries joined.
+fn send(known: &mut Follower, channel: u64, entries: &VecDeque<Entry>, bounds: Bounds, due: &mut Vec<Sending>) {
+    let (from, held) = (known.next.of(channel), known.held.of(channel));
+    let (Some(first), Some(last)) = (entries.front(), entries.back()) else { return };
+    if last.end <= from {
+        return;
+    }
+    if first.cursor > from && bounds.joined > 0 {
+        // What it lacks first is not kept: it has to be fed from elsewhere, and is sent what comes from now on.
+        return known.next.raise(channel, last.end);
+    }
+    let start = covering(entries, from);
+    let mut ahead: u64 = 0;
+    if !known.owner {
+        ahead = entries.range(covering(entries, held).min(start)..start).map(|entry| entry.bytes).sum();
+    }
+    for entry in entries.range(start..) {
+        // One entry always, however large it is.
+        if !known.owner && ahead > 0 && ahead.saturating_add(entry.bytes) > bounds.window {
+            return;
+        }
+        ahead = ahead.saturating_add(entry.bytes);
+        known.next.raise(channel, entry.end);
+        let join = due.last_mut().filter(|sending| {
+            let adjoins = sending.cursor.saturating_add(sending.count) == entry.cursor;
+            let same = sending.to == known.node && sending.channel == channel;
+            same && adjoins && sending.count.saturating_add(entry.count) <= bounds.joined
+        });
+        match join {
+            Some(sending) => {
+                sending.count += entry.count;
+                (sending.last, sending.bytes) = (entry.last, sending.bytes + entry.bytes);
+                sending.tensors.push(entry.tensor);
+            }
+            None => due.push(Sending {
+                to: known.node,
+                channel,
+                cursor: entry.cursor,
+                count: entry.count,
+                last: entry.last,
+                tensors: Vec::from([entry.tensor]),
+                bytes: entry.bytes,
+                copy: !known.owner,
+            }),
+        }
+    }
+}
+
+/// The entry with which to go on at a cursor: the last that begins no later, if that reaches beyond it; else the next one.
+fn covering(entries: &VecDeque<Entry>, cursor: u32) -> usize {
+    let after = entries.partition_point(|entry| entry.cursor <= cursor);
+    let before = after.checked_sub(1).filter(|&at| entries[at].end > cursor);
+    before.unwrap_or(after)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,670 @@
+//! One stage of a model at this node: what it holds of each request, what waits, what runs, what it sends.
+//!
+//! One rule serves replay, cancellation and resending: a frame names its positions. A stage that has more truncates to them, one
+//! that has less answers with a gap. Positions are counted when work is queued, because the executor runs in order.
+use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
+use super::pace::Pace;
+use super::queue::{Waiting, choose};
+use super::sent::{Bounds, Entry, Keep, Sending, Sent};
+use crate::id::{Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
+use crate::limits::{
+    CHUNK_POSITIONS_MAX, CLOSED_REQUESTS_MAX, HELD_EVERY, PARKED_FRAMES_MAX, RESUME_QUIET, RING_BYTES_MAX,
+    RING_FRAMES_MAX, SEQUENCES_MAX, STAGE_QUEUE_MAX, STAGE_QUEUE_POSITIONS_MAX,
+};
+use crate::message::{FrameHeader, FromStage, ToCoordinator, ToParticipant, ToStage};
+use crate::output::Output;
+use crate::planted::{self, Planted};
+use crate::time::Instant;
+use crate::work::serve::{Item, ItemResult, Position, SampleSpec, Sampling, StageOrder};
+use crate::work::{Cursors, Order, Payload, Task};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::{format, string::String, vec::Vec};
+
+/// A stage at work, as its owner or as its standby. A standby is fed copies of the frames and sends nothing.
+#[derive(Debug)]
+pub(super) struct StageRun {
+    job: JobId,
+    route: Route,
+    /// Requests that have (or will have, once what waits has run) a cache here; at most `route.sequences`.
+    requests: BTreeMap<RequestId, Cache>,
+    /// How to sample, at the last stage, from `Open` to `Close`.
+    opened: BTreeMap<RequestId, Opened>,
+    /// Frames of requests for which there is no cache until another's `Close` arrives, in order.
+    outside: VecDeque<Waiting>,
+    /// Requests closed under this epoch: their late frames must not open a cache again.
+    closed: BTreeSet<RequestId>,
+    /// Accepted frames in the order in which the executor will run them.
+    waiting: VecDeque<Waiting>,
+    /// The batch at the executor.
+    running: Option<Batch>,
+    /// The batch before was decode only: the next may be a prefill chunk.
+    prefill_turn: bool,
+    pace: Pace,
+    touched: u64,
+    /// Rows sent to the next stage.
+    sent: Sent,
+    /// The standby of the stage before. It learns what is held here, as that stage does.
+    before: Option<NodeId>,
+    /// All parts are ready: work may run.
+    started: bool,
+    /// This node was paused, and what it knows may be out of date: what it makes waits here until the coordinator is heard.
+    withheld: Option<Out>,
+    /// When a standby asked for rows of a request, so that it does not ask again at once.
+    asked: BTreeMap<RequestId, Instant>,
+    /// What was reported last, and when.
+    reported: Vec<(u64, u32)>,
+    reported_at: Instant,
+}
+
+/// What a stage needs to know of the route it is part of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Route {
+    epoch: Epoch,
+    part: PartId,
+    /// The node that sends this stage its frames: the owner of the stage before, or the coordinator.
+    previous: NodeId,
+    /// The node that gets its rows; none at the last stage.
+    next: Option<NodeId>,
+    sequences: u32,
+    context: u32,
+    /// Stages of the route: how many positions of one request are computed in one pass.
+    stages: u32,
+    /// Bytes of a row.
+    row_bytes: u64,
+    /// This is the stage's standby.
+    shadow: bool,
+}
+
+impl Route {
+    fn new(epoch: Epoch, order: &Order, stage: &StageOrder) -> Self {
+        let part = order.part;
+        Route {
+            epoch,
+            part,
+            previous: part.before().and_then(|before| order.owner(before)).unwrap_or(epoch.issuer),
+            next: order.owner(part.after()),
+            sequences: stage.sequences,
+            context: stage.context,
+            stages: u32::try_from(stage.layers.len()).unwrap_or(u32::MAX),
+            row_bytes: 4 * u64::from(stage.width.max(1)),
+            shadow: order.standby.is_some(),
+        }
+    }
+}
+
+/// What is known of one request here.
+#[derive(Debug, Default)]
+struct Cache {
+    /// Positions `0..have` are in the cache or will be once what waits has run.
+    have: u32,
+    /// Positions `0..computed` are in the cache.
+    computed: u32,
+    /// Frames that wait for `Open`, in order.
+    parked: VecDeque<Waiting>,
+    /// When it was last used, on a counter: the one unused for longest goes first.
+    touched: u64,
+}
+
+#[derive(Debug)]
+struct Opened {
+    sampling: Sampling,
+    /// Tokens so far; kept only where the sampling looks back.
+    history: Vec<u32>,
+    /// How many of them are the prompt's.
+    prompt: u32,
+}
+
+/// A batch at the executor.
+#[derive(Debug)]
+struct Batch {
+    work: WorkId,
+    started: Instant,
+    items: Vec<(FrameHeader, TensorId)>,
+}
+
+impl StageRun {
+    pub(super) fn new(job: JobId, epoch: Epoch, order: &Order, stage: &StageOrder) -> Self {
+        let bounds = Bounds {
+            bytes: RING_BYTES_MAX,
+            entries: RING_FRAMES_MAX,
+            window: RING_BYTES_MAX,
+            joined: CHUNK_POSITIONS_MAX,
+        };
+        StageRun {
+            job,
+            route: Route::new(epoch, order, stage),
+            requests: BTreeMap::new(),
+            opened: BTreeMap::new(),
+            outside: VecDeque::new(),
+            closed: BTreeSet::new(),
+            waiting: VecDeque::new(),
+            running: None,
+            prefill_turn: true,
+            pace: Pace::default(),
+            touched: 0,
+            sent: Sent::new(Keep::WhileRoom, bounds),
+            before: None,
+            started: false,
+            withheld: None,
+            asked: BTreeMap::new(),
+            reported: Vec::new(),
+            reported_at: Instant::default(),
+        }
+    }
+
+    pub(super) fn is_busy(&self) -> bool {
+        self.running.is_some()
+    }
+
+    fn report(&self, say: ToCoordinator, out: &mut Out) {
+        out.push_back(PartOutput::Report { job: self.job, epoch: self.route.epoch, say });
+    }
+
+    fn message(&self, to: NodeId, say: ToParticipant, out: &mut Out) {
+        out.push_back(PartOutput::Message { to, job: self.job, epoch: self.route.epoch, say });
+    }
+
+    // ---- frames in
+
+    pub(super) fn handle_frame(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        header: FrameHeader,
+        payload: Payload,
+        out: &mut Out,
+    ) {
+        if let Some(what) = self.misfit(from, &header) {
+            out.push_back(PartOutput::Refused { from, what });
+            return discard_payload(payload, out);
+        }
+        if self.closed.contains(&header.request()) {
+            return discard_payload(payload, out);
+        }
+        let have = self.have(header.request());
+        let positions: u64 = self.waiting.iter().map(|waiting| u64::from(waiting.header.count)).sum();
+        let full = self.waiting.len() >= STAGE_QUEUE_MAX || positions >= STAGE_QUEUE_POSITIONS_MAX;
+        if header.cursor > have || full {
+            if !full && self.route.shadow {
+                self.ask(now, header.request(), have, out);
+            } else if !full {
+                self.report_gap(header.request(), have, out);
+            }
+            return discard_payload(payload, out);
+        }
+        let waiting = Waiting { header, payload };
+        if self.requests.contains_key(&header.request()) || self.requests.len() < self.route.sequences as usize {
+            self.accept(waiting, out);
+        } else {
+            self.keep_outside(waiting, out);
+        }
+    }
+
+    /// Positions held of a request, counting what waits.
+    fn have(&self, request: RequestId) -> u32 {
+        let outside = || self.outside.iter().rev().find(|waiting| waiting.header.request() == request);
+        let inside = self.requests.get(&request).map(|held| held.have);
+        inside.unwrap_or_else(|| outside().map_or(0, |waiting| waiting.header.end()))
+    }
+
+    /// Why a frame does not fit this stage, if it does not.
+    fn misfit(&self, from: NodeId, header: &FrameHeader) -> Option<String> {
+        let end = header.cursor.checked_add(header.count);
+        if header.part != self.route.part {
+            return Some(format!("frame for part {}, this is stage {}", header.part, self.route.part));
+        }
+        if from != self.route.previous {
+            return Some(format!(
+                "frame from {from}, stage {} expects frames from {}",
+                self.route.part, self.route.previous
+            ));
+        }
+        if header.count == 0 || header.count > CHUNK_POSITIONS_MAX || end.is_none_or(|end| end > self.route.context) {
+            return Some(format!(
+                "frame of {} positions from {}, expected 1 to {CHUNK_POSITIONS_MAX} within a context of {}",
+                header.count, header.cursor, self.route.context
+            ));
+        }
+        None
+    }
+
+    fn accept(&mut self, waiting: Waiting, out: &mut Out) {
+        let header = waiting.header;
+        let parked: usize = self.requests.values().map(|held| held.parked.len()).sum();
+        self.touched += 1;
+        // A shadow chooses no tokens, so it needs not know how.
+        let unopened = self.route.next.is_none() && !self.route.shadow && !self.opened.contains_key(&header.request());
+        let held = self.requests.entry(header.request()).or_default();
+        held.touched = self.touched;
+        let waits_for_open = unopened && (header.last || !held.parked.is_empty());
+        if waits_for_open && parked >= PARKED_FRAMES_MAX {
+            // The head's watchdog sends it again, with `Open` first.
+            return discard_payload(waiting.payload, out);
+        }
+        if header.cursor < held.have {
+            // It is computed again because a later stage lost it.
+            self.sent.rewind(header.channel, header.cursor);
+        }
+        held.have = header.end();
+        if waits_for_open {
+            held.parked.push_back(waiting);
+        } else {
+            self.waiting.push_back(waiting);
+        }
+    }
+
+    /// All caches are taken. The head keeps at most `sequences` requests open, so the `Close` of one is on its way, on
+    /// another stream; the frame waits for it. Sent a second time it says that the `Close` was lost with a connection:
+    /// then the cache unused for longest goes. Were that one alive after all, a `Gap` brings it back.
+    fn keep_outside(&mut self, waiting: Waiting, out: &mut Out) {
+        let request = waiting.header.request();
+        let again = |old: &Waiting| old.header.request() == request && old.header.cursor >= waiting.header.cursor;
+        if !self.outside.iter().any(again) {
+            if self.outside.len() >= PARKED_FRAMES_MAX {
+                return discard_payload(waiting.payload, out);
+            }
+            return self.outside.push_back(waiting);
+        }
+        let oldest = self.requests.iter().min_by_key(|(_, held)| held.touched).map(|(&request, _)| request);
+        // Its own frames first, so that the room made is not given to what they were.
+        self.drop_waiting(request, out);
+        oldest.into_iter().for_each(|oldest| self.drop_request(oldest, out));
+        self.accept(waiting, out);
+    }
+
+    /// Lets frames in that waited for a cache.
+    fn admit_outside(&mut self, out: &mut Out) {
+        while self.requests.len() < self.route.sequences as usize {
+            let Some(request) = self.outside.front().map(|waiting| waiting.header.request()) else { return };
+            let (mine, others) = self.outside.drain(..).partition(|waiting| waiting.header.request() == request);
+            self.outside = others;
+            let mine: VecDeque<Waiting> = mine;
+            mine.into_iter().for_each(|waiting| self.accept(waiting, out));
+        }
+    }
+
+    fn handle_open(&mut self, request: RequestId, sampling: Sampling, tokens: Vec<u32>, prompt: u32) {
+        if self.route.next.is_some() || self.closed.contains(&request) {
+            return;
+        }
+        // More than can be open: the `Close` of the oldest was lost.
+        while self.opened.len() >= 2 * self.route.sequences as usize {
+            self.opened.pop_first();
+        }
+        self.opened.insert(request, Opened { sampling, history: tokens, prompt });
+        if let Some(held) = self.requests.get_mut(&request) {
+            self.waiting.append(&mut held.parked);
+        }
+    }
+
+    fn handle_close(&mut self, request: RequestId, out: &mut Out) {
+        self.closed.insert(request);
+        if self.closed.len() > CLOSED_REQUESTS_MAX {
+            self.closed.pop_first();
+        }
+        self.opened.remove(&request);
+        self.drop_waiting(request, out);
+        self.drop_request(request, out);
+        self.admit_outside(out);
+    }
+
+    /// Forgets a request: its cache is freed, what waits for it is discarded.
+    fn drop_request(&mut self, request: RequestId, out: &mut Out) {
+        out.extend(self.sent.forget(request.0).into_iter().map(discard));
+        self.asked.remove(&request);
+        let Some(held) = self.requests.remove(&request) else { return };
+        self.drop_waiting(request, out);
+        held.parked.into_iter().for_each(|waiting| discard_payload(waiting.payload, out));
+        let (job, part) = (self.job, self.route.part);
+        out.push_back(PartOutput::Shell(Output::Release { job, part, request }));
+    }
+
+    fn drop_waiting(&mut self, request: RequestId, out: &mut Out) {
+        for queue in [&mut self.waiting, &mut self.outside] {
+            let (gone, kept) = queue.drain(..).partition(|waiting| waiting.header.request() == request);
+            *queue = kept;
+            let gone: VecDeque<Waiting> = gone;
+            gone.into_iter().for_each(|waiting| discard_payload(waiting.payload, out));
+        }
+    }
+
+    pub(super) fn drop_everything(&mut self, out: &mut Out) {
+        self.release(false, out);
+        self.opened.clear();
+        self.outside.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
+        out.extend(self.sent.clear().into_iter().map(discard));
+        while let Some((&request, _)) = self.requests.first_key_value() {
+            self.drop_request(request, out);
+        }
+    }
+
+    fn report_gap(&self, request: RequestId, have: u32, out: &mut Out) {
+        self.report(ToCoordinator::Stage(FromStage::Gap { request, have }), out);
+    }
+
+    // ---- batches
+
+    /// Takes the next batch off the queue, if the executor is free: either the decode steps of all requests that have
+    /// one waiting, or prefill chunks up to one chunk's rows. They take turns, so neither starves, and a decode step
+    /// waits for one chunk at most.
+    pub(super) fn start(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
+        if self.running.is_some() || self.waiting.is_empty() || !self.started || self.withheld.is_some() {
+            return None;
+        }
+        let chosen = choose(&mut self.waiting, self.prefill_turn, self.route.stages);
+        let rows = chosen.iter().map(|waiting| u64::from(waiting.header.count)).sum();
+        self.prefill_turn = chosen.iter().all(|waiting| waiting.header.count == 1);
+        let work = names.work();
+        let mut batch = Batch { work, started: now, items: Vec::with_capacity(chosen.len()) };
+        let mut items = Vec::with_capacity(chosen.len());
+        for waiting in chosen {
+            let output = names.tensor();
+            batch.items.push((waiting.header, output));
+            items.push(self.item(waiting, output));
+        }
+        let makes = batch.items.iter().map(|&(_, tensor)| tensor).collect();
+        self.running = Some(batch);
+        Some(Started { work, task: Task::Batch(items), budget: self.pace.predict(rows), makes })
+    }
+
+    fn item(&self, waiting: Waiting, output: TensorId) -> Item {
+        let Waiting { header, payload } = waiting;
+        let position = header.end();
+        let sample = self.opened.get(&header.request()).filter(|_| header.last).map(|opened| SampleSpec {
+            sampling: opened.sampling.clone(),
+            prompt: opened.prompt,
+            position: if planted::has(Planted::SeedByFirstPosition) { header.cursor + 1 } else { position },
+            history: opened.history.get(..position as usize).unwrap_or(&opened.history).to_vec(),
+        });
+        Item { request: header.request(), position: header.cursor, count: header.count, input: payload, output, sample }
+    }
+
+    /// Whether this is the batch that runs.
+    pub(super) fn runs(&self, work: WorkId) -> bool {
+        self.running.as_ref().is_some_and(|batch| batch.work == work)
+    }
+
+    /// The batch that runs came back.
+    ///
+    /// # Errors
+    /// The executor failed: no cache is to be trusted, and all is dropped.
+    pub(super) fn ran(
+        &mut self,
+        now: Instant,
+        results: Result<Vec<ItemResult>, String>,
+        out: &mut Out,
+    ) -> Result<(), String> {
+        let Some(batch) = self.running.take() else { return Ok(()) };
+        let results = results.and_then(|results| match results.len() == batch.items.len() {
+            true => Ok(results),
+            false => Err(format!("the executor answered {} of {} items", results.len(), batch.items.len())),
+        });
+        let results = match results {
+            Ok(results) => results,
+            Err(reason) => {
+                out.extend(batch.items.iter().map(|&(_, tensor)| discard(tensor)));
+                self.drop_everything(out);
+                return Err(reason);
+            }
+        };
+        for (header, _) in &batch.items {
+            if let Some(held) = self.requests.get_mut(&header.request()) {
+                held.computed = header.end();
+            }
+        }
+        self.pace.learn(batch.items.iter().map(|(header, _)| u64::from(header.count)).sum(), now.since(batch.started));
+        let mut withheld = self.withheld.take();
+        let to = withheld.as_mut().unwrap_or(out);
+        for (&(header, output), result) in batch.items.iter().zip(results) {
+            self.deliver(header, output, result, to);
+        }
+        self.withheld = withheld;
+        Ok(())
+    }
+
+    /// Sends one item's result on its way: the one place where rows leave a stage, and where the standby's copy branches
+    /// off. The next stage is served first; nothing waits for either.
+    fn deliver(&mut self, header: FrameHeader, output: TensorId, result: ItemResult, out: &mut Out) {
+        let request = header.request();
+        let position = header.end();
+        let open = self.requests.contains_key(&request);
+        let speaks = open && self.started && !self.route.shadow;
+        match (result, self.route.next) {
+            (ItemResult::Hidden, Some(_)) if open => {
+                let bytes = self.route.row_bytes.saturating_mul(header.count.into());
+                let (cursor, count, last) = (header.cursor, header.count, header.last);
+                let entry = Entry { cursor, end: position, count, last, tensor: output, bytes };
+                let mut gone = self.sent.push(header.channel, entry);
+                self.pump(out);
+                let next = self.route.part.after();
+                gone.extend(self.sent.trim(u32::MAX, |_| next));
+                out.extend(gone.into_iter().map(discard));
+            }
+            (ItemResult::Hidden, _) => out.push_back(discard(output)),
+            (ItemResult::Token { token }, _) if speaks => {
+                self.remember(request, position, token);
+                self.report(ToCoordinator::Stage(FromStage::Token { request, position, token }), out);
+            }
+            (ItemResult::Nothing, None) if speaks => {
+                self.report(ToCoordinator::Stage(FromStage::Progress { request, position }), out);
+            }
+            (ItemResult::Token { .. } | ItemResult::Nothing, _) => {}
+        }
+    }
+
+    /// Sends what is due to the next stage and its standby.
+    fn pump(&mut self, out: &mut Out) {
+        if !self.started || self.route.shadow {
+            return;
+        }
+        let (job, epoch, part) = (self.job, self.route.epoch, self.route.part.after());
+        for sending in self.sent.due(|_| part) {
+            let Sending { to, channel, cursor, count, last, mut tensors, copy, bytes: _ } = sending;
+            let header = FrameHeader { job, epoch, part, channel, cursor, count, last };
+            let payload = match (tensors.pop(), tensors.is_empty()) {
+                (Some(tensor), true) => Payload::Tensor(tensor),
+                (last, _) => Payload::Tensors(tensors.into_iter().chain(last).collect()),
+            };
+            out.push_back(PartOutput::Frame { to, header, payload, copy });
+        }
+    }
+
+    /// Adds a chosen token to the history that penalties look at.
+    fn remember(&mut self, request: RequestId, position: u32, token: u32) {
+        let opened = self.opened.get_mut(&request).filter(|opened| opened.sampling.looks_back());
+        if let Some(opened) = opened.filter(|opened| opened.history.len() == position as usize) {
+            opened.history.push(token);
+        }
+    }
+
+    // ---- another epoch
+
+    /// This node was paused: nothing leaves until `release`.
+    pub(super) fn withhold(&mut self) {
+        self.withheld.get_or_insert_with(Out::new);
+    }
+
+    /// The coordinator was heard under the same epoch: what was withheld may leave. Or it is out of date (not `valid`): only
+    /// what cleans up is done.
+    pub(super) fn release(&mut self, valid: bool, out: &mut Out) {
+        let outward = |output: &PartOutput| {
+            matches!(output, PartOutput::Frame { .. } | PartOutput::Message { .. } | PartOutput::Report { .. })
+        };
+        let withheld = self.withheld.take().unwrap_or_default();
+        out.extend(withheld.into_iter().filter(|output| valid || !outward(output)));
+    }
+
+    /// Nothing more runs or leaves; what was computed stays.
+    pub(super) fn pause(&mut self, out: &mut Out) {
+        self.started = false;
+        self.release(false, out);
+        self.opened.clear();
+        let waiting = self.waiting.drain(..).chain(self.outside.drain(..));
+        waiting.for_each(|waiting| discard_payload(waiting.payload, out));
+        for held in self.requests.values_mut() {
+            held.parked.drain(..).for_each(|waiting| discard_payload(waiting.payload, out));
+            held.have = held.computed;
+        }
+    }
+
+    /// The same stage under another epoch, perhaps with other neighbours, perhaps as owner instead of standby. No batch runs.
+    pub(super) fn keep(&mut self, epoch: Epoch, order: &Order, stage: &StageOrder, out: &mut Out) {
+        self.pause(out);
+        self.route = Route::new(epoch, order, stage);
+        self.before = None;
+        self.closed.clear();
+        self.asked.clear();
+        self.reported.clear();
+        self.sent.clear_followers();
+        let empty: Vec<RequestId> =
+            self.requests.iter().filter(|(_, held)| held.computed == 0).map(|(&request, _)| request).collect();
+        empty.into_iter().for_each(|request| self.drop_request(request, out));
+        self.requests.values_mut().for_each(|held| held.have = held.computed);
+    }
+
+    /// A standby computes along from now on, and holds its rows back for the stage after it.
+    pub(super) fn start_shadow(&mut self, now: Instant) {
+        (self.started, self.reported_at) = (true, now);
+        if let Some(next) = self.route.next {
+            self.sent.follow(self.route.part.after(), next, true, false);
+        }
+    }
+
+    /// All parts are ready: the next stage is sent what follows the positions it holds of these requests.
+    pub(super) fn go(&mut self, now: Instant, resume: &[(RequestId, u32)], out: &mut Out) {
+        if self.route.shadow {
+            return;
+        }
+        let again = core::mem::replace(&mut self.started, true);
+        self.reported_at = now;
+        let part = self.route.part.after();
+        let Some(next) = self.route.next else { return };
+        if !again {
+            self.sent.follow(part, next, true, true);
+        }
+        let each = resume.iter().take(2 * SEQUENCES_MAX as usize).map(|&(request, have)| (request.0, have)).collect();
+        self.sent.held(part, next, &Cursors::Each(each), true, true);
+        self.pump(out);
+    }
+
+    pub(super) fn positions(&self) -> Vec<Position> {
+        let kept_from = |request: RequestId, have| self.sent.kept_from(request.0).map_or(have, |from| from.min(have));
+        let held = self.requests.iter();
+        held.map(|(&request, held)| Position {
+            request,
+            have: held.computed,
+            kept_from: kept_from(request, held.computed),
+        })
+        .collect()
+    }
+
+    // ---- neighbours and standbys
+
+    /// The coordinator named the standby of a stage beside this one, or says that it has none.
+    pub(super) fn handle_standby(&mut self, part: PartId, node: Option<NodeId>) {
+        if part == self.route.part.after() {
+            match node {
+                Some(node) => self.sent.follow(part, node, false, !self.route.shadow),
+                None => self.sent.unfollow(part),
+            }
+        } else if Some(part) == self.route.part.before() {
+            self.before = node;
+        }
+    }
+
+    /// A node after this stage reports what it has, and with `again` asks for what follows.
+    pub(super) fn handle_held(&mut self, from: NodeId, part: PartId, cursors: &Cursors, again: bool, out: &mut Out) {
+        let few = match cursors {
+            Cursors::All(_) => false,
+            Cursors::Each(each) => each.len() <= 2 * SEQUENCES_MAX as usize,
+        };
+        if few && part == self.route.part.after() {
+            self.sent.held(part, from, cursors, !self.route.shadow, again);
+            if again {
+                self.pump(out);
+            }
+        }
+    }
+
+    /// A connection to a peer broke and stands again: what was on it may be lost either way.
+    pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
+        if self.route.shadow {
+            return; // what a standby misses it notices at the next frame
+        }
+        let part = self.route.part.after();
+        if self.route.next == Some(node) && self.started {
+            // It cannot ask for a request of which it never saw a row.
+            let reported = self.sent.reported(part, node);
+            self.sent.held(part, node, &Cursors::Each(reported), true, true);
+            self.pump(out);
+        }
+        if self.route.previous == node || self.route.epoch.issuer == node {
+            let held: Vec<(RequestId, u32)> =
+                self.requests.iter().map(|(&request, held)| (request, held.have)).collect();
+            held.into_iter().for_each(|(request, have)| self.report_gap(request, have, out));
+        }
+    }
+
+    /// A standby misses rows, which the stage before may have.
+    fn ask(&mut self, now: Instant, request: RequestId, have: u32, out: &mut Out) {
+        if self.asked.get(&request).is_some_and(|&at| now.since(at) < RESUME_QUIET) {
+            return;
+        }
+        if self.asked.len() > 2 * SEQUENCES_MAX as usize {
+            self.asked.clear();
+        }
+        self.asked.insert(request, now);
+        match self.route.part.before() {
+            None => self.report(ToCoordinator::Stage(FromStage::Resume { request, have }), out),
+            Some(to) => {
+                let (part, cursors) = (self.route.part, Cursors::Each(Vec::from([(request.0, have)])));
+                let say = ToParticipant::Held { part, to, cursors, live: true, again: true };
+                self.message(self.route.previous, say, out);
+            }
+        }
+    }
+
+    /// Reports what is held to those before, who keep rows for this stage, and of a standby to the coordinator, if it changed.
+    pub(super) fn report_held(&mut self, now: Instant, out: &mut Out) {
+        if self.report_at().is_none_or(|at| at > now) {
+            return;
+        }
+        self.reported_at = now;
+        let held: Vec<(u64, u32)> = self.requests.iter().map(|(request, held)| (request.0, held.computed)).collect();
+        if held == self.reported {
+            return;
+        }
+        self.reported.clone_from(&held);
+        let (part, cursors) = (self.route.part, Cursors::Each(held));
+        if self.route.shadow {
+            self.report(ToCoordinator::Held { part, cursors: cursors.clone() }, out);
+        }
+        let Some(to) = part.before() else { return };
+        let hearers: BTreeSet<NodeId> = self.hearers().collect();
+        for node in hearers {
+            let say = ToParticipant::Held { part, to, cursors: cursors.clone(), live: true, again: false };
+            self.message(node, say, out);
+        }
+    }
+
+    /// The owner and the standby of the stage before.
+    fn hearers(&self) -> impl Iterator<Item = NodeId> {
+        let previous = self.route.part.before().map(|_| self.route.previous);
+        previous.into_iter().chain(self.before)
+    }
+
+    /// When to report next, if there is a node to report to.
+    pub(super) fn report_at(&self) -> Option<Instant> {
+        let heard = self.started && self.withheld.is_none() && (self.route.shadow || self.hearers().next().is_some());
+        heard.then(|| self.reported_at + HELD_EVERY)
+    }
+
+    // ---- messages
+
+    pub(super) fn handle_message(&mut self, say: ToStage, out: &mut Out) {
+        match say {
+            ToStage::Open { request, sampling, tokens, prompt } => self.handle_open(request, sampling, tokens, prompt),
+            ToStage::Close { request } => self.handle_close(request, out),
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! When the coordinator of a job falls silent: who may take it over, in which order, and who has to agree.
+//!
+//! Every participant that no longer hears the coordinator tells the successors, which are named in the order of each part. One
+//! of them acts only when more than half of the participants say the same, and leaves a turn to each that is named before it. It
+//! goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
+//! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
+use super::{HeldJob, PartOutput, Parts};
+use crate::id::{JobId, NodeId};
+use crate::limits::{MIRROR_NEWER, MIRROR_RETRY, SUCCESSION_TURN, VOTE_MAX};
+use crate::message::ToParticipant;
+use crate::output::Output;
+use crate::planted::{self, Planted};
+use crate::time::Instant;
+use crate::work::{Inheritance, Order, PartWork, ProgramRecord, Record};
+use alloc::collections::BTreeMap;
+use alloc::{boxed::Box, string::String, vec::Vec};
+
+/// What a participant knows for the case that the coordinator falls silent.
+#[derive(Debug, Default)]
+pub(super) struct Succession {
+    record: Option<Box<Record>>,
+    /// This node's own lease on the coordinator ran out.
+    silent: bool,
+    /// Who said the same, and when last.
+    votes: BTreeMap<NodeId, Instant>,
+    majority_since: Option<Instant>,
+    mirror: Mirror,
+}
+
+/// The coordinator's checkpoint, at its first successor.
+#[derive(Debug, Default)]
+struct Mirror {
+    have: Option<u32>,
+    under_way: Option<u32>,
+    again: Instant,
+}
+
+impl Succession {
+    /// The coordinator gave a sign of life, or there is another one.
+    pub(super) fn heard(&mut self) {
+        if self.silent || !self.votes.is_empty() {
+            self.silent = false;
+            self.votes.clear();
+            self.majority_since = None;
+        }
+    }
+
+    /// A new placement: the record is out of date; the copy of the checkpoint is not.
+    pub(super) fn replaced(&mut self) {
+        self.heard();
+        self.record = None;
+    }
+
+    pub(super) fn is_silent(&self) -> bool {
+        self.silent
+    }
+}
+
+impl HeldJob {
+    /// The order of a part under the present epoch.
+    fn order(&self) -> Option<&Order> {
+        self.parts.values().find(|held| held.epoch == self.epoch).map(|held| &*held.order)
+    }
+}
+
+impl Parts {
+    /// This node's lease on a job's coordinator ran out.
+    pub fn handle_coordinator_silent(&mut self, now: Instant, job: JobId, node: NodeId) {
+        if node == self.me {
+            return;
+        }
+        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == node) else { return };
+        held.succession.silent = true;
+        self.vote(now, job);
+    }
+
+    /// A member of the mesh has left, or is gone as far as SWIM knows. Jobs that it coordinated are silent, and those that no
+    /// node can take over are dropped: the next coordinator needs the memory.
+    pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId) {
+        if planted::has(Planted::OrphansStay) {
+            return;
+        }
+        self.fetches.retain(|_, fetch| fetch.epoch.issuer != node);
+        let jobs: Vec<JobId> =
+            self.jobs.iter().filter(|(_, held)| held.epoch.issuer == node).map(|(&job, _)| job).collect();
+        for job in jobs {
+            let succeeded = self.jobs.get(&job).and_then(HeldJob::order).is_some_and(|o| !o.successors.is_empty());
+            if succeeded {
+                self.handle_coordinator_silent(now, job, node);
+            } else {
+                self.drop_job(job);
+            }
+        }
+    }
+
+    /// Tells all successors that the coordinator is silent.
+    fn vote(&mut self, now: Instant, job: JobId) {
+        let me = self.me;
+        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.succession.silent) else { return };
+        let epoch = held.epoch;
+        let Some(successors) = held.order().map(|order| order.successors.clone()) else { return };
+        held.succession.votes.insert(me, now);
+        for to in successors.into_iter().filter(|&to| to != me) {
+            self.out.push_back(PartOutput::Message { to, job, epoch, say: ToParticipant::CoordinatorSilent });
+        }
+        self.succeed_if_due(now, job);
+    }
+
+    /// Another participant does not hear the coordinator either.
+    pub(super) fn handle_vote(&mut self, now: Instant, from: NodeId, job: JobId) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        let (Some(order), Some(record)) = (held.order(), &held.succession.record) else { return };
+        if record.participants(&order.owners).contains(&from) {
+            held.succession.votes.insert(from, now);
+            self.succeed_if_due(now, job);
+        }
+    }
+
+    /// What the coordinator leaves to its successors.
+    pub(super) fn handle_record(&mut self, now: Instant, job: JobId, record: Box<Record>) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        if held.order().is_some_and(|order| order.owners.len() == record.parts.len()) {
+            held.succession.record = Some(record);
+            self.mirror(now, job);
+        }
+    }
+
+    /// The first successor keeps a copy of the coordinator's checkpoint.
+    fn mirror(&mut self, now: Instant, job: JobId) {
+        let me = self.me;
+        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer != me) else { return };
+        let Some(order) = held.order().filter(|order| order.successors.first() == Some(&me)) else { return };
+        let PartWork::Tile(tile) = &order.work else { return };
+        let Some(record) = &held.succession.record else { return };
+        let ProgramRecord::Steps(steps) = &record.program else { return };
+        let mirror = &held.succession.mirror;
+        let Some(step) = steps.checkpoint.filter(|step| mirror.have.is_none_or(|have| have < *step)) else { return };
+        if mirror.under_way.is_some() || now < mirror.again {
+            return;
+        }
+        let parts = tile.blocks.iter().zip(&record.parts).map(|(block, part)| (*block, part.bytes)).collect();
+        let (from, simulation) = (held.epoch.issuer, tile.simulation);
+        held.succession.mirror.under_way = Some(step);
+        self.out.push_back(PartOutput::Shell(Output::Mirror { job, from, step, parts, simulation }));
+    }
+
+    /// The checkpoint is here, or cannot be had.
+    pub fn handle_mirrored(&mut self, now: Instant, job: JobId, step: u32, result: &Result<(), String>) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        let succession = &mut held.succession;
+        if succession.mirror.under_way != Some(step) {
+            return;
+        }
+        succession.mirror.under_way = None;
+        match result {
+            Ok(()) => succession.mirror.have = Some(step),
+            Err(_) => {
+                // A newer one has taken its place while it was copied: that one is there for as long again.
+                let newer = succession.record.as_ref().is_some_and(|record| match &record.program {
+                    ProgramRecord::Steps(steps) => steps.checkpoint > Some(step),
+                    ProgramRecord::Serve(_) => false,
+                });
+                succession.mirror.again = now + if newer { MIRROR_NEWER } else { MIRROR_RETRY };
+            }
+        }
+        self.mirror(now, job);
+    }
+
+    /// The clock: votes are sent again, turns come.
+    pub(super) fn succession_wakeup(&mut self, now: Instant, job: JobId) {
+        self.vote(now, job);
+        self.mirror(now, job);
+    }
+
+    /// Takes the job over if it is this node's turn.
+    fn succeed_if_due(&mut self, now: Instant, job: JobId) {
+        let me = self.me;
+        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer != me) else { return };
+        let epoch = held.epoch;
+        let Some(order) = held.order().cloned() else { return };
+        let succession = &mut held.succession;
+        let Some(record) = succession.record.clone().filter(|_| succession.silent) else { return };
+        let Some(turn) = order.successors.iter().position(|&successor| successor == me) else { return };
+        succession.votes.retain(|_, heard| now.since(*heard) < VOTE_MAX);
+        let all = record.participants(&order.owners);
+        let votes = succession.votes.keys().filter(|node| all.contains(node)).count();
+        if 2 * votes <= all.len() && !planted::has(Planted::SuccessionWithoutMajority) {
+            succession.majority_since = None;
+            return;
+        }
+        let since = *succession.majority_since.get_or_insert(now);
+        if now.since(since) < SUCCESSION_TURN * turn as u32 {
+            return;
+        }
+        let checkpoint = succession.mirror.have;
+        // Once: from now on it is for the job to see that it goes on.
+        succession.heard();
+        let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint };
+        self.out.push_back(PartOutput::Succeed(Box::new(inheritance)));
+    }
+}

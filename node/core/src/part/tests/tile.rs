@@ -1,0 +1,155 @@
+//! What a node that holds tiles does, as its coordinator and neighbours see it.
+use super::*;
+use crate::work::steps::{Schedule, SimulationId, TileMade, TileOrder};
+use partitioner::tiles::{Block, GridWork};
+
+/// A standby of the second tile.
+const STANDBY: NodeId = NodeId([20; 16]);
+
+fn owner(tile: u16) -> NodeId {
+    NodeId([2 + tile as u8; 16])
+}
+
+/// One of three slabs, of which this node owns the first.
+fn tile_order(part: u16, standby: Option<Tier>) -> Box<Order> {
+    let block = |tile: u64| Block { from: [0, 8 * tile, 0], to: [8, 8 * tile + 8, 1] };
+    let tile = TileOrder {
+        simulation: SimulationId { content: ContentId([9; 32]), bytes: 1 },
+        work: GridWork {
+            size: [8, 24, 1],
+            periodic: [false; 3],
+            radius: 1,
+            state_bits: 128,
+            traffic_bits: 128,
+            face_bits: 64,
+            cell_bits: 64,
+            align_x: 1,
+            scratch_bytes: 0,
+            pass_steps: 1,
+        },
+        depth: 1,
+        schedule: Schedule { steps: 100, report_every: 10, checkpoint_every: None, outputs: vec![], looks: None },
+        blocks: (0..3).map(block).collect(),
+        start: if standby.is_some() { TileStart::Snapshot } else { TileStart::Initial },
+        step_ns: 1,
+        snapshot_ms: 0,
+    };
+    Box::new(Order {
+        name: "a".into(),
+        part: PartId(part),
+        owners: (0..3).map(owner).collect(),
+        beside: Vec::new(),
+        standby,
+        bytes_max: 1 << 20,
+        successors: Vec::new(),
+        previous: Vec::new(),
+        work: PartWork::Tile(tile),
+    })
+}
+
+/// This node owns the first tile, and computes.
+fn running() -> Parts {
+    let mut parts = Parts::new(ME);
+    prepare(&mut parts, EPOCH, tile_order(0, None));
+    let load = outputs(&mut parts).into_iter().find_map(|output| match output {
+        PartOutput::Load { load, .. } => Some(load),
+        _ => None,
+    });
+    parts.handle_loaded(NOW, JOB, PartId(0), load.unwrap(), Ok(Loaded { bytes: 1, step: Some(0) }));
+    parts
+}
+
+fn go_at(parts: &mut Parts, epoch: Epoch, at: [u32; 3]) {
+    say(parts, COORDINATOR, epoch, ToParticipant::Go { part: PartId(0), resume: Resume::Tile(at.into()) });
+}
+
+/// Which nodes this one exchanges heartbeats with, as it said last.
+fn watched(parts: &mut Parts) -> Option<Vec<NodeId>> {
+    let watched = outputs(parts).into_iter().filter_map(|output| match output {
+        PartOutput::Watch { nodes, .. } => Some(nodes),
+        _ => None,
+    });
+    watched.last()
+}
+
+#[test]
+fn an_owner_that_becomes_a_standby_too_still_sends_heartbeats_to_its_neighbours() {
+    let mut parts = running();
+    go_at(&mut parts, EPOCH, [0; 3]);
+    assert_eq!(watched(&mut parts), Some(vec![COORDINATOR, owner(1)]));
+    prepare(&mut parts, EPOCH, tile_order(2, Some(Tier::Hot)));
+    assert_eq!(watched(&mut parts), Some(vec![COORDINATOR, owner(1)]));
+}
+
+/// The steps whose halos are sent to a node, and how many halos are dropped.
+fn sent_and_dropped(parts: &mut Parts, to: NodeId) -> (Vec<u32>, usize) {
+    let (mut sent, mut dropped) = (Vec::new(), 0);
+    for output in outputs(parts) {
+        match output {
+            PartOutput::Frame { to: node, header, .. } if node == to => sent.push(header.cursor),
+            PartOutput::Shell(Output::Discard { .. }) => dropped += 1,
+            _ => {}
+        }
+    }
+    (sent, dropped)
+}
+
+/// This node's tile makes what can be made with its neighbour's halo of the present step.
+fn make_cycle(parts: &mut Parts, halo: Option<u32>) {
+    if let Some(cursor) = halo {
+        let header = FrameHeader { job: JOB, epoch: EPOCH, part: PartId(0), channel: 0, cursor, count: 1, last: false };
+        parts.handle_frame(NOW, owner(1), header, Payload::Tensor(TensorId::Arrived(u64::from(cursor))));
+    }
+    let run = outputs(parts).into_iter().find_map(|output| match output {
+        PartOutput::Shell(Output::Run(run)) => Some(run),
+        _ => None,
+    });
+    let run = run.expect("it computes");
+    let Task::Steps(work) = run.task else { panic!("a tile makes steps") };
+    parts.handle_halos(NOW, JOB, PartId(0), run.work, &vec![(1, 8); work.halos_out.len()]);
+    parts.handle_ran(NOW, PartId(0), run.work, Ok(Made::Steps(TileMade::default())));
+}
+
+/// A neighbour's standby took its place four steps behind; the next standby hears of the new placement before this node does.
+#[test]
+fn halos_are_kept_until_it_is_known_which_node_needs_them() {
+    let mut parts = running();
+    go_at(&mut parts, EPOCH, [0; 3]);
+    // A standby of the neighbour that holds one step is why halos are kept.
+    let held = |step| ToParticipant::Held {
+        part: PartId(1),
+        to: PartId(0),
+        cursors: Cursors::All(step),
+        live: true,
+        again: true,
+    };
+    let standby = |node| ToParticipant::Standby { part: PartId(1), node: Some(node) };
+    say(&mut parts, COORDINATOR, EPOCH, standby(STANDBY));
+    say(&mut parts, STANDBY, EPOCH, held(0));
+    make_cycle(&mut parts, None);
+    (0..5).for_each(|step| make_cycle(&mut parts, Some(step)));
+    let _ = outputs(&mut parts);
+    let mut again = tile_order(0, None);
+    again.owners[1] = STANDBY;
+    if let PartWork::Tile(tile) = &mut again.work {
+        tile.start = TileStart::Continue;
+    }
+    prepare(&mut parts, LATER, again);
+    say(&mut parts, COORDINATOR, LATER, standby(NodeId([21; 16])));
+    say(&mut parts, NodeId([21; 16]), LATER, held(5));
+    assert_eq!(sent_and_dropped(&mut parts, STANDBY), (vec![], 0));
+    go_at(&mut parts, LATER, [5, 1, 5]);
+    assert_eq!(sent_and_dropped(&mut parts, STANDBY).0, [1, 2, 3, 4, 5]);
+}
+
+/// A coordinator that did not ask would take the answer for a refusal of this node's tile, and leave this node out.
+#[test]
+fn an_order_in_the_coordinators_name_is_refused_without_a_word_to_the_coordinator() {
+    let mut parts = running();
+    let _ = outputs(&mut parts);
+    say(&mut parts, NodeId([30; 16]), EPOCH, ToParticipant::Prepare(tile_order(0, None)));
+    let outputs = outputs(&mut parts);
+    assert!(outputs.iter().any(|output| matches!(output, PartOutput::Refused { .. })), "{outputs:?}");
+    assert!(!outputs.iter().any(|output| matches!(output, PartOutput::Report { .. })), "{outputs:?}");
+    assert_eq!(parts.coordinator_of(JOB), Some((COORDINATOR, EPOCH)));
+}

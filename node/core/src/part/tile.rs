@@ -1,0 +1,632 @@
+//! One tile of a simulation at this node: what it waits for, what runs, what it owes to others.
+//!
+//! Steps are counted, and everything names the step it belongs to. Between two exchanges a tile computes a cycle. It begins when
+//! the halos of all neighbours for its present step are here, makes its own halos first, and keeps them for as long as another
+//! node can ask for them. Next: `tile/standby.rs`.
+mod standby;
+
+use super::output::{Names, Out, PartOutput, Started, discard};
+use super::sent::{Bounds, Entry, Keep, Sending, Sent};
+use crate::id::{Epoch, JobId, NodeId, PartId, TensorId, WorkId};
+use crate::limits::{
+    HALO_ENTRIES_MAX, HALO_LOG_BYTES_MAX, HALO_WINDOW_BYTES, REPORTS_KEPT, SAVES_WAITING_MAX, STRIPS_WAITING_MAX,
+    TILE_PASS, TILE_PIECE,
+};
+use crate::message::{FrameHeader, FromTile, ToCoordinator, ToParticipant, ToTile};
+use crate::output::Output;
+use crate::planted::{self, Planted};
+use crate::time::{Duration, Instant};
+use crate::work::steps::{Report, SaveKind, Schedule, Stop, StopKind, TileFigures, TileMade, TileOrder, TileWork};
+use crate::work::{Cursors, Has, Order, Payload, Task};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
+use partitioner::Tier;
+use partitioner::tiles::TileLink;
+pub(super) use standby::Collected;
+
+/// A tile, as its owner or as its standby. A standby computes along (hot) or holds a snapshot (warm).
+#[derive(Debug)]
+pub(super) struct TileRun {
+    job: JobId,
+    place: Place,
+    state: State,
+    /// Steps made.
+    step: u32,
+    sent: Sent,
+    /// Halos here, by step and link.
+    received: BTreeMap<(u32, u16), TensorId>,
+    busy: Option<Busy>,
+    /// States saved and not fetched yet, and their bytes.
+    saves: BTreeMap<(u32, SaveKind), u64>,
+    reports: VecDeque<(u32, Report)>,
+    /// Standbys that want a snapshot.
+    wanted_by: BTreeSet<NodeId>,
+    figures: TileFigures,
+    /// When the halos of the present step were ready, and when the step was made.
+    halos_at: Instant,
+    made_at: Instant,
+    /// Measured nanoseconds of a step, for budgets.
+    step_ns: u64,
+    /// What was to be made at the step where it began has been.
+    begun: bool,
+    /// It was a standby's.
+    promoted: bool,
+    /// When halos that do not come are asked for again, and how long to wait after that.
+    ask_at: Instant,
+    patience: Duration,
+}
+
+/// What a tile has to know of its order.
+#[derive(Debug)]
+struct Place {
+    epoch: Epoch,
+    part: PartId,
+    owners: Vec<NodeId>,
+    standby: Option<Tier>,
+    depth: u32,
+    schedule: Schedule,
+    pass_steps: u32,
+    bytes_max: u64,
+    snapshot: Duration,
+    links: Vec<Link>,
+}
+
+/// A neighbour at one place.
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    link: TileLink,
+    /// The number of the same link at the neighbour.
+    mirror: u16,
+}
+
+/// What a tile has, and whether it computes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum State {
+    /// A standby without cells: the owner's snapshot is wanted since then.
+    Empty { since: Instant },
+    /// A standby: the snapshot of this step is on its way.
+    Fetching { step: u32 },
+    /// A standby with the snapshot of this step; whether the next one was asked for, and when the one or the other.
+    Snapshot { step: u32, at: Instant, asked: bool },
+    /// It has its cells; the others are waited for.
+    Ready,
+    /// It computes, until all is computed.
+    Running,
+}
+
+#[derive(Debug)]
+struct Busy {
+    work: WorkId,
+    to: u32,
+    /// Names of the halos that it makes, by link.
+    halos: Vec<(u16, TensorId)>,
+    /// Steps of it.
+    steps: u32,
+    since: Instant,
+}
+
+impl Place {
+    fn new(epoch: Epoch, order: &Order, tile: &TileOrder) -> Self {
+        let part = order.part;
+        let mirror = |link: &TileLink| {
+            let shift = link.shift.map(|shift| -shift);
+            let theirs = tile.links(PartId(link.peer));
+            let found = theirs.iter().position(|theirs| theirs.peer == part.0 && theirs.shift == shift);
+            found.unwrap_or(usize::from(u16::MAX)) as u16
+        };
+        Place {
+            epoch,
+            part,
+            owners: order.owners.clone(),
+            standby: order.standby,
+            depth: tile.depth,
+            schedule: tile.schedule.clone(),
+            pass_steps: tile.work.pass_steps,
+            bytes_max: order.bytes_max,
+            snapshot: Duration::from_millis(tile.snapshot_ms.into()),
+            links: tile.links(part).iter().map(|link| Link { link: *link, mirror: mirror(link) }).collect(),
+        }
+    }
+
+    fn owner(&self, part: PartId) -> Option<NodeId> {
+        self.owners.get(part.index()).copied()
+    }
+
+    /// The tile behind a link, which is a channel of this one's.
+    fn peer(&self, channel: u64) -> PartId {
+        let link = usize::try_from(channel).ok().and_then(|link| self.links.get(link));
+        PartId(link.map_or(u16::MAX, |link| link.link.peer))
+    }
+
+    /// The tiles beside it.
+    fn peers(&self) -> BTreeSet<PartId> {
+        self.links.iter().map(|link| PartId(link.link.peer)).collect()
+    }
+
+    /// The owners of the tiles beside it.
+    fn neighbours(&self) -> Vec<(PartId, NodeId)> {
+        self.peers().into_iter().filter_map(|peer| Some((peer, self.owner(peer)?))).collect()
+    }
+}
+
+impl TileRun {
+    /// A tile that is being loaded.
+    pub(super) fn new(now: Instant, job: JobId, epoch: Epoch, order: &Order, tile: &TileOrder) -> Self {
+        let bounds =
+            Bounds { bytes: HALO_LOG_BYTES_MAX, entries: HALO_ENTRIES_MAX, window: HALO_WINDOW_BYTES, joined: 0 };
+        TileRun {
+            job,
+            place: Place::new(epoch, order, tile),
+            state: State::Empty { since: now },
+            step: 0,
+            sent: Sent::new(Keep::WhileNeeded, bounds),
+            received: BTreeMap::new(),
+            busy: None,
+            saves: BTreeMap::new(),
+            reports: VecDeque::new(),
+            wanted_by: BTreeSet::new(),
+            figures: TileFigures::default(),
+            halos_at: now,
+            made_at: now,
+            step_ns: tile.step_ns,
+            begun: false,
+            promoted: false,
+            ask_at: now + HALOS_LATE,
+            patience: HALOS_LATE,
+        }
+    }
+
+    fn is_shadow(&self) -> bool {
+        self.place.standby.is_some()
+    }
+
+    pub(super) fn is_busy(&self) -> bool {
+        self.busy.is_some()
+    }
+
+    /// Whether it has cells that steps can be made of.
+    fn has_cells(&self) -> bool {
+        matches!(self.state, State::Ready | State::Running)
+    }
+
+    /// Steps made and steps in all.
+    pub(super) fn steps(&self) -> (u32, u32) {
+        (self.step, self.place.schedule.steps)
+    }
+
+    /// What it has, for the coordinator.
+    pub(super) fn has(&self) -> Has {
+        let from = |peer: PartId| {
+            let links = (0..self.place.links.len() as u64).filter(|&link| self.place.peer(link) == peer);
+            links.filter_map(|link| self.sent.kept_from(link)).max().unwrap_or(self.step)
+        };
+        let kept = self.place.peers().into_iter().map(|peer| (peer, from(peer))).collect();
+        let ahead = u32::from(self.promoted && planted::has(Planted::TileOneAhead));
+        Has::Tile { step: self.step + ahead, kept }
+    }
+
+    fn report(&self, say: FromTile, out: &mut Out) {
+        out.push_back(PartOutput::Report { job: self.job, epoch: self.place.epoch, say: ToCoordinator::Tile(say) });
+    }
+
+    fn message(&self, to: NodeId, say: ToParticipant, out: &mut Out) {
+        out.push_back(PartOutput::Message { to, job: self.job, epoch: self.place.epoch, say });
+    }
+
+    // ---- placement
+
+    /// It has the cells of that step, from wherever.
+    pub(super) fn loaded(&mut self, step: u32, out: &mut Out) {
+        self.forget_all(out);
+        (self.step, self.state, self.begun) = (step, State::Ready, false);
+    }
+
+    /// What ran under an earlier placement ends: nothing is begun, nothing is sent, until the coordinator says so.
+    pub(super) fn pause(&mut self, out: &mut Out) {
+        if self.state == State::Running {
+            self.state = State::Ready;
+        }
+        self.forget_received(out);
+        self.sent.clear_followers();
+        self.wanted_by.clear();
+    }
+
+    /// The same tile under another epoch, perhaps as owner instead of standby. Returns the step of the snapshot that it has to
+    /// be restored from first, if it has no other cells.
+    pub(super) fn keep(&mut self, now: Instant, epoch: Epoch, order: &Order, tile: &TileOrder) -> Option<u32> {
+        let promoted = self.is_shadow() && order.standby.is_none();
+        self.place = Place::new(epoch, order, tile);
+        self.promoted = promoted;
+        if let State::Empty { since } = &mut self.state {
+            *since = now;
+        }
+        match self.state {
+            State::Snapshot { step, .. } if promoted => Some(step),
+            State::Snapshot { .. } | State::Empty { .. } | State::Fetching { .. } | State::Ready | State::Running => {
+                None
+            }
+        }
+    }
+
+    /// Whether it may stay as it is under another order for the same part.
+    pub(super) fn may_stay(&self, order: &Order) -> bool {
+        let same_role = self.is_shadow() == order.standby.is_some();
+        let promoted = self.is_shadow() && order.standby.is_none();
+        let has = self.has_cells() || matches!(self.state, State::Snapshot { .. });
+        // A standby of one tier does not become one of the other.
+        let tier = !same_role || self.place.standby == order.standby || order.standby.is_none();
+        tier && (same_role || (promoted && has))
+    }
+
+    /// Everything of it is given up. Halos that a run makes are dropped when it returns.
+    pub(super) fn end(&mut self, out: &mut Out) {
+        self.forget_all(out);
+        self.busy = None;
+    }
+
+    fn forget_all(&mut self, out: &mut Out) {
+        self.forget_received(out);
+        let (job, part) = (self.job, self.place.part);
+        let saves = core::mem::take(&mut self.saves);
+        out.extend(saves.into_keys().map(|(step, kind)| PartOutput::Shell(Output::Forget { job, part, step, kind })));
+        out.extend(self.sent.clear().into_iter().map(discard));
+    }
+
+    fn forget_received(&mut self, out: &mut Out) {
+        out.extend(core::mem::take(&mut self.received).into_values().map(discard));
+    }
+
+    /// All parts are ready: the neighbours have made so many steps.
+    pub(super) fn go(&mut self, at: &[u32], out: &mut Out) {
+        if self.state != State::Ready || self.is_shadow() {
+            return;
+        }
+        self.state = State::Running;
+        for (peer, node) in self.place.neighbours() {
+            let Some(&held) = at.get(peer.index()) else { continue };
+            self.sent.follow(peer, node, true, true);
+            self.sent.held(peer, node, &Cursors::All(held), true, true);
+        }
+        self.report_all(out);
+        self.pump(out);
+    }
+
+    // ---- halos
+
+    /// A halo came. Whether it is wanted.
+    pub(super) fn handle_halo(&mut self, from: NodeId, header: &FrameHeader, tensor: TensorId) -> bool {
+        let link = usize::try_from(header.channel).ok().and_then(|number| self.place.links.get(number));
+        let Some(peer) = link.filter(|link| link.link.takes).map(|link| PartId(link.link.peer)) else { return false };
+        if self.place.owner(peer) != Some(from) || !self.has_cells() {
+            return false;
+        }
+        self.sent.reached(peer, from, header.cursor);
+        let key = (header.cursor, header.channel as u16);
+        let full = self.received.len() >= STRIPS_WAITING_MAX;
+        if header.cursor < self.step || full || self.received.contains_key(&key) {
+            return false;
+        }
+        // What is being consumed has left `received` already.
+        if self.busy.as_ref().is_some_and(|busy| busy.steps > 0 && header.cursor < busy.to) {
+            return false;
+        }
+        self.received.insert(key, tensor);
+        true
+    }
+
+    /// A node reports how far it is with the neighbouring tile `part`.
+    pub(super) fn handle_held(
+        &mut self,
+        from: NodeId,
+        part: PartId,
+        cursors: &Cursors,
+        (live, again): (bool, bool),
+        out: &mut Out,
+    ) {
+        let Cursors::All(step) = cursors else { return };
+        if self.is_shadow() || !self.sent.follows(part, from) {
+            return;
+        }
+        let owner = self.place.owner(part) == Some(from);
+        let links = (0..self.place.links.len() as u64).filter(|&link| self.place.peer(link) == part);
+        if !owner && live && !self.sent.reaches(links, *step) {
+            let say = ToParticipant::Gap { part, from: self.place.part };
+            return self.message(from, say, out);
+        }
+        self.sent.held(part, from, cursors, live, again);
+        self.pump(out);
+    }
+
+    /// The coordinator named the standby of a neighbour, or says that it has none.
+    pub(super) fn handle_standby(&mut self, part: PartId, node: Option<NodeId>) {
+        if !self.place.peers().contains(&part) {
+            return;
+        }
+        match node {
+            // Until it reports, what is made from now on is kept for it.
+            Some(node) if !self.sent.follows(part, node) => {
+                self.sent.follow(part, node, false, false);
+                self.sent.held(part, node, &Cursors::All(self.step), false, true);
+            }
+            Some(_) => {}
+            None => self.sent.unfollow(part),
+        }
+    }
+
+    /// Sends what is due to those who follow, and lets go of what no node needs.
+    fn pump(&mut self, out: &mut Out) {
+        let (job, epoch) = (self.job, self.place.epoch);
+        for sending in self.sent.due(|channel| self.place.peer(channel)) {
+            let Sending { to, channel, cursor, count, tensors, bytes, copy, last: _ } = sending;
+            let Some(link) = usize::try_from(channel).ok().and_then(|link| self.place.links.get(link)) else {
+                continue;
+            };
+            let (part, channel) = (PartId(link.link.peer), link.mirror.into());
+            *(if copy { &mut self.figures.copied_bytes } else { &mut self.figures.sent_bytes }) += bytes;
+            for tensor in tensors {
+                let header = FrameHeader { job, epoch, part, channel, cursor, count, last: false };
+                out.push_back(PartOutput::Frame { to, header, payload: Payload::Tensor(tensor), copy });
+            }
+        }
+        if matches!(self.state, State::Ready) {
+            // Before `Go` it is not known which node is going to ask for what: a standby that heard it earlier may be far ahead of an
+            // owner.
+            return;
+        }
+        // While a run still makes halos the last ones are those of the step before it.
+        let gone = self.sent.trim(self.step, |channel| self.place.peer(channel));
+        out.extend(gone.into_iter().map(discard));
+    }
+
+    /// A connection to a node stands again after it had broken: what was on the way is lost.
+    pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
+        if self.has_cells() {
+            let (part, step) = (self.place.part, self.step);
+            for (to, owner) in self.place.neighbours() {
+                if owner == node {
+                    let cursors = Cursors::All(step);
+                    self.message(node, ToParticipant::Held { part, to, cursors, live: true, again: true }, out);
+                }
+            }
+        }
+        // A tile waits at its next checkpoint until the coordinator has taken the one before.
+        if node == self.place.epoch.issuer && !self.is_shadow() {
+            self.report_all(out);
+        }
+    }
+
+    /// An owner that waits for halos for too long says what it has: the senders go on from there.
+    pub(super) fn ask_again(&mut self, now: Instant, out: &mut Out) {
+        let waits = self.state == State::Running && self.busy.is_none() && self.begun && !self.is_shadow();
+        if !waits || self.step >= self.place.schedule.steps || now < self.ask_at || self.saves_wait() {
+            return;
+        }
+        self.patience = (self.patience * 2).min(HALOS_LATE * 8);
+        self.ask_at = now + self.patience;
+        let lacks = |(number, _): &(usize, &Link)| !self.received.contains_key(&(self.step, *number as u16));
+        let takes = self.place.links.iter().enumerate().filter(|(_, link)| link.link.takes);
+        let late: BTreeSet<PartId> = takes.filter(lacks).map(|(_, link)| PartId(link.link.peer)).collect();
+        let part = self.place.part;
+        for to in late {
+            if let Some(owner) = self.place.owner(to) {
+                let cursors = Cursors::All(self.step);
+                self.message(owner, ToParticipant::Held { part, to, cursors, live: true, again: true }, out);
+            }
+        }
+    }
+
+    // ---- runs
+
+    /// Where the cycle after `step` ends: at the next multiple of the depth.
+    fn next_exchange(&self, step: u32) -> u32 {
+        let depth = self.place.depth;
+        let next = (step / depth).saturating_add(1).saturating_mul(depth);
+        next.min(self.place.schedule.steps)
+    }
+
+    /// Begins what can begin. `paused`: the coordinator waits for an answer first.
+    pub(super) fn start(&mut self, now: Instant, paused: bool, names: &mut Names, out: &mut Out) -> Option<Started> {
+        let steps = self.place.schedule.steps;
+        if self.state != State::Running || self.busy.is_some() || paused || self.saves_wait() {
+            return None;
+        }
+        if !self.begun {
+            // Its halos are not made yet, nor what is to be made of the cells as they are.
+            let stops = self.place.schedule.stops(self.step, self.step, true);
+            return Some(self.run(now, self.step, stops, Vec::new(), names));
+        }
+        if self.step >= steps {
+            return None;
+        }
+        let here = |link: &u16| self.received.contains_key(&(self.step, *link));
+        let links = self.place.links.iter().enumerate().filter(|(_, link)| link.link.takes);
+        let takes: Vec<u16> = links.map(|(number, _)| number as u16).collect();
+        if !takes.iter().all(here) {
+            return None;
+        }
+        let to = if self.place.links.is_empty() { self.piece(steps) } else { self.next_exchange(self.step) };
+        let mut stops = self.place.schedule.stops(self.step, to, false);
+        // Of checkpoints closer to each other than exchanges the last: all tiles have the same exchanges, and leave out the same.
+        let checkpoint = |stop: &&Stop| stop.what == StopKind::Save(SaveKind::Checkpoint);
+        let last = stops.iter().rev().find(checkpoint).map(|stop| stop.step);
+        stops.retain(|stop| !checkpoint(&stop) || last == Some(stop.step));
+        if last.is_some() && !self.makes_room(SaveKind::Checkpoint, out) {
+            return None;
+        }
+        let halos = takes.iter().filter_map(|&link| Some((link, self.received.remove(&(self.step, link))?))).collect();
+        if !takes.is_empty() {
+            self.figures.halo_ns += nanos(now.since(self.halos_at));
+            self.figures.wait_ns += nanos(now.since(self.made_at));
+        }
+        if !self.is_shadow() && !self.wanted_by.is_empty() {
+            self.makes_room(SaveKind::Snapshot, out);
+            stops.push(Stop { step: to, what: StopKind::Save(SaveKind::Snapshot) });
+        }
+        Some(self.run(now, to, stops, halos, names))
+    }
+
+    /// A tile without neighbours runs in pieces, of one checkpoint at most.
+    fn piece(&self, steps: u32) -> u32 {
+        let every = self.place.schedule.checkpoint_every.unwrap_or(u32::MAX).max(1);
+        let checkpoint = (self.step / every).saturating_add(1).saturating_mul(every);
+        let fit = (nanos(TILE_PIECE) / self.step_ns.max(1)).clamp(1, 4096) as u32;
+        // Whole passes of several steps, if one does not take too long.
+        let pass = (nanos(TILE_PASS) / self.step_ns.max(1)).clamp(1, self.place.pass_steps.max(1).into()) as u32;
+        self.step.saturating_add((fit / pass).max(1) * pass).min(checkpoint).min(steps)
+    }
+
+    /// Whether too many frames wait to be fetched for another one to be computed. A standby leaves that to the tile's owner.
+    fn saves_wait(&self) -> bool {
+        let waiting =
+            |kind: SaveKind| self.saves.keys().filter(|(_, saved)| *saved == kind).count() >= SAVES_WAITING_MAX;
+        let kinds: BTreeSet<SaveKind> = self.saves.keys().map(|(_, kind)| *kind).collect();
+        !self.is_shadow() && kinds.into_iter().any(waiting)
+    }
+
+    /// Of full states, each as large as the tile's cells, one of a kind is kept: whether another may be made now. A checkpoint
+    /// has to be fetched first; a snapshot, and what a standby keeps in case its owner is lost, give way to the newer one.
+    fn makes_room(&mut self, kind: SaveKind, out: &mut Out) -> bool {
+        let older: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
+        if kind == SaveKind::Checkpoint && !self.is_shadow() {
+            return older.is_empty();
+        }
+        older.into_iter().for_each(|step| self.handle_taken(step, kind, out));
+        true
+    }
+
+    fn run(
+        &mut self,
+        now: Instant,
+        to: u32,
+        stops: Vec<Stop>,
+        halos_in: Vec<(u16, TensorId)>,
+        names: &mut Names,
+    ) -> Started {
+        let work = names.work();
+        let ends = to >= self.place.schedule.steps;
+        let gives = self.place.links.iter().enumerate().filter(|(_, link)| link.link.gives && !ends);
+        let halos: Vec<(u16, TensorId)> = gives.map(|(link, _)| (link as u16, names.tensor())).collect();
+        let steps = to - self.step;
+        let budget =
+            if self.begun { Duration::from_nanos(self.step_ns.saturating_mul(u64::from(steps) + 1)) } else { FIRST };
+        let makes = halos.iter().map(|&(_, tensor)| tensor).collect();
+        self.busy = Some(Busy { work, to, halos: halos.clone(), steps, since: now });
+        let task = Task::Steps(TileWork { from: self.step, to, halos_in, halos_out: halos, stops });
+        Started { work, task, budget, makes }
+    }
+
+    /// Whether this is what runs.
+    pub(super) fn runs(&self, work: WorkId) -> bool {
+        self.busy.as_ref().is_some_and(|busy| busy.work == work)
+    }
+
+    /// The halos of what runs are made: so many elements and bytes each.
+    pub(super) fn handle_halos(&mut self, now: Instant, sizes: &[(u32, u64)], out: &mut Out) {
+        let Some(busy) = &mut self.busy else { return };
+        let (halos, cursor) = (core::mem::take(&mut busy.halos), busy.to);
+        if sizes.len() == halos.len() {
+            for ((link, tensor), &(count, bytes)) in halos.into_iter().zip(sizes) {
+                let entry = Entry { cursor, end: cursor.saturating_add(1), count, last: false, tensor, bytes };
+                let gone = self.sent.push(link.into(), entry);
+                out.extend(gone.into_iter().map(discard));
+            }
+        } else {
+            out.extend(halos.into_iter().map(|(_, tensor)| discard(tensor)));
+        }
+        self.halos_at = now;
+        self.pump(out);
+    }
+
+    /// What ran is done. Reports for the coordinator and messages for standbys come with it. Returns whether it was the last
+    /// step.
+    pub(super) fn ran(&mut self, now: Instant, made: TileMade, out: &mut Out) -> bool {
+        let Some(busy) = self.busy.take() else { return false };
+        out.extend(busy.halos.iter().map(|&(_, tensor)| discard(tensor)));
+        (self.step, self.begun, self.made_at) = (busy.to, true, now);
+        (self.ask_at, self.patience) = (now + HALOS_LATE, HALOS_LATE);
+        if busy.steps > 0 {
+            // The slower of what was lately seen: a budget is what a step takes at most.
+            let took = nanos(now.since(busy.since)) / u64::from(busy.steps);
+            self.step_ns = took.max(self.step_ns - self.step_ns / 8);
+        }
+        self.figures.compute_ns += made.compute_ns;
+        self.figures.wait_ns = self.figures.wait_ns.saturating_sub(made.overlap_ns);
+        let part = self.place.part;
+        for (step, kind, bytes) in made.saves {
+            if kind == SaveKind::Snapshot {
+                for to in core::mem::take(&mut self.wanted_by) {
+                    self.message(to, ToParticipant::Tile(ToTile::Saved { part, step, bytes }), out);
+                }
+            }
+            self.saves.insert((step, kind), bytes);
+            self.forget_old(kind, out);
+            if !self.is_shadow() && kind != SaveKind::Snapshot {
+                self.report(FromTile::Saved { part, step, kind, bytes }, out);
+            }
+        }
+        for (step, report) in made.reports {
+            if !self.is_shadow() {
+                self.report(FromTile::Report { part, step, report: report.clone() }, out);
+            }
+            self.reports.push_back((step, report));
+            while self.reports.len() > REPORTS_KEPT {
+                self.reports.pop_front();
+            }
+        }
+        self.pump(out);
+        self.step >= self.place.schedule.steps
+    }
+
+    /// What ran failed.
+    pub(super) fn failed(&mut self, out: &mut Out) {
+        if let Some(busy) = self.busy.take() {
+            out.extend(busy.halos.iter().map(|&(_, tensor)| discard(tensor)));
+        }
+    }
+
+    // ---- saved states and reports
+
+    /// The owner waits while too many frames are not fetched; its standby keeps as many, and a few more.
+    fn forget_old(&mut self, kind: SaveKind, out: &mut Out) {
+        let kept: Vec<u32> = self.saves.keys().filter(|(_, saved)| *saved == kind).map(|(step, _)| *step).collect();
+        let over = if self.is_shadow() { kept.len().saturating_sub(2 * SAVES_WAITING_MAX) } else { 0 };
+        kept[..over].iter().for_each(|&step| self.handle_taken(step, kind, out));
+    }
+
+    /// A saved state has been fetched.
+    pub(super) fn handle_taken(&mut self, step: u32, kind: SaveKind, out: &mut Out) {
+        if self.saves.remove(&(step, kind)).is_some() {
+            let (job, part) = (self.job, self.place.part);
+            out.push_back(PartOutput::Shell(Output::Forget { job, part, step, kind }));
+        }
+    }
+
+    /// Reports once more what the coordinator may not have heard: it may have come from the owner before, too late.
+    fn report_all(&self, out: &mut Out) {
+        let part = self.place.part;
+        for (&(step, kind), &bytes) in self.saves.iter().filter(|((_, kind), _)| *kind != SaveKind::Snapshot) {
+            self.report(FromTile::Saved { part, step, kind, bytes }, out);
+        }
+        for (step, report) in &self.reports {
+            self.report(FromTile::Report { part, step: *step, report: report.clone() }, out);
+        }
+    }
+
+    /// Reports how far it is, if it has anything.
+    pub(super) fn report_progress(&self, out: &mut Out) {
+        if self.has_cells() || matches!(self.state, State::Snapshot { .. }) {
+            let (part, step, figures) = (self.place.part, self.step, self.figures);
+            self.report(FromTile::Progress { part, step, figures }, out);
+        }
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// What the first run may take: caches are cold, kernels may have to be compiled.
+const FIRST: Duration = Duration::from_secs(30);
+/// How long halos may take before they are asked for again: frames are lost with a connection that breaks, or that does not
+/// stand yet.
+const HALOS_LATE: Duration = Duration::from_secs(1);

@@ -1,0 +1,167 @@
+//! A tile's standby: it takes a snapshot of the owner's, computes along or keeps the snapshot, and reports what it has.
+use super::{Out, State, TileRun};
+use crate::id::NodeId;
+use crate::limits::{SNAPSHOT_EVERY_MIN, SNAPSHOT_RETRY};
+use crate::message::{ToParticipant, ToTile};
+use crate::output::Output;
+use crate::part::output::PartOutput;
+use crate::time::Instant;
+use crate::work::Cursors;
+use crate::work::steps::SaveKind;
+use partitioner::Tier;
+
+/// What becomes of a snapshot that was collected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::part) enum Collected {
+    /// Nothing more.
+    Done,
+    /// The tile is to have its cells.
+    Restore,
+}
+
+impl TileRun {
+    /// It was made without cells.
+    pub(in crate::part) fn wait_for_snapshot(&mut self, now: Instant) {
+        self.state = State::Empty { since: now };
+    }
+
+    /// A standby that has something reports it to those who feed it; one that has nothing asks for a snapshot.
+    pub(in crate::part) fn start_shadow(&mut self, out: &mut Out) {
+        let live = self.has_cells();
+        if self.state == State::Ready {
+            self.state = State::Running;
+            self.keep_for_neighbours();
+        }
+        let step = match self.state {
+            State::Snapshot { step, .. } => step,
+            State::Empty { .. } | State::Fetching { .. } | State::Ready | State::Running => self.step,
+        };
+        let part = self.place.part;
+        for (to, node) in self.place.neighbours() {
+            let cursors = Cursors::All(step);
+            self.message(node, ToParticipant::Held { part, to, cursors, live, again: true }, out);
+        }
+        if matches!(self.state, State::Empty { .. }) {
+            self.ask_for_snapshot(out);
+        }
+    }
+
+    /// Keeps what the owners of the neighbours would need if this node took the tile over.
+    fn keep_for_neighbours(&mut self) {
+        for (peer, node) in self.place.neighbours() {
+            let links = (0..self.place.links.len() as u64).filter(|&link| self.place.peer(link) == peer);
+            let held = links.filter_map(|link| self.sent.kept_from(link)).max().unwrap_or(self.step);
+            self.sent.follow(peer, node, true, false);
+            self.sent.held(peer, node, &Cursors::All(held), false, false);
+        }
+    }
+
+    fn ask_for_snapshot(&self, out: &mut Out) {
+        let part = self.place.part;
+        if let Some(owner) = self.place.owner(part) {
+            self.message(owner, ToParticipant::Tile(ToTile::WantSnapshot { part }), out);
+        }
+    }
+
+    /// A standby wants this tile's state.
+    pub(in crate::part) fn handle_want_snapshot(&mut self, from: NodeId) {
+        if !self.is_shadow() && self.wanted_by.len() < STANDBYS_MAX {
+            self.wanted_by.insert(from);
+        }
+    }
+
+    /// The owner has saved a snapshot.
+    pub(in crate::part) fn handle_saved(&mut self, me: NodeId, from: NodeId, step: u32, bytes: u64, out: &mut Out) {
+        let (job, part) = (self.job, self.place.part);
+        let wanted = matches!(self.state, State::Empty { .. } | State::Snapshot { .. });
+        let owner = self.is_shadow() && self.place.owner(part) == Some(from) && from != me;
+        if owner && wanted && bytes <= self.place.bytes_max {
+            if matches!(self.state, State::Empty { .. }) {
+                self.state = State::Fetching { step };
+            }
+            let kind = SaveKind::Snapshot;
+            out.push_back(PartOutput::Shell(Output::Collect { job, from, part, step, kind, bytes }));
+        }
+    }
+
+    /// A snapshot is here, or cannot be had.
+    pub(in crate::part) fn handle_collected(
+        &mut self,
+        now: Instant,
+        step: u32,
+        result: &Result<(), alloc::string::String>,
+        out: &mut Out,
+    ) -> Collected {
+        let (job, part, kind) = (self.job, self.place.part, SaveKind::Snapshot);
+        let warm = self.place.standby == Some(Tier::Warm);
+        let forget = |step: u32| PartOutput::Shell(Output::Forget { job, part, step, kind });
+        let mut then = Collected::Done;
+        match (&mut self.state, result) {
+            (State::Fetching { step: wanted }, Ok(())) if *wanted == step => {
+                self.state = State::Snapshot { step, at: now, asked: false };
+                if warm {
+                    self.step = step;
+                } else {
+                    then = Collected::Restore;
+                }
+            }
+            (State::Snapshot { step: before, asked, .. }, Ok(())) if *before < step => {
+                let old = core::mem::replace(before, step);
+                *asked = false;
+                self.step = step;
+                out.push_back(forget(old));
+            }
+            (State::Fetching { .. }, Err(_)) => self.state = State::Empty { since: now },
+            (State::Snapshot { asked, .. }, Err(_)) => *asked = false,
+            (_, Ok(())) => out.push_back(forget(step)),
+            (_, Err(_)) => {}
+        }
+        if let Some(owner) = self.place.owner(part) {
+            self.message(owner, ToParticipant::Tile(ToTile::Taken { part, step, kind }), out);
+        }
+        if warm {
+            self.start_shadow(out);
+        }
+        then
+    }
+
+    /// What the standby is at is not kept any more: it takes a new snapshot.
+    pub(in crate::part) fn handle_gap(&mut self, now: Instant, out: &mut Out) {
+        if self.is_shadow() && self.has_cells() && !self.is_busy() {
+            self.forget_all(out);
+            (self.step, self.begun, self.state) = (0, false, State::Empty { since: now });
+            self.start_shadow(out);
+        }
+    }
+
+    /// A standby reports what it has to those who feed it, and asks for what it lacks.
+    pub(in crate::part) fn report_held(&mut self, now: Instant, out: &mut Out) {
+        if !self.is_shadow() {
+            return;
+        }
+        let (part, every) = (self.place.part, self.place.snapshot.max(SNAPSHOT_EVERY_MIN));
+        match &mut self.state {
+            State::Running => {
+                for (to, node) in self.place.neighbours() {
+                    let cursors = Cursors::All(self.step);
+                    self.message(node, ToParticipant::Held { part, to, cursors, live: true, again: false }, out);
+                }
+            }
+            State::Empty { since } if now.since(*since) >= SNAPSHOT_RETRY => {
+                *since = now;
+                self.ask_for_snapshot(out);
+            }
+            // The owner keeps the last one only: another is asked for when that is here, or does not come.
+            State::Snapshot { at, asked, .. }
+                if now.since(*at) >= if *asked { every.max(SNAPSHOT_RETRY) } else { every } =>
+            {
+                (*at, *asked) = (now, true);
+                self.ask_for_snapshot(out);
+            }
+            State::Empty { .. } | State::Snapshot { .. } | State::Fetching { .. } | State::Ready => {}
+        }
+    }
+}
+
+/// Standbys of one tile that may want a snapshot at once: the present one and those before it.
+const STANDBYS_MAX: usize = 4;

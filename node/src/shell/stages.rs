@@ -1,0 +1,136 @@
+//! Carries out what the core decides about stages of models: their weights come to this machine, then they are loaded.
+use super::{EndpointAsk, Ordered, Shell};
+use crate::executor::Command;
+use crate::residency::Key;
+use kernels::sampler::{Changes, SamplerSettings};
+use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageOptions, Want};
+use node_core::id::{Epoch, NodeId, PartId};
+use node_core::input::Input;
+use node_core::limits::CHUNK_POSITIONS_MAX;
+use node_core::work::serve::StageOrder;
+use partitioner::explain;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use transport::frame::Expectation;
+
+/// Frames into a stage: tokens into the first, hidden rows into the others.
+pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
+    if order.layers_of(part).start == 0 {
+        Expectation::tokens(CHUNK_POSITIONS_MAX)
+    } else {
+        Expectation::hidden(order.width, CHUNK_POSITIONS_MAX)
+    }
+}
+
+impl Shell {
+    /// Gets the weights, loads the stage, warms it, and hands it to the executor.
+    pub(super) fn load_stage(&self, ordered: Ordered, name: String, bytes_max: u64, order: StageOrder) {
+        let Ordered { key: (job, part), epoch, load, sources } = ordered;
+        let key = (job, part);
+        self.recalled.note(&order);
+        let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
+        let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
+        let residency = self.residency.clone();
+        let failed = {
+            let (residency, driver) = (residency.clone(), driver.clone());
+            move |reason: String| {
+                // An executor has nothing of it yet.
+                if let (_, Some(offered)) = residency.fail(key, load, || {}) {
+                    driver.input(Input::CapacityChanged(offered));
+                }
+                driver.input(Input::Loaded { job, part, load, result: Err(reason) });
+            }
+        };
+        let panicked = failed.clone();
+        let loading = async move {
+            let layers = order.layers_of(part);
+            let ordered_at = Instant::now();
+            let held = library.share(order.content, &name, indices(&layers), &sources, &ask).await;
+            let held = held.map_err(|e| e.to_string());
+            let got = ordered_at.elapsed();
+            // What is here now, others may fetch from here.
+            driver.input(Input::Holdings(library.contents()));
+            let loaded = tokio::task::spawn_blocking(move || {
+                held.and_then(|held| load_stage(&device, held.file.clone(), (&name, &order, part), got))
+            })
+            .await;
+            match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
+                // The executor answers. A stage that is no longer wanted is dropped here.
+                Ok(stage) => {
+                    residency.install(key, load, || {
+                        let _ = executor.send(Command::Install { key, epoch, load, stage, bytes_max });
+                    });
+                }
+                Err(reason) => {
+                    tracing::warn!("cannot hold layers {} of job {:016x}: {reason}", explain::layers(&layers), job.0);
+                    failed(reason);
+                }
+            }
+        };
+        self.spawn(loading, panicked);
+    }
+
+    /// Gets the weights of a stage that is not to be loaded yet.
+    pub(super) fn fetch_stage(
+        &self,
+        (job, part): Key,
+        epoch: Epoch,
+        name: String,
+        order: StageOrder,
+        sources: Vec<NodeId>,
+    ) {
+        let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
+        let (driver, failing) = (self.driver.clone(), self.driver.clone());
+        let fetching = async move {
+            let layers = indices(&order.layers_of(part));
+            let held = library.share(order.content, &name, layers, &sources, &ask).await;
+            driver.input(Input::Holdings(library.contents()));
+            let result = held.map(|held| held.fetched_bytes).map_err(|e| e.to_string());
+            driver.input(Input::Fetched { job, epoch, part, result });
+        };
+        self.spawn(fetching, move |reason| failing.input(Input::Fetched { job, epoch, part, result: Err(reason) }));
+    }
+}
+
+fn indices(layers: &Range<u32>) -> Range<usize> {
+    layers.start as usize..layers.end as usize
+}
+
+/// `got`: what it took to have the weights on this machine.
+fn load_stage(
+    device: &crate::device::Compute,
+    file: Arc<kernels::weights::ModelFile>,
+    (name, order, part): (&str, &StageOrder, PartId),
+    got: Duration,
+) -> Result<Box<dyn Stage>, String> {
+    let layers = order.layers_of(part);
+    let options = StageOptions {
+        layers: indices(&layers),
+        sequences: order.sequences as usize,
+        context: order.context as usize,
+        activations: if order.int8 { Activations::Int8 } else { Activations::F32 },
+        threads: device.threads,
+    };
+    let begun = Instant::now();
+    let mut stage = device.load(file, options).map_err(|e| e.to_string())?;
+    let loaded = begun.elapsed();
+    warm(stage.as_mut(), layers.start == 0).map_err(|e| e.to_string())?;
+    let [got, loaded, first] = [got, loaded, begun.elapsed() - loaded].map(|took| took.as_secs_f64());
+    let (layers, total) = (explain::layers(&layers), got + loaded + first);
+    tracing::info!(
+        "layers {layers} of {name} took {total:.2} s: {got:.2} to get the weights, {loaded:.2} to load them, {first:.2} for a step"
+    );
+    Ok(stage)
+}
+
+/// A step of no request, so that the first real one waits for no page and no compiler.
+fn warm(stage: &mut dyn Stage, is_first: bool) -> Result<(), kernels::stage::StageError> {
+    let zeros = vec![0.0; stage.width()];
+    let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
+    let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: Changes::default() };
+    let row = Rows { sequence: u64::MAX, position: 0, input, want: Want::Token(draw) };
+    stage.forward(&[row])?;
+    stage.release(u64::MAX);
+    Ok(())
+}

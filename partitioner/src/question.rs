@@ -1,0 +1,157 @@
+//! What a planner is asked and what it answers, for either kind of job, so that a caller can have it answered elsewhere.
+use crate::cost;
+use crate::fleet::{DeviceId, Fleet};
+use crate::layers::plan;
+use crate::plan::{Options, Plan, PlanError};
+use crate::repair::{moved_bytes, repair};
+use crate::standby::{Standby, standbys};
+use crate::tiles::{self, Block, GridError, GridPlan, GridQuestion, GridWork, TileStandby};
+use crate::work::Work;
+use alloc::boxed::Box;
+use alloc::string::ToString;
+use alloc::vec::Vec;
+use serde::{Deserialize, Serialize};
+
+/// A question to the planner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Question {
+    /// Place a model's layers.
+    Model(Box<ModelQuestion>),
+    /// Choose standbys for the stages of a plan, beside those kept.
+    ModelStandbys(Box<ModelStandbysQuestion>),
+    /// Cut a grid.
+    Grid(Box<GridQuestion>),
+    /// Choose standbys for tiles, beside those kept.
+    GridStandbys(Box<GridStandbysQuestion>),
+}
+
+/// See [`Question::Model`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelQuestion {
+    /// The model's costs.
+    pub work: Work,
+    /// The machines and links as measured.
+    pub fleet: Fleet,
+    /// What the plan is for.
+    pub options: Options,
+    /// A plan to repair by moving the fewest bytes. Without one the plan is made from scratch.
+    pub repair: Option<Plan>,
+    /// The placement that runs: the answer says what that takes on the same fleet.
+    pub present: Option<Plan>,
+    /// Choose standbys for the plan that is found, too.
+    pub standbys: bool,
+}
+
+/// See [`Question::ModelStandbys`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelStandbysQuestion {
+    /// The model's costs.
+    pub work: Work,
+    /// The machines and links as measured.
+    pub fleet: Fleet,
+    /// What the plan is for.
+    pub options: Options,
+    /// The placement.
+    pub plan: Plan,
+    /// Stages that have a standby, and its device.
+    pub kept: Vec<(u16, DeviceId)>,
+}
+
+/// See [`Question::GridStandbys`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GridStandbysQuestion {
+    /// The simulation's costs.
+    pub work: GridWork,
+    /// The machines and links as measured.
+    pub fleet: Fleet,
+    /// Owner and block of each tile.
+    pub owners: Vec<(DeviceId, Block)>,
+    /// Steps between two exchanges.
+    pub depth: u32,
+    /// Predicted nanoseconds of a step.
+    pub step_ns: u64,
+    /// Bytes of halos that neighbours keep for a standby: its snapshots have to come before these are used up.
+    pub halo_bytes: u64,
+    /// The shortest time from one snapshot to the next, in nanoseconds.
+    pub snapshot_ns_min: u64,
+    /// Tiles that have a standby, and its device.
+    pub kept: Vec<(u16, DeviceId)>,
+}
+
+/// The planner's answer, of the question's kind.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer {
+    /// To [`Question::Model`].
+    Model(Result<Box<ModelAnswer>, PlanError>),
+    /// To [`Question::ModelStandbys`].
+    ModelStandbys(Vec<Standby>),
+    /// To [`Question::Grid`].
+    Grid(Result<Box<GridPlan>, GridError>),
+    /// To [`Question::GridStandbys`].
+    GridStandbys(Vec<TileStandby>),
+}
+
+/// A placement of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelAnswer {
+    /// The placement.
+    pub plan: Plan,
+    /// Predicted nanoseconds per token of the placement that runs, where one was named and the fleet still has its devices.
+    pub before_ns: Option<u64>,
+    /// Weight bytes that devices hold in the plan and not in the placement that runs; 0 where none was named.
+    pub moved_bytes: u64,
+    /// Standbys of the plan's stages, where they were asked for.
+    pub standbys: Vec<Standby>,
+}
+
+impl Question {
+    /// The answer. It takes milliseconds on large fleets: not for a thread that must not wait.
+    pub fn answer(&self) -> Answer {
+        match self {
+            Question::Model(question) => Answer::Model(question.answer().map(Box::new)),
+            Question::ModelStandbys(question) => {
+                let ModelStandbysQuestion { work, fleet, options, plan, kept } = &**question;
+                Answer::ModelStandbys(standbys(plan, work, fleet, options, kept))
+            }
+            Question::Grid(question) => Answer::Grid(question.answer().map(Box::new)),
+            Question::GridStandbys(question) => Answer::GridStandbys(question.answer()),
+        }
+    }
+
+    /// The answer of a planner that failed, and why.
+    pub fn failed(&self, why: &str) -> Answer {
+        match self {
+            Question::Model(_) => Answer::Model(Err(PlanError::Invalid(why.into()))),
+            Question::ModelStandbys(_) => Answer::ModelStandbys(Vec::new()),
+            Question::Grid(_) => Answer::Grid(Err(GridError::Invalid(why.to_string()))),
+            Question::GridStandbys(_) => Answer::GridStandbys(Vec::new()),
+        }
+    }
+}
+
+impl ModelQuestion {
+    fn answer(&self) -> Result<ModelAnswer, PlanError> {
+        let ModelQuestion { work, fleet, options, repair: current, present, standbys: with_standbys } = self;
+        let plan = match current {
+            Some(current) => repair(current, work, fleet, options)?,
+            None => plan(work, fleet, options)?,
+        };
+        let before_ns =
+            present.as_ref().and_then(|present| cost::token_ns(work, fleet, options.head, &present.placement()));
+        let moved_bytes = present.as_ref().map_or(0, |present| moved_bytes(present, &plan, work));
+        let standbys = if *with_standbys { standbys(&plan, work, fleet, options, &[]) } else { Vec::new() };
+        Ok(ModelAnswer { plan, before_ns, moved_bytes, standbys })
+    }
+}
+
+impl GridStandbysQuestion {
+    fn answer(&self) -> Vec<TileStandby> {
+        let mut chosen = tiles::standbys(&self.work, &self.owners, self.depth, &self.fleet, &self.kept);
+        for standby in &mut chosen {
+            let block = &self.owners[usize::from(standby.tile)].1;
+            let last = tiles::halos_last_ns(&self.work, block, self.depth, self.step_ns, self.halo_bytes);
+            standby.snapshot_every_ns = standby.snapshot_every_ns.min(last.max(self.snapshot_ns_min));
+        }
+        chosen
+    }
+}
