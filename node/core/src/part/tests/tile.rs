@@ -65,11 +65,11 @@ fn go_at(parts: &mut Parts, epoch: Epoch, at: [u32; 3]) {
 
 /// Which nodes this one exchanges heartbeats with, as it said last.
 fn watched(parts: &mut Parts) -> Option<Vec<NodeId>> {
-    let watched = outputs(parts).into_iter().filter_map(|output| match output {
+    let mut watched = outputs(parts).into_iter().filter_map(|output| match output {
         PartOutput::Watch { nodes, .. } => Some(nodes),
         _ => None,
     });
-    watched.last()
+    watched.next_back()
 }
 
 #[test]
