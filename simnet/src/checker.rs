@@ -1,11 +1,13 @@
 //! What must hold in every world: one property a file.
 
 pub mod bounds;
+pub mod cancels;
 pub mod epochs;
 pub mod frames;
 pub mod membership;
 pub mod owners;
 pub mod pauses;
+pub mod reports;
 pub mod requests;
 pub mod rest;
 pub mod rings;

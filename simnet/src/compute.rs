@@ -3,6 +3,7 @@
 //! A row is one 64-bit value. Each layer keeps a chain per sequence, `kv' = H(kv, position, row)`, and turns the row into
 //! `H(layer, row, kv')`; the last layer's row becomes the token. So a token is right only if every layer saw every position
 //! once, in order, under any cut; `solo` computes the same on one stage.
+use crate::grids::Saved;
 use crate::host::HostSpec;
 use node_core::id::{ContentId, Epoch, JobId, LoadId, PartId, RequestId, TensorId};
 use node_core::input::Input;
@@ -49,6 +50,7 @@ pub struct Executor {
     step_ns: u64,
     layer_ns: u64,
     cache_bytes_per_second: u64,
+    cell_ns: u64,
     /// Bytes that stages may take, whatever the node's advert says.
     pub memory: u64,
     stages: BTreeMap<(JobId, PartId), Stage>,
@@ -74,6 +76,10 @@ pub struct Executor {
 #[derive(Debug)]
 struct Stage {
     epoch: Epoch,
+    /// The order that it was made for.
+    load: LoadId,
+    /// Its layers are in memory, or are being read into it.
+    resident: bool,
     bytes: u64,
     layers: std::ops::Range<u32>,
     order: StageOrder,
@@ -89,6 +95,7 @@ impl Executor {
             step_ns: spec.capacity.step_ns,
             layer_ns: spec.capacity.layer_ns,
             cache_bytes_per_second: spec.capacity.cache_bytes_per_second,
+            cell_ns: spec.cell_ns,
             memory: spec.capacity.memory_free,
             stages: BTreeMap::new(),
             tensors: BTreeMap::new(),
@@ -125,8 +132,8 @@ impl Executor {
         Some((until, less))
     }
 
-    /// `Output::Load` of a stage: with empty caches. A stage beyond the memory left is refused.
-    pub fn load(
+    /// `Output::Load` of a stage: room for it, while its weights may still have to come. A stage beyond the memory left is refused.
+    pub fn reserve(
         &mut self,
         now: Instant,
         job: JobId,
@@ -134,27 +141,44 @@ impl Executor {
         load: LoadId,
         order: &Order,
         replaces: &[PartId],
-    ) -> (Instant, Input) {
+    ) -> Result<(), (Instant, Input)> {
         let (part, bytes) = (order.part, order.bytes_max);
-        let loaded = |result| Input::Loaded { job, part, load, result };
-        let PartWork::Stage(stage) = order.work.clone() else { return (now, loaded(Err("not a stage".into()))) };
         let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
         let free = self.memory_free();
+        let refused =
+            |reason| Err((now + Duration::from_millis(1), Input::Loaded { job, part, load, result: Err(reason) }));
         if self.refusals > 0 {
             self.refusals -= 1;
-            return (now + Duration::from_millis(1), loaded(Err("out of memory".into())));
+            return refused("out of memory".into());
         }
         if bytes > free {
-            let reason = format!("a stage of {bytes} bytes, {free} are free");
-            return (now + Duration::from_millis(1), loaded(Err(reason)));
+            return refused(format!("a stage of {bytes} bytes, {free} are free"));
         }
+        let PartWork::Stage(stage) = order.work.clone() else { return refused("not a stage".into()) };
         let layers = stage.layers_of(part);
-        let same = old.iter().any(|old| old.layers == layers && old.order.content == stage.content);
-        self.stages.insert((job, part), Stage { epoch, bytes, layers, order: stage, caches: BTreeMap::new() });
+        let resident = old.iter().any(|old| old.resident && old.layers == layers && old.order.content == stage.content);
+        let stage = Stage { epoch, load, resident, bytes, layers, order: stage, caches: BTreeMap::new() };
+        self.stages.insert((job, part), stage);
+        Ok(())
+    }
+
+    /// Its weights are on the disk: reads them, with empty caches. Nothing where it was dropped or ordered again meanwhile.
+    pub fn load(&mut self, now: Instant, (job, part): (JobId, PartId), load: LoadId) -> Option<(Instant, Input)> {
+        let stage = self.stages.get_mut(&(job, part)).filter(|stage| stage.load == load)?;
+        let bytes = stage.bytes;
         let reading = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND);
-        let took = if same { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
+        let took = if stage.resident { Duration::from_millis(1) } else { reading + Duration::from_millis(20) };
+        stage.resident = true;
         self.busy_until = self.busy_until.max(now) + took;
-        (self.busy_until, loaded(Ok(Loaded { bytes, step: None })))
+        let result = Ok(Loaded { bytes, step: None });
+        (!self.hung).then_some((self.busy_until, Input::Loaded { job, part, load, result }))
+    }
+
+    /// The weights cannot be had: the room is free again.
+    pub fn give_up(&mut self, job: JobId, part: PartId, load: LoadId) {
+        if self.stages.get(&(job, part)).is_some_and(|stage| stage.load == load) {
+            self.stages.remove(&(job, part));
+        }
     }
 
     /// `Output::Keep`: a stage stays, with its caches, under another epoch.
@@ -244,13 +268,27 @@ impl Executor {
         }
     }
 
+    /// `Output::Load` of a tile: one beyond the memory left is rejected.
+    pub fn load_tile(&mut self, job: JobId, order: &Order, cells: Option<Saved>) -> Result<Loaded, String> {
+        self.grids.drop_tile(job, order.part);
+        let (bytes, free) = (order.bytes_max, self.memory_free());
+        if self.refusals > 0 {
+            self.refusals -= 1;
+            return Err("out of memory".into());
+        }
+        if bytes > free {
+            return Err(format!("a tile of {bytes} bytes, {free} are free"));
+        }
+        self.grids.load(job, order, cells)
+    }
+
     /// Steps of a tile: when its halos are made, when it is done, and with what.
     pub fn run_tile(&mut self, now: Instant, run: &Run, steps: &TileWork) -> Option<RunTimes> {
         let (job, part, work) = (run.job, run.part, run.work);
         let strips = steps.halos_in.iter().map(|&(link, tensor)| (link, self.tensors.remove(&tensor))).collect();
         let cells = self.grids.cells_of(job, part).saturating_mul(u64::from(steps.to - steps.from));
         let percent = u64::from(self.skew_percent) * u64::from(self.slow_percent) / 100;
-        let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(CELL_NS) * percent / 100);
+        let took = Duration::from_nanos(self.step_ns + cells.saturating_mul(self.cell_ns) * percent / 100);
         let begins = self.busy_until.max(now);
         self.busy_until = begins + took;
         let fails = self.failures > 0;
@@ -447,11 +485,49 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
 
 /// Tokens a symbolic model knows.
 pub const VOCABULARY: u32 = 50_000;
-/// Nanoseconds of a pretended cell: a tile of a few hundred takes as long a step as a real one of a million.
-const CELL_NS: u64 = 10_000;
 /// Keys and values of one position in one symbolic layer.
 pub(crate) const POSITION_BYTES: u64 = 1 << 10;
 /// Weights of one symbolic layer.
 pub(crate) const LAYER_BYTES: u64 = 20 << 20;
 /// How fast weights come from disk.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use node_core::id::WorkId;
+    use node_core::work::Task;
+
+    const JOB: JobId = JobId(1);
+    const EPOCH: Epoch = Epoch { counter: 1, issuer: node_core::id::NodeId([1; 16]) };
+
+    fn run(task: Task) -> Run {
+        Run { work: WorkId(1), job: JOB, epoch: EPOCH, part: PartId(0), task }
+    }
+
+    fn batch(device: &mut Executor, now: Instant) -> Option<Instant> {
+        let answer = device.compute(now, &run(Task::Batch(Vec::new())), Vec::new());
+        answer.map(|(at, _)| at)
+    }
+
+    fn tile(device: &mut Executor, now: Instant) -> Option<Instant> {
+        let (halos_in, halos_out, stops) = (Vec::new(), Vec::new(), Vec::new());
+        let steps = TileWork { from: 0, to: 2, halos_in, halos_out, stops };
+        device.run_tile(now, &run(Task::Steps(steps.clone())), &steps).map(|times| times.ends)
+    }
+
+    #[test]
+    fn a_stage_and_a_tile_share_the_device() {
+        let mut device = Executor::new(&HostSpec::default());
+        let first = batch(&mut device, Instant(0)).expect("an answer");
+        let second = tile(&mut device, Instant(0)).expect("an answer");
+        let alone = tile(&mut Executor::new(&HostSpec::default()), Instant(0)).expect("an answer");
+        assert_eq!(second.since(first), alone.since(Instant(0)), "the tile begins when the batch is done");
+        device.stall(second, second + Duration::from_secs(3));
+        for answer in [batch(&mut device, second), tile(&mut device, second)] {
+            assert!(answer.is_some_and(|at| at > second + Duration::from_secs(3)), "a stall holds up both: {answer:?}");
+        }
+        device.hung = true;
+        assert!(batch(&mut device, second).is_none() && tile(&mut device, second).is_none(), "and so does a hang");
+    }
+}

@@ -13,7 +13,7 @@ use node_core::time::{Duration, Instant};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::BTreeMap;
 
-pub use draw::{Ground, any, losses, mend, swarm};
+pub use draw::{Ground, any, disks, lies, losses, mend, swarm};
 
 /// One thing that goes wrong, or right again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +77,21 @@ pub enum Fault {
         host: HostId,
         /// How many.
         loads: u32,
+    },
+    /// Its disk is full for a while: nothing can be written, and a process that starts ends at once.
+    DiskFull {
+        /// Which host.
+        host: HostId,
+        /// How long.
+        #[serde(with = "units")]
+        lasts: Duration,
+    },
+    /// The next writes to its disk fail.
+    DiskFails {
+        /// Which host.
+        host: HostId,
+        /// How many.
+        writes: u32,
     },
     /// Its clock runs this many millionths too fast (or slow) from now on.
     Drift {
@@ -192,6 +207,16 @@ pub enum Fault {
         #[serde(with = "units")]
         lasts: Duration,
     },
+    /// A member sends forged messages and frames in the names of others, spread over a time.
+    Lies {
+        /// Which host.
+        host: HostId,
+        /// How many.
+        messages: u32,
+        /// How long.
+        #[serde(with = "units")]
+        lasts: Duration,
+    },
     /// So many new hosts of the first one's kind join at once.
     JoinStorm {
         /// How many.
@@ -268,6 +293,7 @@ impl Fault {
             | Fault::Pause { lasts, .. }
             | Fault::Slow { lasts, .. }
             | Fault::Stall { lasts, .. }
+            | Fault::DiskFull { lasts, .. }
             | Fault::Cut { lasts, .. }
             | Fault::Flap { lasts, .. }
             | Fault::LossBurst { lasts, .. }
@@ -278,11 +304,13 @@ impl Fault {
             | Fault::Depart { lasts, .. }
             | Fault::Drain { lasts, .. }
             | Fault::Ban { lasts, .. }
+            | Fault::Lies { lasts, .. }
             | Fault::Ambush { lasts, .. } => *lasts,
             Fault::Crash(_)
             | Fault::Restart { .. }
             | Fault::Device { .. }
             | Fault::Refuse { .. }
+            | Fault::DiskFails { .. }
             | Fault::Drift { .. }
             | Fault::Partition { .. }
             | Fault::Heal
@@ -305,10 +333,13 @@ impl Fault {
             | Fault::Stall { host, .. }
             | Fault::Device { host, .. }
             | Fault::Refuse { host, .. }
+            | Fault::DiskFull { host, .. }
+            | Fault::DiskFails { host, .. }
             | Fault::Drift { host, .. }
             | Fault::Collapse { host, .. }
             | Fault::Depart { host, .. }
             | Fault::Drain { host, .. }
+            | Fault::Lies { host, .. }
             | Fault::Ban { host, .. } => vec![*host],
             Fault::Outage { hosts, .. } => hosts.clone(),
             Fault::Partition { from, to, .. } | Fault::Cut { from, to, .. } => from.iter().chain(to).copied().collect(),

@@ -15,6 +15,38 @@ type Place = [i64; 3];
 /// A saved state: cells by place.
 pub type Saved = BTreeMap<Place, u64>;
 
+/// The cells of a box; none where a cell is not known.
+#[derive(Debug)]
+struct Field {
+    from: Place,
+    to: Place,
+    values: Vec<Option<u64>>,
+}
+
+impl Field {
+    fn new((from, to): (Place, Place)) -> Self {
+        let cells = (0..3).map(|axis| (to[axis] - from[axis]) as usize).product();
+        Field { from, to, values: vec![None; cells] }
+    }
+
+    fn index(&self, at: &Place) -> Option<usize> {
+        let within = (0..3).all(|axis| (self.from[axis]..self.to[axis]).contains(&at[axis]));
+        let extent = |axis: usize| self.to[axis] - self.from[axis];
+        let [x, y, z] = [0, 1, 2].map(|axis| at[axis] - self.from[axis]);
+        within.then_some(((z * extent(1) + y) * extent(0) + x) as usize)
+    }
+
+    fn get(&self, at: &Place) -> Option<u64> {
+        self.values[self.index(at)?]
+    }
+
+    fn set(&mut self, at: &Place, value: u64) {
+        if let Some(index) = self.index(at) {
+            self.values[index] = Some(value);
+        }
+    }
+}
+
 /// The tiles of one host.
 #[derive(Debug, Default)]
 pub struct GridDevice {
@@ -29,8 +61,8 @@ struct Tile {
     order: TileOrder,
     links: Vec<TileLink>,
     step: u32,
-    /// None at a standby that waits.
-    cells: Option<Saved>,
+    /// With the halo; none at a standby that waits.
+    cells: Option<Field>,
 }
 
 /// The first state of a cell.
@@ -72,26 +104,53 @@ fn not_finite(order: &TileOrder, part: PartId, step: u32) -> Option<([u64; 3], u
     (has && y.abs_diff(near) <= u64::from(step.checked_sub(after)?)).then_some(([x, near, z], 0))
 }
 
-/// What all tiles' hashes add up to after so many steps.
+/// What all tiles' hashes add up to after this number of steps.
 pub fn solo(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> u128 {
-    let whole = Block { from: [0; 3], to: size };
-    let mut cells: Saved = places(&whole).map(|at| (at, initial(seed, at))).collect();
-    for _ in 0..steps {
-        cells = places(&whole).filter_map(|at| Some((at, next(&cells, size, periodic, [true; 3], at)?))).collect();
-    }
-    hash(&cells)
+    alone(seed, size, periodic, steps).last().map_or(0, |(_, hash)| *hash)
 }
 
-fn hash(cells: &Saved) -> u128 {
-    let term = |(at, value): (&Place, &u64)| {
-        let low = at.iter().fold(*value, |mixed, &place| mix(mixed, place as u64));
-        u128::from(low) << 64 | u128::from(mix(low, *value))
+/// A run in one piece: the sum of all cells and the hash of the state after 0, 1, 2 … `steps` steps.
+pub fn alone(seed: u64, size: [u64; 3], periodic: [bool; 3], steps: u32) -> Vec<(i128, u128)> {
+    let whole = Block { from: [0; 3], to: size };
+    let mut cells = Field::new(bounds(&whole));
+    places(&whole).for_each(|at| cells.set(&at, initial(seed, at)));
+    let known = |cells: &Field| places(&whole).filter_map(|at| Some((at, cells.get(&at)?))).collect::<Vec<_>>();
+    let mut states = Vec::new();
+    for step in 0..=steps {
+        if step > 0 {
+            let mut made = Field::new(bounds(&whole));
+            for at in places(&whole) {
+                if let Some(value) = next(&cells, size, periodic, [true; 3], at) {
+                    made.set(&at, value);
+                }
+            }
+            cells = made;
+        }
+        let all = known(&cells);
+        states.push((total(all.iter().copied()), hash(all)));
+    }
+    states
+}
+
+/// What cells contribute to the hash of a state.
+pub fn hash(cells: impl IntoIterator<Item = (Place, u64)>) -> u128 {
+    let term = |(at, value): (Place, u64)| {
+        let low = at.iter().fold(value, |mixed, &place| mix(mixed, place as u64));
+        u128::from(low) << 64 | u128::from(mix(low, value))
     };
-    cells.iter().map(term).fold(0, u128::wrapping_add)
+    cells.into_iter().map(term).fold(0, u128::wrapping_add)
+}
+
+fn total(cells: impl Iterator<Item = (Place, u64)>) -> i128 {
+    cells.map(|(_, value)| i128::from(value)).sum()
+}
+
+fn bounds(block: &Block) -> (Place, Place) {
+    (block.from.map(|at| at as i64), block.to.map(|at| at as i64))
 }
 
 fn places(block: &Block) -> impl Iterator<Item = Place> + use<> {
-    let (from, to) = (block.from.map(|at| at as i64), block.to.map(|at| at as i64));
+    let (from, to) = bounds(block);
     boxed(from, to)
 }
 
@@ -100,7 +159,7 @@ fn boxed(from: Place, to: Place) -> impl Iterator<Item = Place> + use<> {
 }
 
 /// What a cell becomes; none if a neighbour is not known. `wraps`: periodic axes that are wrapped here.
-fn next(cells: &Saved, size: [u64; 3], periodic: [bool; 3], wraps: [bool; 3], at: Place) -> Option<u64> {
+fn next(cells: &Field, size: [u64; 3], periodic: [bool; 3], wraps: [bool; 3], at: Place) -> Option<u64> {
     let mut mixed = 7;
     for z in -1..=1 {
         for y in -1..=1 {
@@ -114,7 +173,7 @@ fn next(cells: &Saved, size: [u64; 3], periodic: [bool; 3], wraps: [bool; 3], at
                     }
                     beyond |= !periodic[axis] && !(0..cells).contains(&place[axis]);
                 }
-                mixed = mix(mixed, if beyond { 11 } else { *cells.get(&place)? });
+                mixed = mix(mixed, if beyond { 11 } else { cells.get(&place)? });
             }
         }
     }
@@ -150,9 +209,21 @@ impl Tile {
         boxed(from, to).collect()
     }
 
+    /// Its block with the deepest halo that its neighbours send.
+    fn reach(&self) -> (Place, Place) {
+        let reach = i64::from(self.order.depth) * i64::from(self.order.work.radius);
+        self.grown(self.order.block(self.part), [0; 3], reach)
+    }
+
+    fn fill(&mut self, cells: impl IntoIterator<Item = (Place, u64)>) {
+        let mut field = Field::new(self.reach());
+        cells.into_iter().for_each(|(at, value)| field.set(&at, value));
+        self.cells = Some(field);
+    }
+
     fn owned(&self) -> Saved {
         let cells = self.cells.as_ref();
-        places(self.order.block(self.part)).filter_map(|at| Some((at, *cells?.get(&at)?))).collect()
+        places(self.order.block(self.part)).filter_map(|at| Some((at, cells?.get(&at)?))).collect()
     }
 
     /// One step of all that can be computed.
@@ -164,11 +235,11 @@ impl Tile {
         let cells = self.cells.as_ref().ok_or("no cells")?;
         let inside =
             |at: &Place| (0..3).all(|axis| work.periodic[axis] || (0..work.size[axis] as i64).contains(&at[axis]));
-        let mut made = Saved::new();
+        let mut made = Field::new(self.reach());
         for at in boxed(from, to).filter(inside) {
             let value = next(cells, work.size, work.periodic, wraps, at)
                 .ok_or_else(|| format!("a neighbour of {at:?} is not known after step {}", self.step))?;
-            made.insert(at, value);
+            made.set(&at, value);
         }
         self.cells = Some(made);
         self.step += 1;
@@ -180,6 +251,11 @@ impl GridDevice {
     /// Bytes that tiles take.
     pub fn taken(&self) -> u64 {
         self.tiles.values().map(|tile| tile.bytes).sum()
+    }
+
+    /// Saved states held.
+    pub fn states_held(&self) -> usize {
+        self.states.len()
     }
 
     /// `Output::Load` of a tile; `cells` of a checkpoint, if it starts from one.
@@ -195,7 +271,11 @@ impl GridDevice {
             TileStart::Continue | TileStart::Snapshot => (None, None),
         };
         let links = order.links(part);
-        self.tiles.insert((job, part), Tile { part, bytes, order, links, step: step.unwrap_or(0), cells });
+        let mut made = Tile { part, bytes, order, links, step: step.unwrap_or(0), cells: None };
+        if let Some(cells) = cells {
+            made.fill(cells);
+        }
+        self.tiles.insert((job, part), made);
         Ok(Loaded { bytes, step })
     }
 
@@ -203,7 +283,8 @@ impl GridDevice {
     pub fn restore(&mut self, job: JobId, part: PartId, step: u32) -> Result<Loaded, String> {
         let cells = self.states.remove(&(job, part, step, SaveKind::Snapshot)).ok_or("the snapshot is gone")?;
         let held = self.tiles.get_mut(&(job, part)).ok_or("the tile is gone")?;
-        (held.cells, held.step) = (Some(cells), step);
+        held.fill(cells);
+        held.step = step;
         Ok(Loaded { bytes: held.bytes, step: Some(step) })
     }
 
@@ -224,7 +305,8 @@ impl GridDevice {
             if places.len() != values.len() {
                 return Err(format!("a strip of {} cells, expected {}", values.len(), places.len()));
             }
-            tile.cells.as_mut().ok_or("no cells")?.extend(places.into_iter().zip(values));
+            let cells = tile.cells.as_mut().ok_or("no cells")?;
+            places.iter().zip(values).for_each(|(at, value)| cells.set(at, value));
         }
         let mut made = TileMade::default();
         let mut stops = work.stops.iter().peekable();
@@ -233,9 +315,11 @@ impl GridDevice {
             while let Some(stop) = stops.next_if(|stop| stop.step <= tile.step) {
                 match stop.what {
                     StopKind::Report { hash: wanted } => {
-                        let hash = wanted.then(|| hash(&tile.owned()));
+                        let owned = tile.owned();
+                        let totals = vec![total(owned.iter().map(|(at, value)| (*at, *value)))];
+                        let hash = wanted.then(|| hash(owned));
                         let not_finite = not_finite(&tile.order, part, stop.step);
-                        made.reports.push((stop.step, Report { totals: vec![1], hash, not_finite }));
+                        made.reports.push((stop.step, Report { totals, hash, not_finite }));
                     }
                     StopKind::Save(kind) => {
                         let owned = tile.owned();
@@ -263,7 +347,7 @@ impl GridDevice {
                 .iter()
                 .map(|at| {
                     // As the neighbour sees it, displaced; here it is where it is.
-                    cells.get(at).copied()
+                    cells.get(at)
                 })
                 .collect();
             out.push((tensor, Cargo::Rows(values.ok_or("a strip of cells that are not known")?, 8)));

@@ -30,6 +30,8 @@ pub struct HostSpec {
     pub capacity: Capacity,
     /// Its executor takes this many percent of the predicted time.
     pub skew_percent: u32,
+    /// Nanoseconds that a cell of a simulation takes.
+    pub cell_ns: u64,
 }
 
 impl Default for HostSpec {
@@ -52,6 +54,7 @@ impl Default for HostSpec {
                 pass_steps: 1,
             },
             skew_percent: 100,
+            cell_ns: CELL_NS,
         }
     }
 }
@@ -70,11 +73,21 @@ impl HostSpec {
         ] {
             *speed = *speed * speed_percent / 100;
         }
+        self.cell_ns = self.cell_ns * 100 / speed_percent;
         for memory in [&mut capacity.memory_total, &mut capacity.memory_free] {
             *memory = *memory * memory_percent / 100;
         }
         self
     }
+}
+
+/// An input that reached a host.
+#[derive(Debug)]
+pub struct Arrival {
+    /// What.
+    pub input: Input,
+    /// A lying member made it up.
+    pub forged: bool,
 }
 
 /// One machine.
@@ -97,8 +110,12 @@ pub struct Host {
     pub life: u32,
     /// Until when nothing on it moves.
     pub paused_until: Option<Instant>,
-    /// What arrived meanwhile.
-    pub inbox: VecDeque<Input>,
+    /// What arrived and was not handled yet.
+    pub inbox: VecDeque<Arrival>,
+    /// When its driver looks at that.
+    pub turn_at: Option<Instant>,
+    /// Until when its driver handles what it took up before.
+    pub busy_until: Instant,
     /// Its node was asked to leave in this life.
     pub leaves: bool,
     /// The earliest wakeup in the queue.
@@ -109,10 +126,10 @@ pub struct Host {
     pub disk: Disk,
     /// What happens to its node in this life, if that is recorded.
     pub recording: Option<Vec<u8>>,
-    /// Checkpoints of simulations on its disk, by step; and what has come of those that are not whole.
-    pub checkpoints: BTreeMap<(JobId, u32), Saved>,
-    /// See there.
+    /// What has come in this life of checkpoints of simulations that are not whole.
     pub(crate) parts: BTreeMap<(JobId, u32), Saved>,
+    /// Outputs of simulations on its disk, by output and step.
+    pub outputs: BTreeMap<(JobId, u16, u32), Saved>,
     /// Its device.
     pub executor: Executor,
 }
@@ -129,14 +146,16 @@ impl Host {
             peer_id,
             gossip_addr: SocketAddr::from((ip, 9440)),
             data_addr: SocketAddr::from((ip, 9441)),
-            checkpoints: BTreeMap::new(),
             parts: BTreeMap::new(),
+            outputs: BTreeMap::new(),
             executor: Executor::new(&spec),
             spec,
             node: None,
             life: 0,
             paused_until: None,
             inbox: VecDeque::new(),
+            turn_at: None,
+            busy_until: Instant(0),
             leaves: false,
             wake_at: None,
             clock: Clock::default(),
@@ -203,6 +222,8 @@ impl Clock {
     }
 }
 
+/// A tile of a few hundred cells takes as long a step as a real one of a million.
+const CELL_NS: u64 = 10_000;
 const MILLION: u128 = 1_000_000;
 /// No clock is wrong by more than a tenth.
 const DRIFT_PPM_MAX: i32 = 100_000;

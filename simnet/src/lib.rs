@@ -1,6 +1,6 @@
 //! A virtual world around the same deciding code: seeded hosts, links, disks and faults, and checkers that watch them.
 //!
-//! `world` is the ten-line loop of `node/src/driver.rs` in virtual time; everything else is what the loop stands on. The
+//! `world` is the loop of `node/src/driver.rs` in virtual time; everything else is what the loop stands on. The
 //! same seed gives the same run, event for event: `World::trace` is the proof. Next: `options.rs`.
 
 pub mod options;
@@ -16,6 +16,7 @@ pub mod network;
 
 pub mod faults;
 
+pub mod submissions;
 pub mod workload;
 
 pub mod case;

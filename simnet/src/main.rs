@@ -2,6 +2,7 @@
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use node_core::time::Duration;
 use serde_json::json;
+use simnet::case::{Entry, Simulation};
 use simnet::minimize::minimize;
 use simnet::run::Outcome;
 use simnet::soak::{self, Size, draw, run_caught};
@@ -189,13 +190,16 @@ fn figures(case: &Case) -> String {
     let part = |name: &str, ppm: u32| {
         if ppm == 0 { String::new() } else { format!(", {name} {:.2} %", f64::from(ppm) / 10_000.0) }
     };
+    let entries: Vec<String> = case.entries.iter().map(entry_text).collect();
+    let simulations: Vec<String> = case.simulations.iter().map(simulation_text).collect();
+    let further = entries.into_iter().chain(simulations).map(|text| format!("  {text}\n")).collect::<String>();
     let regions = match mesh.regions.is_empty() {
         true => String::new(),
         false => format!(", {} more a region {:?}", units::text(network.latency_per_region), mesh.regions),
     };
     format!(
         "  {} hosts of {} MiB, {} layers; links of {} and up to {} of jitter, {} MB/s{}{}{}{regions}; {} requests; \
-         faults healed after {}\n",
+         faults healed after {}\n{further}",
         mesh.hosts,
         mesh.memory_mib,
         mesh.layers,
@@ -210,15 +214,27 @@ fn figures(case: &Case) -> String {
     )
 }
 
+fn entry_text(entry: &Entry) -> String {
+    let serves = entry.layers.map_or("the same model".into(), |layers| format!("a model of {layers} layers"));
+    format!("entry node: host {} serves {serves}", entry.host)
+}
+
+fn simulation_text(simulation: &Simulation) -> String {
+    let Simulation { at, host, size, steps, tier, depth, checkpoint_every, cancel_after, .. } = simulation;
+    let every = checkpoint_every.map_or("no checkpoints".into(), |every| format!("checkpoints every {every} steps"));
+    let depth = depth.map_or(String::new(), |depth| format!(", depth {depth}"));
+    let cancelled = cancel_after.map_or(String::new(), |after| format!(", cancelled after {}", units::text(after)));
+    format!("simulation at {} on host {host}: {size:?}, {steps} steps, {tier:?}, {every}{depth}{cancelled}", ms(*at))
+}
+
 fn tell(outcome: &Outcome) {
     for line in &outcome.timeline {
         say(&line.to_string());
     }
-    let ends: Vec<String> = outcome.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+    let (ends, simulations) = (counts(&outcome.ends), counts(&outcome.simulations));
     say(&format!(
-        "\nrequests: {}; longest pause between two tokens {} ms; settled {} ms after the faults were healed; {} virtual s, {} \
+        "\nrequests: {ends}; simulations: {simulations}; longest pause between two tokens {} ms; settled {} ms after the faults were healed; {} virtual s, {} \
          events, trace {}",
-        ends.join(", "),
         outcome.pause_ms_max,
         outcome.settled_ms,
         outcome.virtual_ms / 1000,
@@ -231,6 +247,12 @@ fn tell(outcome: &Outcome) {
     for violation in &outcome.violations {
         say(&format!("VIOLATION: {violation}"));
     }
+}
+
+/// Ends by their kinds.
+fn counts(ends: &BTreeMap<String, u32>) -> String {
+    let ends: Vec<String> = ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+    if ends.is_empty() { "none".into() } else { ends.join(", ") }
 }
 
 fn soak(args: &SoakArgs) -> ExitCode {
@@ -376,10 +398,12 @@ fn shrink(args: &SoakArgs, size: Size, seed: u64) {
         say(&format!("  {:>10} {}", ms(timed.at), timed.fault));
     }
     let (faults, requests) = (least.case.faults.len(), least.case.requests.len());
+    let simulations = least.case.simulations.len();
     say(&format!(
-        "{faults} of {} faults and {requests} of {} requests are needed ({} runs): {}",
+        "{faults} of {} faults, {requests} of {} requests and {simulations} of {} simulations are needed ({} runs): {}",
         case.faults.len(),
         case.requests.len(),
+        case.simulations.len(),
         least.runs,
         least.outcome.violations.first().map_or("", String::as_str),
     ));
@@ -406,11 +430,13 @@ struct Sums {
     virtual_ms: u64,
     failed: Vec<u64>,
     ends: BTreeMap<String, u32>,
+    simulations: BTreeMap<String, u32>,
+    successions: u64,
     /// Of each seed: how long, and which.
     pauses_ms: Vec<(u64, u64)>,
     stalls_ms: Vec<(u64, u64)>,
     settled_ms_max: u64,
-    /// Losses after which requests must go on within a second, and the longest wait of each seed that has any.
+    /// Losses after which requests and simulations must go on within a second, and the longest wait of each seed that has any.
     losses: u64,
     losses_ms: Vec<(u64, u64)>,
 }
@@ -426,6 +452,10 @@ impl Sums {
         for (kind, count) in &outcome.ends {
             *self.ends.entry(kind.clone()).or_insert(0) += count;
         }
+        for (kind, count) in &outcome.simulations {
+            *self.simulations.entry(kind.clone()).or_insert(0) += count;
+        }
+        self.successions += u64::from(outcome.successions);
         self.losses += u64::from(outcome.losses);
         if outcome.losses > 0 {
             self.losses_ms.push((outcome.loss_ms_max, outcome.seed));
@@ -450,7 +480,8 @@ impl Sums {
 
     fn to_json(&self, real_s: f64) -> serde_json::Value {
         json!({
-            "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "events": self.events,
+            "seeds": self.seeds, "failed": self.failed, "ends": self.ends, "simulations": self.simulations,
+            "successions": self.successions, "events": self.events,
             "virtual_s": self.virtual_ms / 1000, "real_s": real_s,
             "pause_ms_p50": Sums::percentile(&self.pauses_ms, 50),
             "pause_ms_max": Sums::percentile(&self.pauses_ms, 100), "settled_ms_max": self.settled_ms_max,
@@ -461,15 +492,16 @@ impl Sums {
     }
 
     fn to_text(&self, real_s: f64, jobs: usize) -> String {
-        let ends: Vec<String> = self.ends.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         format!(
-            "{} seeds, {} fail {:?}; requests: {}; longest pause of a seed: median {} ms, worst {} ms; {} losses of \
-             stages with current standbys, longest wait of a seed median {} ms, worst {} ms; after the faults were \
+            "{} seeds, {} fail {:?}; requests: {}; simulations: {}, continued {} times by a successor or from a checkpoint; longest pause of a seed: median {} ms, worst {} ms; {} losses of \
+             stages and tiles with current standbys, longest wait of a seed median {} ms, worst {} ms; after the faults were \
              healed: longest wait {} ms, settled within {} ms; {:.0} virtual s in {real_s:.1} s on {} ({:.0} ms per seed and thread), {} events",
             self.seeds,
             self.failed.len(),
             self.failed,
-            ends.join(", "),
+            counts(&self.ends),
+            counts(&self.simulations),
+            self.successions,
             Sums::percentile(&self.pauses_ms, 50),
             Sums::percentile(&self.pauses_ms, 100),
             self.losses,

@@ -1,4 +1,4 @@
-//! Makes a failing case smaller while it goes on failing: delta debugging over its faults, then over its requests.
+//! Makes a failing case smaller while it goes on failing: delta debugging over its faults, then over its requests and simulations.
 use crate::case::Case;
 use crate::run::Outcome;
 use crate::soak::run_caught;
@@ -18,6 +18,12 @@ pub fn minimize(case: &Case, outcome: &Outcome, runs_max: u32) -> Minimized {
     let mut search = Search { kinds: kinds(outcome), best: case.clone(), outcome: outcome.clone(), runs: 0, runs_max };
     search.reduce(|case| case.faults.len(), |case, kept| keep(&mut case.faults, kept));
     search.reduce(|case| case.requests.len(), |case, kept| keep(&mut case.requests, kept));
+    search.reduce(|case| case.simulations.len(), |case, kept| keep(&mut case.simulations, kept));
+    // An entry node that no request names is of no use; the last one goes first, since requests name them by number.
+    while let Some(smaller) = search.best.without_last_entry() {
+        let Some(outcome) = search.fails(&smaller) else { break };
+        (search.best, search.outcome) = (smaller, outcome);
+    }
     Minimized { case: search.best, outcome: search.outcome, runs: search.runs }
 }
 
@@ -82,7 +88,7 @@ const KIND_CHARS: usize = 24;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::case::Ask;
+    use crate::case::{Ask, Entry, Simulation};
     use crate::faults::{Fault, Timed};
     use crate::host::HostId;
     use node_core::time::{Duration, Instant};
@@ -94,9 +100,12 @@ mod tests {
         let mut case = Case { faults: (0..7).map(timed).collect(), ..Case::default() };
         (case.mesh.hosts, case.mesh.memory_mib, case.lasts) = (2, 50, Duration::from_secs(1));
         case.requests = vec![Ask::default(); 3];
+        case.simulations = vec![Simulation::default(); 2];
+        case.entries = vec![Entry::default()];
         let outcome = run_caught(&case);
         assert!(!outcome.violations.is_empty());
         let least = minimize(&case, &outcome, 50);
         assert_eq!((least.case.faults.len(), least.case.requests.len()), (0, 0), "{} runs", least.runs);
+        assert_eq!((least.case.simulations.len(), least.case.entries.len()), (0, 0), "{} runs", least.runs);
     }
 }

@@ -2,13 +2,15 @@
 //!
 //! Delays are computed from the pair of hosts, never stored: a world of n hosts has n² links and no table of them.
 use crate::compute::Cargo;
+use crate::disk::Piece;
 use crate::host::HostId;
 use crate::options::{Options, chance};
+use node_core::id::ContentId;
 use node_core::message::FrameHeader;
 use node_core::time::{Duration, Instant};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// All links of a world.
 pub struct Network {
@@ -33,8 +35,8 @@ struct Place {
     region: u32,
     /// What everything to and from it has to go through, where that is less than usual.
     bandwidth: Option<u64>,
-    /// When what it has given to that bottleneck is through.
-    free_at: Instant,
+    /// When what it has given to that bottleneck is through: weights, and everything else, which is sent first.
+    free_at: [Instant; 2],
     /// When its network card has sent, and received, everything of each class.
     card: [[Instant; CLASSES]; 2],
 }
@@ -54,6 +56,10 @@ pub struct Connection {
     pub lives: (u32, u32),
     /// It stands.
     pub up: bool,
+    /// When the last frame or copy was sent on it, either way.
+    pub(crate) frame_at: Option<Instant>,
+    /// Bytes sent on it, both ways.
+    pub(crate) bytes: u64,
     /// First the lanes from the smaller to the larger id, then those back: one a class.
     lanes: [[Lane; CLASSES]; 2],
 }
@@ -78,6 +84,23 @@ pub enum Parcel {
     Message(Vec<u8>),
     /// A frame and what it carries; or the copy of one, for a standby.
     Frame(FrameHeader, Cargo, bool),
+    /// A request for weights, or an answer.
+    Weights(Weights),
+}
+
+/// What hosts send each other about the weights of a model. A transfer is named by its number.
+#[derive(Clone, Debug)]
+pub enum Weights {
+    /// Which pieces are there?
+    Ask(u64, ContentId),
+    /// These are.
+    Have(u64, BTreeSet<Piece>),
+    /// Send this piece.
+    Want(u64, ContentId, Piece),
+    /// Here it is.
+    Here(u64, ContentId, Piece),
+    /// It is not there any more.
+    Lacking(u64, Piece),
 }
 
 impl Parcel {
@@ -85,15 +108,19 @@ impl Parcel {
         match self {
             Parcel::Message(bytes) => bytes.len() as u64,
             Parcel::Frame(_, cargo, _) => FRAME_HEADER_BYTES + cargo.wire_bytes(),
+            Parcel::Weights(Weights::Here(_, _, piece)) => REQUEST_BYTES + piece.bytes,
+            Parcel::Weights(_) => REQUEST_BYTES,
         }
     }
 
-    /// Messages, frames and copies travel on separate streams: parcels of a class arrive in order, and a lower class is sent first.
+    /// Messages, frames, copies and weights travel on separate streams: parcels of a class arrive in order, and a lower class is
+    /// sent first.
     fn class(&self) -> usize {
         match self {
             Parcel::Message(_) => 0,
             Parcel::Frame(_, _, false) => 1,
             Parcel::Frame(_, _, true) => 2,
+            Parcel::Weights(_) => WEIGHTS,
         }
     }
 }
@@ -115,7 +142,7 @@ impl Network {
 
     pub(crate) fn add_host(&mut self, region: u32) {
         let card = [[Instant(0); CLASSES]; 2];
-        self.hosts.push(Place { region, bandwidth: None, free_at: Instant(0), card });
+        self.hosts.push(Place { region, bandwidth: None, free_at: [Instant(0); 2], card });
     }
 
     // ---- partitions
@@ -169,7 +196,7 @@ impl Network {
         let Some(place) = self.hosts.get_mut(host.index()).filter(|place| place.bandwidth.is_some()) else {
             return false;
         };
-        (place.bandwidth, place.free_at, place.card) = (None, now, [[now; CLASSES]; 2]);
+        (place.bandwidth, place.free_at, place.card) = (None, [now; 2], [[now; CLASSES]; 2]);
         for (pair, connection) in &mut self.connections {
             if pair.0 == host || pair.1 == host {
                 for lane in connection.lanes.as_flattened_mut() {
@@ -188,15 +215,21 @@ impl Network {
     }
 
     /// When `bytes` given now are through the bottlenecks of both ends, if there are any; their queues are shared by all
-    /// that goes to and from a host.
-    fn through(&mut self, now: Instant, ends: [HostId; 2], bytes: u64) -> Instant {
+    /// that goes to and from a host, and weights wait for everything else.
+    fn through(&mut self, now: Instant, ends: [HostId; 2], bytes: u64, class: usize) -> Instant {
         let mut at = now;
         for end in ends {
             let Some(place) = self.hosts.get_mut(end.index()) else { continue };
             if let Some(bandwidth) = place.bandwidth {
-                let sending = bytes.saturating_mul(1_000_000_000) / bandwidth.max(1);
-                place.free_at = place.free_at.max(at) + Duration::from_nanos(sending);
-                at = place.free_at;
+                let sending = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / bandwidth.max(1));
+                let [weights, others] = &mut place.free_at;
+                if class == WEIGHTS {
+                    *weights = (*weights).max(*others).max(at) + sending;
+                    at = *weights;
+                } else {
+                    *others = (*others).max(at) + sending;
+                    at = *others;
+                }
             }
         }
         at
@@ -213,7 +246,7 @@ impl Network {
         if !self.reaches(from, to) || self.happens(self.options.loss_ppm) {
             return [None, None];
         }
-        let sent = self.through(now, [from, to], bytes as u64);
+        let sent = self.through(now, [from, to], bytes as u64, 0);
         if sent.since(now) > BUFFER_MAX {
             return [None, None];
         }
@@ -265,7 +298,8 @@ impl Network {
     pub(crate) fn dial(&mut self, pair: Pair, lives: (u32, u32)) -> u64 {
         self.connection_ids += 1;
         let lanes = Default::default();
-        self.connections.insert(pair, Connection { id: self.connection_ids, lives, up: false, lanes });
+        let connection = Connection { id: self.connection_ids, lives, up: false, frame_at: None, bytes: 0, lanes };
+        self.connections.insert(pair, connection);
         self.connection_ids
     }
 
@@ -282,6 +316,17 @@ impl Network {
     /// Connections of one host.
     pub(crate) fn pairs_of(&self, host: HostId) -> Vec<Pair> {
         self.connections.keys().copied().filter(|pair| pair.0 == host || pair.1 == host).collect()
+    }
+
+    /// Connections that stand.
+    pub(crate) fn standing(&self) -> impl Iterator<Item = (Pair, &Connection)> {
+        self.connections.iter().filter(|(_, connection)| connection.up).map(|(pair, connection)| (*pair, connection))
+    }
+
+    /// What a link lets through while nothing else is on it.
+    pub(crate) fn bandwidth(&self, a: HostId, b: HostId) -> u64 {
+        let narrow = [a, b].into_iter().filter_map(|host| self.hosts.get(host.index())?.bandwidth);
+        narrow.chain([self.options.bandwidth]).min().unwrap_or(self.options.bandwidth)
     }
 
     pub(crate) fn pairs(&self) -> Vec<Pair> {
@@ -320,6 +365,10 @@ impl Network {
         let (class, bytes) = (parcel.class(), parcel.bytes());
         let connection = self.connections.get_mut(&pair(from, to))?;
         let up = connection.up;
+        connection.bytes += bytes;
+        if matches!(parcel, Parcel::Frame(..)) {
+            connection.frame_at = Some(now);
+        }
         let lanes = &mut connection.lanes[usize::from(from > to)];
         if !up || !open || !lanes[class].held.is_empty() {
             lanes[class].held.insert(number, parcel);
@@ -334,7 +383,7 @@ impl Network {
         lanes[class].free_at = ends;
         self.hosts[from.index()].card[0][class] = ends;
         self.hosts[to.index()].card[1][class] = ends;
-        let through = self.through(ends, [from, to], bytes);
+        let through = self.through(ends, [from, to], bytes, class);
         let connection = self.connections.get_mut(&pair(from, to))?;
         let lane = &mut connection.lanes[usize::from(from > to)][class];
         lane.last_at = lane.last_at.max(through + delay);
@@ -365,8 +414,12 @@ pub fn pair(a: HostId, b: HostId) -> Pair {
 }
 
 /// Classes of parcels.
-const CLASSES: usize = 3;
+const CLASSES: usize = 4;
+/// The last class: weights.
+const WEIGHTS: usize = CLASSES - 1;
 /// A queue before a bottleneck drops datagrams that would wait longer than this.
 const BUFFER_MAX: Duration = Duration::from_millis(500);
 /// What the transport puts before a payload.
 const FRAME_HEADER_BYTES: u64 = 64;
+/// A request for weights, or what stands around an answer.
+const REQUEST_BYTES: u64 = 64;

@@ -38,6 +38,13 @@ pub struct Options {
     /// Time from `Remember` until it is on disk.
     #[serde(with = "units")]
     pub sync: Duration,
+    /// Of the writes that wait for their sync when a host dies, this share is lost.
+    pub unsynced_lost_percent: u32,
+    /// And of this share a part is on the disk. The rest is there as a whole.
+    pub unsynced_torn_percent: u32,
+    /// Time that a node's driver takes for one input.
+    #[serde(with = "units")]
+    pub handling: Duration,
     /// Time of one signature or verification.
     #[serde(with = "units")]
     pub signature: Duration,
@@ -67,6 +74,9 @@ impl Options {
             idle_timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(2),
             sync: Duration::from_millis(2),
+            handling: Duration::from_micros(2),
+            unsynced_lost_percent: 100,
+            unsynced_torn_percent: 0,
             signature: Duration::from_micros(100),
             plan: Duration::from_millis(1),
         }

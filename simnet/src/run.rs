@@ -1,4 +1,6 @@
-//! Runs one case: serve, let things go wrong, mend, and look whether everything ends well. All checkers watch.
+//! Runs one case: serve and submit, let things go wrong, mend, and look whether everything ends well. All checkers watch.
+mod callers;
+
 use crate::case::{Ask, Case};
 use crate::checker::bounds::{Bounds, leaks};
 use crate::checker::epochs::Epochs;
@@ -6,19 +8,23 @@ use crate::checker::frames::Frames;
 use crate::checker::owners::Owners;
 use crate::checker::pauses::{LIMIT, Pauses};
 use crate::checker::rings::Rings;
+use crate::checker::standbys::TileStandbys;
 use crate::checker::survival::Survival;
-use crate::checker::{membership, requests, rest, standbys};
+use crate::checker::{cancels::Cancels, membership, reports, requests, rest, standbys};
 use crate::faults::Fault;
 use crate::host::{HostId, HostSpec};
+use crate::submissions::{CASE_CELL_NS, End, Submissions, settle_max};
 use crate::timeline::{Line, Timeline, name, pauses};
-use crate::workload::{Call, HEAD_DIED, WIDTH, Workload, request, wide_model};
+use crate::units;
+use crate::workload::{Call, HEAD_DIED, WIDTH};
 use crate::world::{Told, World};
-use crate::{Options, Timed, units};
+use crate::{Options, Timed};
+use callers::{Callers, is_usable};
 use node_core::id::CallId;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
-use node_core::work::serve::{DoneReason, Sampling};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use node_core::work::serve::DoneReason;
+use std::collections::BTreeMap;
 
 /// What became of a case.
 #[derive(Clone, Debug, Default, serde::Serialize)]
@@ -35,11 +41,15 @@ pub struct Outcome {
     pub violations: Vec<String>,
     /// Ends of requests, by kind.
     pub ends: BTreeMap<String, u32>,
+    /// Ends of simulations, by kind.
+    pub simulations: BTreeMap<String, u32>,
+    /// Simulations that a successor took over, or that were submitted again from a checkpoint.
+    pub successions: u32,
     /// Longest wait between two tokens of a request.
     pub pause_ms_max: u64,
-    /// Losses after which requests must go on within a second.
+    /// Losses after which requests and simulations must go on within a second.
     pub losses: u32,
-    /// Longest wait of a request for its next token after one of them.
+    /// Longest wait of a request for its next token, or of a simulation for its next step, after one of them.
     pub loss_ms_max: u64,
     /// Longest wait of a request for its next token, or its end, after everything was mended.
     pub stall_ms_max: u64,
@@ -70,25 +80,14 @@ pub fn run_telling(case: &Case, timeline: Timeline) -> Outcome {
 struct Run<'a> {
     case: &'a Case,
     world: World,
-    work: Workload,
+    /// Of each entry node.
+    callers: Vec<Callers>,
+    submissions: Submissions,
     checks: Checks,
     timeline: Timeline,
-    /// When the model was first served.
+    /// When all models were first served.
     origin: Instant,
     mended: Option<Instant>,
-    asks: VecDeque<Ask>,
-    cancels: Vec<(Instant, CallId)>,
-    /// When the callers of calls that have not ended yet went away.
-    gone: BTreeMap<CallId, Instant>,
-    /// When the callers' host was last paused.
-    stopped: Option<Instant>,
-    /// Failed calls that were checked.
-    failed: BTreeSet<CallId>,
-    /// Calls that broke with their host and are asked again.
-    again: VecDeque<CallId>,
-    /// The life of the host that the callers use, and when they may look for another.
-    head_life: u32,
-    turn_at: Option<Instant>,
     violations: Vec<String>,
 }
 
@@ -101,9 +100,21 @@ struct Checks {
     rings: Rings,
     survival: Survival,
     pauses: Pauses,
+    cancels: Cancels,
+    tile_standbys: TileStandbys,
 }
 
 impl Checks {
+    fn watch(&self, world: &mut World) {
+        world.observe(Box::new(self.epochs.clone()));
+        world.observe(Box::new(self.bounds.clone()));
+        world.observe(Box::new(self.frames.clone()));
+        world.observe(Box::new(self.owners.clone()));
+        world.observe(Box::new(self.rings.clone()));
+        world.observe(Box::new(self.survival.clone()));
+        world.observe(Box::new(self.pauses.clone()));
+    }
+
     /// `full`: replay rings may be full in this world.
     fn violations(&self, full: bool) -> Vec<String> {
         let all = [
@@ -111,6 +122,9 @@ impl Checks {
             self.bounds.violations(),
             self.frames.violations(),
             self.owners.violations(),
+            self.survival.violations(),
+            self.cancels.violations(),
+            self.tile_standbys.violations(),
             if full { Vec::new() } else { self.rings.violations() },
         ];
         all.into_iter().flatten().collect()
@@ -121,16 +135,14 @@ impl<'a> Run<'a> {
     fn new(case: &'a Case, timeline: Timeline) -> Self {
         let mut world = World::new(Options { seed: case.seed, ..case.network.clone() });
         let checks = Checks::default();
-        world.observe(Box::new(checks.epochs.clone()));
-        world.observe(Box::new(checks.bounds.clone()));
-        world.observe(Box::new(checks.frames.clone()));
-        world.observe(Box::new(checks.owners.clone()));
-        world.observe(Box::new(checks.rings.clone()));
-        world.observe(Box::new(checks.survival.clone()));
-        world.observe(Box::new(checks.pauses.clone()));
+        checks.watch(&mut world);
         let mut spec = HostSpec::default();
         spec.capacity.memory_total = case.mesh.memory_mib << 20;
         spec.capacity.memory_free = case.mesh.memory_mib << 20;
+        if !case.simulations.is_empty() {
+            // Slow enough that a small grid is worth sharing.
+            (spec.capacity.copy_bytes_per_second, spec.cell_ns) = (COPY_BYTES_PER_SECOND, CASE_CELL_NS);
+        }
         for index in 0..case.mesh.hosts as usize {
             spec.region = case.mesh.regions.get(index).copied().unwrap_or(0);
             let spec = if case.mesh.mixed { spec.clone().of_kind(index) } else { spec.clone() };
@@ -138,32 +150,23 @@ impl<'a> Run<'a> {
             world.start(host);
         }
         for host in 1..case.mesh.hosts {
-            world.introduce(HostId(host), HEAD);
+            world.introduce(HostId(host), HostId(0));
         }
         world.discover(DISCOVERY);
-        let mut asks = case.requests.clone();
-        asks.sort_by_key(|ask| ask.at);
         Run {
             case,
-            work: Workload::of(HEAD, wide_model(case.mesh.layers, LAYER_BYTES, case.mesh.width)),
+            callers: Callers::of(case),
+            submissions: Submissions::of(case),
             checks,
             timeline,
             world,
             origin: Instant(0),
             mended: None,
-            asks: asks.into(),
-            cancels: Vec::new(),
-            gone: BTreeMap::new(),
-            stopped: None,
-            failed: BTreeSet::new(),
-            again: VecDeque::new(),
-            head_life: 1,
-            turn_at: None,
             violations: Vec::new(),
         }
     }
 
-    /// Everybody meets, and the model is served for the first time.
+    /// All hosts meet, and the models are served for the first time, one after the other.
     fn serve(&mut self) -> bool {
         let met = self.world.run_while_not(SETUP_MAX, LOOK, |world| membership::informed(world, &[]));
         if !met {
@@ -173,16 +176,20 @@ impl<'a> Run<'a> {
         }
         self.world.run_for(Duration::from_millis(500)); // connections stand
         self.world.observe(Box::new(self.timeline.clone()));
-        self.work.turn_to(&mut self.world, HEAD);
-        let ready = self.work.run_until_ready(&mut self.world, SETUP_MAX);
-        self.origin = self.world.now();
-        if !ready {
-            self.violations.push(format!("the model is not served: {:?}", self.work.notes.last()));
+        for callers in &mut self.callers {
+            let head = callers.work.head;
+            callers.work.turn_to(&mut self.world, head);
+            let ready = callers.work.run_until_ready(&mut self.world, SETUP_MAX);
+            if !ready {
+                self.violations.push(format!("the model is not served: {:?}", callers.work.notes.last()));
+                return false;
+            }
         }
-        ready
+        self.origin = self.world.now();
+        true
     }
 
-    /// Faults strike while requests come and go.
+    /// Faults strike while requests and simulations come and go.
     fn go_wrong(&mut self) {
         let since = self.origin.since(Instant(0));
         let later = |timed: &Timed| Timed { at: timed.at + since, fault: timed.fault.clone() };
@@ -200,51 +207,73 @@ impl<'a> Run<'a> {
         self.mended = Some(mended);
         // The mending ends the process of a host that was leaving: callers see that before they ask anything else.
         self.step(mended + LOOK);
-        let limit = mended + SETTLE_MAX;
-        let ended = self.until(limit, |run| run.all_ended() && run.turn_at.is_none() && run.work.job.is_some());
-        if !ended {
-            let open = self.work.calls.iter().filter(|(_, call)| call.ends.is_empty()).map(|(id, _)| name(*id));
-            let open: Vec<u64> = open.collect();
-            let (asks, job) = (self.asks.len() + self.again.len(), self.work.job);
-            let told = self.work.notes.last().map(|told| format!("{:?}", told.event));
-            self.violations.push(format!(
-                "{} after everything was mended calls {open:?} are open, {asks} not asked, job {job:?}, told last: {told:?}",
-                units::text(SETTLE_MAX)
-            ));
+        let computing = self.submissions.all.iter().map(|submission| settle_max(&submission.simulation)).max();
+        let limit = mended + SETTLE_MAX + computing.unwrap_or_default();
+        let served = |run: &Run<'_>| run.callers.iter().all(|callers| callers.all_ended() && callers.is_served());
+        if !self.until(limit, |run| served(run) && run.submissions.all_ended()) {
+            self.tell_open(limit.since(mended));
             return;
         }
-        self.until(limit, |run| standbys::missing(&run.world, run.work.head).is_empty());
-        self.violations.extend(standbys::missing(&self.world, self.work.head));
-        let last = self.last_request(limit);
-        let end = self.work.calls[&last].ends.first().map(|(_, reason)| reason);
-        if !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
-            self.violations.push(format!("a request after everything was mended ends with {end:?}"));
+        self.until(limit, |run| run.missing().is_empty());
+        let missing = self.missing();
+        self.violations.extend(missing);
+        for index in 0..self.callers.len() {
+            let last = self.last_request(index, limit);
+            let end = self.callers[index].work.calls[&last].ends.first().map(|(_, reason)| reason);
+            if !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
+                self.violations.push(format!("a request after everything was mended ends with {end:?}"));
+            }
         }
         if !self.until(limit, |run| membership::informed(&run.world, &[])) {
             let wrong = membership::divergences(&self.world, &[]);
-            self.violations.push(format!("{} after the mending: {wrong:?}", units::text(SETTLE_MAX)));
+            self.violations.push(format!("{} after the mending: {wrong:?}", units::text(limit.since(mended))));
         }
         self.until(limit, |run| leaks(&run.world).is_empty() && rest::orphans(&run.world).is_empty());
         self.violations.extend(leaks(&self.world));
         self.violations.extend(rest::orphans(&self.world));
     }
 
+    /// What has not ended long after everything was mended.
+    fn tell_open(&mut self, after: Duration) {
+        let after = units::text(after);
+        for callers in self.callers.iter().filter(|callers| !(callers.all_ended() && callers.is_served())) {
+            self.violations.push(format!("{after} after everything was mended {}", callers.open()));
+        }
+        for submission in self.submissions.all.iter().filter(|submission| submission.end.is_none()) {
+            let (name, last) = (submission.name(), submission.progress.last());
+            self.violations.push(format!(
+                "{name} has not ended {after} after everything was mended, progress {last:?}, submitted {:?}",
+                submission.submitted
+            ));
+        }
+    }
+
+    /// Stages without standbys, though hosts have room.
+    fn missing(&self) -> Vec<String> {
+        self.callers.iter().flat_map(|callers| standbys::missing(&self.world, &callers.work)).collect()
+    }
+
     /// Sends one more request, which standbys have to follow, and waits for its end.
-    fn last_request(&mut self, limit: Instant) -> CallId {
-        let (current, epoch) = (standbys::current(&self.world, self.work.head), self.work.epoch);
-        let last = self.submit(Ask { prompt: 40, tokens: LAST_TOKENS, ..Ask::default() });
+    fn last_request(&mut self, index: usize, limit: Instant) -> CallId {
+        let work = &self.callers[index].work;
+        let (current, epoch) = (standbys::current(&self.world, work), work.epoch);
+        let ask = Ask { prompt: 40, tokens: LAST_TOKENS, ..Ask::default() };
+        let last = self.callers[index].submit(&mut self.world, ask, self.case.seed);
         self.timeline.note(self.world.now(), format!("final check request: call {}", name(last)));
-        let ended = |run: &Self| !run.work.calls[&last].ends.is_empty();
+        let call = |run: &Self| run.callers[index].work.calls[&last].clone();
+        let ended = |run: &Self| !run.callers[index].work.calls[&last].ends.is_empty();
         let behind = |run: &Self| {
-            let now = standbys::current(&run.world, run.work.head);
+            let now = standbys::current(&run.world, &run.callers[index].work);
             current.difference(&now).copied().collect::<Vec<_>>()
         };
-        self.until(limit, |run| ended(run) || run.work.calls[&last].tokens.len() as u32 > FOLLOWED);
+        let follows = |run: &Self| run.callers[index].work.calls[&last].tokens.len() as u32 > FOLLOWED;
+        self.until(limit, |run| ended(run) || follows(run));
         if !ended(self) {
             self.until(limit, |run| ended(run) || behind(run).is_empty());
-            let asked = self.work.calls[&last].submitted;
+            let asked = call(self).submitted;
+            let work = &self.callers[index].work;
             let sought = |told: &Told| told.at >= asked && matches!(told.event, Event::Standby { current: false, .. });
-            let stayed = self.work.epoch == epoch && !self.work.notes.iter().any(sought);
+            let stayed = work.epoch == epoch && !work.notes.iter().any(sought);
             if stayed && !behind(self).is_empty() {
                 let behind = behind(self);
                 self.violations.push(format!("standbys fall behind while one request runs: {behind:?}"));
@@ -252,48 +281,6 @@ impl<'a> Run<'a> {
         }
         self.until(limit, ended);
         last
-    }
-
-    /// Checks what depends on the present state of the world.
-    fn judge(&mut self) {
-        let (now, head) = (self.world.now(), self.work.head);
-        if self.world.host(head).paused_until.is_some() {
-            self.stopped = Some(now);
-        }
-        self.checks.survival.look(&self.world, head, self.model_bytes());
-        self.checks.owners.look(&self.world, head);
-        let survival = &self.checks.survival;
-        for (id, call) in &self.work.calls {
-            let Some((at, reason)) = call.ends.first() else { continue };
-            if let DoneReason::Failed(why) = reason
-                && why != HEAD_DIED
-                && self.failed.insert(*id)
-                && let Some(doubt) = survival.doubt(*at, head)
-            {
-                self.violations.push(format!("call {} fails ({why}), {doubt}", name(*id)));
-            }
-            if let Some(cancelled) = self.gone.remove(id)
-                && *at > cancelled + CANCEL_MAX
-                && self.stopped.is_none_or(|stopped| stopped < cancelled)
-            {
-                let after = at.since(cancelled).as_millis();
-                self.violations
-                    .push(format!("call {} ends {after} ms after its caller went away: {reason:?}", name(*id)));
-            }
-        }
-    }
-
-    /// Bytes of weights and caches.
-    fn model_bytes(&self) -> u64 {
-        let work = &self.work.model.work;
-        let positions = u64::from(work.context) * u64::from(work.sequences);
-        let layers: u64 =
-            work.layers.iter().map(|layer| layer.weight_bytes + layer.kv_bytes_per_token * positions).sum();
-        layers + work.embed_bytes + work.head_bytes
-    }
-
-    fn all_ended(&self) -> bool {
-        self.asks.is_empty() && self.again.is_empty() && self.work.calls.values().all(|call| !call.ends.is_empty())
     }
 
     fn until(&mut self, limit: Instant, done: impl Fn(&Run<'a>) -> bool) -> bool {
@@ -308,68 +295,33 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Lets a little time pass, and does what callers do.
+    /// Lets a little time pass, and does what callers and submitters do.
     fn step(&mut self, end: Instant) {
         self.world.run_until((self.world.now() + LOOK).min(end));
-        self.work.absorb(&mut self.world);
+        let told = self.world.take_told();
+        self.callers.iter_mut().for_each(|callers| callers.hear(&told));
+        self.submissions.hear(&self.world, &told);
         self.judge();
-        self.look_after_head();
-        let now = self.world.now();
-        if self.work.job.is_some() && self.turn_at.is_none() {
-            while let Some(ask) = self.asks.pop_front_if(|ask| self.origin + ask.at.since(Instant(0)) <= now) {
-                self.submit(ask);
-            }
-            while let Some(call) = self.again.pop_front() {
-                let request = self.work.calls[&call].request.clone();
-                self.work.submit(&mut self.world, request);
-            }
+        let heads: Vec<HostId> = self.callers.iter().map(|callers| callers.work.head).collect();
+        for callers in &mut self.callers {
+            callers.look_after_head(&mut self.world, self.case.mesh.hosts, &heads, &self.timeline);
+            callers.step(&mut self.world, self.origin, self.case.seed);
         }
-        let due: Vec<CallId> = self.cancels.extract_if(.., |(at, _)| *at <= now).map(|(_, call)| call).collect();
-        for call in due {
-            // A caller whose host is gone has nobody to tell.
-            if self.work.calls.get(&call).is_some_and(|call| call.ends.is_empty()) && self.turn_at.is_none() {
-                self.work.cancel(&mut self.world, call);
-                self.gone.insert(call, now);
-            }
-        }
+        self.submissions.step(&mut self.world, self.origin, is_usable);
     }
 
-    fn submit(&mut self, ask: Ask) -> CallId {
-        let number = self.work.calls.len() as u64;
-        let mut request = request(self.case.seed.wrapping_mul(1000).wrapping_add(number), ask.prompt, ask.tokens);
-        if number % 3 == 2 {
-            request.sampling = Sampling { temperature_e6: 800_000, seed: number, ..Sampling::GREEDY };
+    /// Checks what depends on the present state of the world.
+    fn judge(&mut self) {
+        let models: u64 = self.callers.iter().map(Callers::model_bytes).sum();
+        let hosts = self.case.mesh.hosts.into();
+        let bytes = models + self.submissions.bytes(hosts);
+        for callers in &mut self.callers {
+            callers.judge(&self.world, &self.checks.survival, bytes, &mut self.violations);
         }
-        let call = self.work.submit(&mut self.world, request);
-        self.cancels.extend(ask.cancel_after.map(|after| (self.world.now() + after, call)));
-        call
-    }
-
-    /// Callers whose host died get an error, and turn to another host a while later.
-    fn look_after_head(&mut self) {
-        let now = self.world.now();
-        let head = self.world.host(self.work.head);
-        let gone = !head.runs() || head.life != self.head_life;
-        if gone && self.turn_at.is_none() {
-            let broken = self.work.head_died(now);
-            self.timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
-            self.again.extend(broken.into_iter().filter(|call| !self.work.calls[call].cancelled));
-            self.turn_at = Some(now + TURN);
-        }
-        if self.turn_at.is_some_and(|at| at <= now) {
-            let here = self.work.head.0;
-            let count = self.case.mesh.hosts;
-            let others = (1..=count).map(|step| HostId((here + step) % count));
-            let usable = |host: &HostId| {
-                let host = self.world.host(*host);
-                host.runs() && host.paused_until.is_none() && !host.leaves
-            };
-            let Some(next) = others.into_iter().find(usable) else { return };
-            self.turn_at = None;
-            self.head_life = self.world.host(next).life;
-            self.work.turn_to(&mut self.world, next);
-            self.timeline.note(now, format!("callers turn to host {}", next.0));
-        }
+        self.checks.survival.look_at_simulations(&self.world, &self.submissions, hosts);
+        self.checks.owners.look(&self.world);
+        self.checks.cancels.look(&self.world, &self.submissions, &self.checks.survival);
+        self.checks.tile_standbys.look(&self.world, &self.submissions, &self.checks.survival);
     }
 
     /// The longest time after the mending in which a request that was running got no further.
@@ -381,7 +333,11 @@ impl<'a> Run<'a> {
             let mut last = mended.max(call.tokens.first().map_or(call.submitted, |(at, ..)| *at));
             times.map(|at| at.since(std::mem::replace(&mut last, at))).max().unwrap_or_default()
         };
-        self.work.calls.values().map(longest).max().unwrap_or_default()
+        self.calls().map(longest).max().unwrap_or_default()
+    }
+
+    fn calls(&self) -> impl Iterator<Item = &Call> {
+        self.callers.iter().flat_map(|callers| callers.work.calls.values())
     }
 
     fn outcome(mut self) -> Outcome {
@@ -389,57 +345,75 @@ impl<'a> Run<'a> {
         let full = self.case.mesh.width > WIDTH;
         self.violations.extend(self.checks.violations(full));
         let losses = self.checks.pauses.losses(|host| self.world.host(host).node_id);
-        let losses = if full { Vec::new() } else { losses };
+        let losses = losses.into_iter().filter(|loss| loss.simulation || !full).collect::<Vec<_>>();
         let waited = losses.iter().map(|loss| loss.waited).max().unwrap_or_default();
-        let late = losses.iter().filter(|loss| loss.waited > LIMIT).map(|loss| {
-            let (at, owners, waited) = (loss.at.0 / 1_000_000, loss.owners, loss.waited.as_millis());
-            format!("{at} ms: {owners} stages are lost whose standbys were current, and a request waits {waited} ms")
-        });
-        self.violations.extend(late);
+        self.violations.extend(losses.iter().filter_map(|loss| loss.violation(LIMIT)));
         if self.mended.is_some() {
-            self.violations.extend(requests::violations(&self.work));
+            self.violations.extend(self.callers.iter().flat_map(|callers| requests::violations(&callers.work)));
         }
+        self.violations.extend(reports::violations(&self.world, &self.submissions, self.case.faults.is_empty()));
         let mut ends = BTreeMap::new();
-        for call in self.work.calls.values() {
-            let kind = match call.ends.first() {
-                None => "none",
-                Some((_, DoneReason::Stop | DoneReason::Length)) => "done",
-                Some((_, DoneReason::Cancelled)) => "cancelled",
-                Some((_, DoneReason::Busy | DoneReason::Invalid(_))) => "refused",
-                Some((_, DoneReason::Failed(reason))) if reason == HEAD_DIED => "broken",
-                Some((_, DoneReason::Failed(reason))) => {
-                    let reason: String = reason.chars().filter(|c| !c.is_ascii_digit()).take(60).collect();
-                    *ends.entry(format!("failed ({reason})")).or_insert(0) += 1;
-                    continue;
-                }
-            };
-            *ends.entry(kind.to_string()).or_insert(0) += 1;
+        self.calls().for_each(|call| *ends.entry(kind_of_end(call)).or_insert(0) += 1);
+        let mut simulations = BTreeMap::new();
+        for submission in &self.submissions.all {
+            *simulations.entry(kind_of(submission.end.as_ref().map(|(_, end)| end))).or_insert(0) += 1;
         }
-        let longest = self.work.calls.values().flat_map(pauses).map(|(.., pause)| pause).max().unwrap_or_default();
+        let longest = self.calls().flat_map(pauses).map(|(.., pause)| pause).max().unwrap_or_default();
         let now = self.world.now();
-        let heads = self.world.hosts().filter_map(|host| host.node.as_ref());
+        let nodes = || self.world.hosts().filter_map(|host| host.node.as_ref());
+        let models = nodes().flat_map(|node| node.jobs()).map(|view| view.epoch.counter);
+        let works: Vec<_> = self.callers.iter().map(|callers| &callers.work).collect();
         Outcome {
             seed: self.case.seed,
             trace: self.world.trace().hash(),
             events: self.world.trace().events(),
             virtual_ms: now.0 / 1_000_000,
-            epochs: heads.flat_map(|node| node.jobs()).map(|view| view.epoch.counter).max().unwrap_or(0),
+            epochs: models.max().unwrap_or(0),
             ends,
+            simulations,
+            successions: self.submissions.all.iter().map(|submission| submission.successions).sum(),
             losses: losses.len() as u32,
             loss_ms_max: u64::try_from(waited.as_millis()).unwrap_or(u64::MAX),
             pause_ms_max: longest.as_millis() as u64,
             stall_ms_max: self.stall().as_millis() as u64,
             settled_ms: self.mended.map_or(0, |mended| now.since(mended).as_millis() as u64),
-            timeline: self.timeline.lines(&self.world, &self.work, self.origin),
+            timeline: self.timeline.lines(&self.world, &works, self.origin),
             violations: self.violations,
         }
     }
 }
 
-/// The callers' first host.
-const HEAD: HostId = HostId(0);
-/// Weights of one layer, as `compute.rs` takes its time.
-const LAYER_BYTES: u64 = 20 << 20;
+/// How a request ended, in a word.
+fn kind_of_end(call: &Call) -> String {
+    let kind = match call.ends.first() {
+        None => "none",
+        Some((_, DoneReason::Stop | DoneReason::Length)) => "done",
+        Some((_, DoneReason::Cancelled)) => "cancelled",
+        Some((_, DoneReason::Busy | DoneReason::Invalid(_))) => "refused",
+        Some((_, DoneReason::Failed(reason))) if reason == HEAD_DIED => "broken",
+        Some((_, DoneReason::Failed(reason))) => return failed(reason),
+    };
+    kind.to_string()
+}
+
+/// How a simulation ended, in a word.
+fn kind_of(end: Option<&End>) -> String {
+    match end {
+        None => "none".into(),
+        Some(End::Done) => "done".into(),
+        Some(End::Cancelled) => "cancelled".into(),
+        Some(End::Broken) => "broken".into(),
+        Some(End::Failed(reason)) => failed(reason),
+    }
+}
+
+fn failed(reason: &str) -> String {
+    let reason: String = reason.chars().filter(|c| !c.is_ascii_digit()).take(60).collect();
+    format!("failed ({reason})")
+}
+
+/// What hosts of cases with simulations copy in a second.
+const COPY_BYTES_PER_SECOND: u64 = 100_000_000;
 /// Hosts meet and the model is served within this time, or something is wrong.
 const SETUP_MAX: Duration = Duration::from_secs(20);
 /// Everything that had gone wrong is over within this time after all is mended: a job whose hosts are suspected waits for
@@ -447,10 +421,6 @@ const SETUP_MAX: Duration = Duration::from_secs(20);
 const SETTLE_MAX: Duration = Duration::from_secs(60);
 /// How often callers look. What was told has its own time.
 const LOOK: Duration = Duration::from_millis(20);
-/// Callers whose host is gone look for another after this.
-const TURN: Duration = Duration::from_millis(500);
-/// A cancelled call ends within this time.
-const CANCEL_MAX: Duration = Duration::from_secs(1);
 /// Tokens of the last request, and the number after which a standby that receives no rows has fallen behind.
 const LAST_TOKENS: u32 = 200;
 const FOLLOWED: u32 = 100;

@@ -1,5 +1,5 @@
 //! Many bad times, each drawn from its seed and run on any free core. Next: `minimize.rs`.
-use crate::case::{Ask, Case, Mesh};
+use crate::case::{Ask, Case, Entry, Guarded, Mesh, Simulation};
 use crate::faults::{self, Ground};
 use crate::options::{Options, chance};
 use crate::run::{Outcome, run};
@@ -46,6 +46,11 @@ pub fn draw(seed: u64, size: Size) -> Case {
     if wide {
         network.bandwidth = FAST_BYTES_PER_SECOND;
     }
+    let mut disk = chance(seed, "disk");
+    network.unsynced_lost_percent = [100, 50, 20][disk.random_range(0..3usize)];
+    network.unsynced_torn_percent = [0, 30, 50][disk.random_range(0..3usize)];
+    let handling_us = [0, 2, 10, 40][chance(seed, "driver").random_range(0..4usize)];
+    network.handling = Duration::from_micros(handling_us);
     let memory_mib = [297, 297, 378, 576, 900][rng.random_range(0..5usize)];
     let head_mortal = rng.random_bool(0.3);
     let asks = rng.random_range(4..=20);
@@ -54,10 +59,13 @@ pub fn draw(seed: u64, size: Size) -> Case {
         let prompt = if rng.random_bool(0.5) { rng.random_range(1..100) } else { rng.random_range(100..1500) };
         let cancel_after = rng.random_bool(0.15).then(|| Duration::from_micros(rng.random_range(0..2_000_000)));
         let tokens = rng.random_range(if calm { 200..450 } else { 1..300 });
-        Ask { at, prompt, tokens, cancel_after }
+        Ask { at, prompt, tokens, cancel_after, entry: 0 }
     };
     let mut requests: Vec<Ask> = (0..asks).map(ask).collect();
     requests.sort_by_key(|ask| ask.at);
+    let simulations = draw_simulations(seed, size, span_us);
+    let alone = !simulations.is_empty() && chance(seed, "no model").random_bool(0.15);
+    let entries = if alone { Vec::new() } else { draw_entries(seed, size, memory_mib, &mut requests) };
     Case {
         about: format!("seed {seed}"),
         seed,
@@ -65,20 +73,78 @@ pub fn draw(seed: u64, size: Size) -> Case {
         mesh: Mesh {
             hosts: size.hosts,
             memory_mib,
-            layers: 12,
+            layers: if alone { 0 } else { 12 },
             regions,
             mixed,
             width: if wide { WIDE } else { WIDTH },
         },
         network,
-        requests,
+        entries,
+        requests: if alone { Vec::new() } else { requests },
+        simulations,
         faults: {
             let ground = Ground { hosts: size.hosts, span: lasts, head_mortal };
-            if calm { faults::losses(seed, &ground) } else { faults::any(seed, &ground) }
+            let mut all = if calm { faults::losses(seed, &ground) } else { faults::any(seed, &ground) };
+            if !calm {
+                all.extend(faults::disks(seed, &ground));
+            }
+            all.extend(faults::lies(seed, &ground));
+            all.sort_by_key(|timed| timed.at);
+            all
         },
     }
 }
 
+/// In a third of the worlds a simulation, in some two. Streams of chance of their own: seeds keep what was drawn before.
+fn draw_simulations(seed: u64, size: Size, span_us: u64) -> Vec<Simulation> {
+    let mut rng = chance(seed, "simulations");
+    let count = if rng.random_bool(0.35) { 1 + usize::from(rng.random_bool(0.15)) } else { 0 };
+    let one = |_| {
+        let at = Instant(0) + Duration::from_micros(rng.random_range(0..span_us * 3 / 5));
+        let flat = rng.random_bool(0.8);
+        let mut axis = |least: u64, most: u64| rng.random_range(least..=most);
+        let extent = if flat { [axis(8, 18), axis(8, 18), 1] } else { [axis(5, 7), axis(5, 7), axis(4, 6)] };
+        let periodic = [0.5, 0.3, 0.1].map(|chance| rng.random_bool(chance));
+        let steps = rng.random_range(100..1_200);
+        let tier = [Guarded::None, Guarded::Warm, Guarded::Hot, Guarded::Hot][rng.random_range(0..4usize)];
+        let depth = rng.random_bool(0.5).then(|| rng.random_range(1..=4));
+        let checkpoint_every = rng.random_bool(0.7).then(|| rng.random_range(15..250));
+        let outputs = (0..rng.random_range(0..=2)).map(|_| rng.random_range(20..200)).collect();
+        Simulation {
+            at,
+            host: rng.random_range(0..size.hosts),
+            size: extent,
+            periodic: [periodic[0], periodic[1], periodic[2] && !flat],
+            steps,
+            tier,
+            depth,
+            checkpoint_every,
+            report_every: rng.random_range(5..100),
+            outputs,
+            scratch_mib: [1, 4, 16][rng.random_range(0..3usize)],
+            cancel_after: rng.random_bool(0.15).then(|| Duration::from_micros(rng.random_range(0..6_000_000))),
+        }
+    };
+    (0..count).map(one).collect()
+}
+
+/// In a fifth of the worlds a second entry node, to which a part of the requests goes. It serves the same model where hosts have
+/// memory for it twice, else a smaller one.
+fn draw_entries(seed: u64, size: Size, memory_mib: u64, requests: &mut [Ask]) -> Vec<Entry> {
+    let mut rng = chance(seed, "second entry node");
+    if size.hosts < 4 || !rng.random_bool(0.2) {
+        return Vec::new();
+    }
+    let same = rng.random_bool(0.5) && memory_mib >= TWICE_MIB;
+    let layers = (!same).then(|| rng.random_range(3..=6));
+    for ask in requests {
+        ask.entry = u32::from(rng.random_bool(0.4));
+    }
+    vec![Entry { host: rng.random_range(1..size.hosts), layers }]
+}
+
+/// With this much each of eight hosts, two models of twelve layers and their standbys fit.
+const TWICE_MIB: u64 = 576;
 /// Rows so wide that a stage keeps 256 of them.
 const WIDE: u32 = 65_536;
 /// A network that carries them: 100 Gbit/s.

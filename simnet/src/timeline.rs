@@ -72,7 +72,7 @@ impl Timeline {
     }
 
     /// All lines in order of time, with the pauses that callers saw.
-    pub fn lines(&self, world: &World, workload: &Workload, origin: Instant) -> Vec<Line> {
+    pub fn lines(&self, world: &World, workloads: &[&Workload], origin: Instant) -> Vec<Line> {
         let at_us = |at: Instant| (at.0 as i64 - origin.0 as i64) / 1000;
         let seen = self.seen.borrow();
         let mut lines: Vec<Line> = seen
@@ -93,7 +93,7 @@ impl Timeline {
                 Some(Line { at_us: at_us(*at), host: host.map(|host| host.0), what })
             })
             .collect();
-        for (id, call) in &workload.calls {
+        for (id, call) in workloads.iter().flat_map(|workload| &workload.calls) {
             let pauses = pauses(call).filter(|(_, _, pause)| *pause >= PAUSE_TOLD);
             lines.extend(pauses.map(|(at, position, pause)| Line {
                 at_us: at_us(at),
@@ -240,14 +240,18 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             Some(from) => format!("refused from {}: {what}", host(*from)),
             None => format!("refused: {what}"),
         },
-        Event::Steps { event, .. } => match event {
-            StepsEvent::Progress { step } => format!("all tiles completed step {step}"),
-            StepsEvent::Report { step, .. } => format!("has the sums of step {step}"),
-            StepsEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
-            StepsEvent::Waiting { reason } => format!("the simulation waits: {reason}"),
-        },
+        Event::Steps { job, event } => format!("simulation {:04x}: {}", job.0 >> 48, describe_steps(event)),
         Event::PlanReady { .. } | Event::Fleet { .. } | Event::GridPlan { .. } | Event::Token { .. } => return None,
     })
+}
+
+fn describe_steps(event: &StepsEvent) -> String {
+    match event {
+        StepsEvent::Progress { step } => format!("all tiles completed step {step}"),
+        StepsEvent::Report { step, .. } => format!("has the sums of step {step}"),
+        StepsEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),
+        StepsEvent::Waiting { reason } => format!("waits: {reason}"),
+    }
 }
 
 /// Of a message's text.

@@ -83,6 +83,10 @@ pub struct Workload {
     pub calls: BTreeMap<CallId, Call>,
     /// Everything else that the head told, for messages of failing tests.
     pub notes: Vec<Told>,
+    /// The call that asked for the model last.
+    deploy: CallId,
+    /// The job that this call waits for, where that cannot be served at once.
+    waits_for: Option<JobId>,
     next: u64,
 }
 
@@ -94,10 +98,16 @@ impl Workload {
         workload
     }
 
-    /// A model that nobody serves yet.
+    /// A model that is not served yet.
     pub fn of(head: HostId, model: ModelSpec) -> Self {
-        let next = DEPLOY - 1;
-        Workload { head, model, job: None, epoch: None, calls: BTreeMap::new(), notes: Vec::new(), next }
+        Workload::of_entry(0, head, model)
+    }
+
+    /// The same, of one of several entry nodes: their calls have different numbers.
+    pub fn of_entry(entry: u32, head: HostId, model: ModelSpec) -> Self {
+        let next = DEPLOY - 1 + u64::from(entry) * CALLS_OF_ENTRY;
+        let (calls, notes) = (BTreeMap::new(), Vec::new());
+        Workload { head, model, job: None, epoch: None, calls, notes, deploy: CallId(next), waits_for: None, next }
     }
 
     /// Run until the model is served; `false` if that takes longer than `limit`.
@@ -107,8 +117,7 @@ impl Workload {
 
     /// The host whose API was used died: its callers' connections broke. What it had not answered is over.
     pub fn head_died(&mut self, at: Instant) -> Vec<CallId> {
-        self.job = None;
-        self.epoch = None;
+        (self.job, self.epoch, self.waits_for) = (None, None, None);
         let open = self.calls.iter_mut().filter(|(_, call)| call.ends.is_empty());
         open.map(|(id, call)| {
             call.ends.push((at, DoneReason::Failed(HEAD_DIED.into())));
@@ -121,6 +130,9 @@ impl Workload {
     pub fn turn_to(&mut self, world: &mut World, head: HostId) {
         self.next += 1;
         self.head = head;
+        self.deploy = CallId(self.next);
+        // A host serves models whose files it has.
+        world.give_model(head, self.model.content, self.model.work.layers.len() as u32);
         let (call, model) = (CallId(self.next), self.model.clone());
         world.inject(head, Input::Start { call, job: Box::new(JobSpec::Serve(model)) });
     }
@@ -184,9 +196,17 @@ impl Workload {
                 continue;
             }
             match &told.event {
-                Event::JobReady { job, epoch, .. } => {
-                    self.job = Some(*job);
-                    self.epoch = Some(*epoch);
+                Event::JobReady { call, job, epoch } => {
+                    let known = self.job.or(self.waits_for) == Some(*job);
+                    if known || *call == Some(self.deploy) {
+                        (self.job, self.epoch) = (Some(*job), Some(*epoch));
+                    }
+                    self.notes.push(told);
+                }
+                Event::JobDegraded { call, job, .. } => {
+                    if *call == Some(self.deploy) {
+                        self.waits_for = Some(*job);
+                    }
                     self.notes.push(told);
                 }
                 Event::Token { call, position, token } => {
@@ -205,7 +225,6 @@ impl Workload {
                 | Event::PlanReady { .. }
                 | Event::Fleet { .. }
                 | Event::JobPlaced { .. }
-                | Event::JobDegraded { .. }
                 | Event::JobEnded { .. }
                 | Event::Lost { .. }
                 | Event::Standby { .. }
@@ -236,5 +255,7 @@ pub const HEAD_DIED: &str = "the node that took the request died";
 pub const WIDTH: u32 = 576;
 /// The call of `deploy`; requests count on from it.
 pub(crate) const DEPLOY: u64 = 1000;
+/// Numbers for the calls of one entry node.
+const CALLS_OF_ENTRY: u64 = 10_000;
 /// How often a workload looks at what was told.
 const LOOK: Duration = Duration::from_millis(1);

@@ -1,28 +1,38 @@
 //! The virtual world: hosts in a queue of events, with the same loop around each node that the real driver has.
 //!
-//! The loop is `World::deliver`: feed an input, carry out outputs until there are none, arm the next wakeup.
+//! The loop is `world/driver.rs`: feed what has come, carry out outputs until there are none, arm the next wakeup.
 //! Next: `network.rs`.
 mod connections;
+mod driver;
 mod faults;
 mod grids;
+mod lies;
+mod links;
+mod weights;
 
+use crate::disk::Record;
 use crate::faults::{Fault, Schedule};
-use crate::host::{Host, HostId, HostSpec};
+use crate::host::{Arrival, Host, HostId, HostSpec};
 use crate::network::{Network, Pair, Parcel};
-use crate::options::Options;
+use crate::options::{Options, chance};
 use crate::queue::Queue;
 use crate::trace::Trace;
 use faults::{Ambush, End};
+use lies::Known;
+use links::{GLANCE, Links};
 use node_core::config::Capacity;
-use node_core::id::NodeId;
+use node_core::id::{JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::node::Node;
 use node_core::output::{Event as Notice, Output};
 use node_core::record;
 use node_core::time::{Duration, Instant};
+use node_core::work::steps::SaveKind;
 use node_core::work::{Contact, PartWork, Run, Task};
+use rand_chacha::ChaCha8Rng;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use weights::{Purpose, Transfers};
 
 /// Something a node told to whoever listens.
 #[derive(Clone, Debug)]
@@ -39,8 +49,12 @@ pub struct Told {
 pub trait Observer {
     /// An input is about to be handled.
     fn input(&mut self, _at: Instant, _host: HostId, _input: &Input) {}
+    /// A message or frame that a lying member made up is about to be handled.
+    fn forged(&mut self, _at: Instant, _host: HostId, _input: &Input) {}
     /// An output is about to be carried out.
     fn output(&mut self, _at: Instant, _host: HostId, _output: &Output) {}
+    /// All outputs of the inputs before have been carried out.
+    fn polled(&mut self, _at: Instant, _host: HostId) {}
     /// A fault is about to strike.
     fn fault(&mut self, _at: Instant, _fault: &Fault) {}
     /// A host's process has died.
@@ -60,6 +74,15 @@ pub struct World {
     told: Vec<Told>,
     observers: Vec<Box<dyn Observer>>,
     ambushes: Vec<Ambush>,
+    transfers: Transfers,
+    links: Links,
+    /// For liars, and what they decide by.
+    known: Known,
+    lie_chance: ChaCha8Rng,
+    /// Decides what a crash makes of writes that are not synced.
+    disk_chance: ChaCha8Rng,
+    /// What came for the shell of a host that is paused.
+    stopped: Vec<(HostId, Happening)>,
     /// Banned nodes.
     banned: BTreeSet<NodeId>,
     /// Counts `Fault::Mend`: what was to go wrong or to end before does not any more.
@@ -78,6 +101,11 @@ enum Happening {
         life: u32,
     },
     Resume {
+        host: HostId,
+        life: u32,
+    },
+    /// Time for a host's driver to look at what has come.
+    Turn {
         host: HostId,
         life: u32,
     },
@@ -112,6 +140,44 @@ enum Happening {
         host: HostId,
         life: u32,
     },
+    /// A saved state of a simulation has come.
+    Collect {
+        host: HostId,
+        life: u32,
+        from: NodeId,
+        state: (JobId, PartId, u32, SaveKind),
+    },
+    /// A checkpoint of a simulation has come from another coordinator.
+    Mirror {
+        host: HostId,
+        life: u32,
+        from: NodeId,
+        name: (JobId, u32),
+    },
+    /// Time to look after a transfer of weights.
+    Transfer {
+        id: u64,
+    },
+    /// Time to see whether links are to be measured.
+    Glance,
+    /// A measurement of a link is over.
+    Measured {
+        host: HostId,
+        life: u32,
+        other: HostId,
+        connection: u64,
+    },
+    /// A liar says something.
+    Lie {
+        era: u32,
+        host: HostId,
+    },
+    /// What a liar said arrives.
+    Forged {
+        host: HostId,
+        life: u32,
+        input: Box<Input>,
+    },
     /// Only in its era, if it has one.
     Fault {
         era: Option<u32>,
@@ -127,11 +193,17 @@ enum Happening {
 impl World {
     /// An empty world.
     pub fn new(options: Options) -> Self {
+        let mut queue = Queue::new();
+        queue.push(Instant(0) + GLANCE, Happening::Glance);
         World {
             network: Network::new(options.clone()),
+            links: Links::default(),
+            known: Known::default(),
+            lie_chance: chance(options.seed, "lies"),
+            disk_chance: chance(options.seed, "unsynced writes"),
             options,
             now: Instant(0),
-            queue: Queue::new(),
+            queue,
             hosts: Vec::new(),
             by_node: BTreeMap::new(),
             by_addr: BTreeMap::new(),
@@ -139,6 +211,8 @@ impl World {
             told: Vec::new(),
             observers: Vec::new(),
             ambushes: Vec::new(),
+            transfers: Transfers::default(),
+            stopped: Vec::new(),
             banned: BTreeSet::new(),
             era: 0,
             discovery: None,
@@ -172,11 +246,15 @@ impl World {
         if host.runs() {
             return;
         }
+        if host.disk.full {
+            // Its generation cannot be written, so it must not speak; its service manager tries again.
+            return self.later(START_AGAIN, Fault::Restart { host: id, keep_disk: true });
+        }
         host.life += 1;
         host.leaves = false;
         host.paused_until = None;
         host.inbox.clear();
-        host.wake_at = None;
+        (host.wake_at, host.turn_at, host.busy_until) = (None, None, now);
         host.executor.reset(&host.spec);
         let config = host.config(now);
         if let Some(recording) = &mut host.recording {
@@ -187,8 +265,11 @@ impl World {
         for input in remembered {
             self.inject(id, input);
         }
-        if !self.banned.is_empty() {
-            self.inject(id, Input::Banned(self.banned.iter().copied().collect()));
+        self.announce_holdings(id);
+        let own = self.hosts[id.index()].node_id;
+        let banned: Vec<NodeId> = self.banned.iter().copied().filter(|node| *node != own).collect();
+        if !banned.is_empty() {
+            self.inject(id, Input::Banned(banned));
         }
         self.inject(id, Input::Wakeup);
     }
@@ -333,6 +414,7 @@ impl World {
         match happening {
             Happening::Wake { host, life } => self.wake(host, life),
             Happening::Resume { host, life } => self.resume(host, life),
+            Happening::Turn { host, life } => self.turn(host, life),
             Happening::Answer { host, life, input } => {
                 if self.hosts[host.index()].life == life {
                     self.deliver(host, *input);
@@ -351,6 +433,29 @@ impl World {
                     self.hosts[host.index()].disk.sync();
                 }
             }
+            Happening::Collect { host, life, from, state } => {
+                if self.hosts[host.index()].life == life && self.hosts[host.index()].runs() {
+                    self.collected(host, from, state);
+                }
+            }
+            Happening::Mirror { host, life, from, name } => {
+                if self.hosts[host.index()].life == life && self.hosts[host.index()].runs() {
+                    self.mirror(host, from, name);
+                }
+            }
+            Happening::Transfer { id } => self.transfer(id),
+            Happening::Glance => self.glance_at_links(),
+            Happening::Measured { host, life, other, connection } => {
+                if self.hosts[host.index()].life == life {
+                    self.measured(host, other, connection);
+                }
+            }
+            Happening::Lie { era, host } => self.lie(era, host),
+            Happening::Forged { host, life, input } => {
+                if self.hosts[host.index()].life == life {
+                    self.arrives(host, Arrival { input: *input, forged: true });
+                }
+            }
             Happening::Fault { era, fault } => {
                 if era.is_none_or(|era| era == self.era) {
                     self.fault(*fault);
@@ -358,83 +463,6 @@ impl World {
             }
             Happening::End { era, end } => self.end(era, end),
             Happening::Discovery => self.find_each_other(),
-        }
-    }
-
-    /// The loop: feed an input, carry out outputs until there are none, arm the next wakeup.
-    fn deliver(&mut self, id: HostId, input: Input) {
-        let now = self.now;
-        let host = &mut self.hosts[id.index()];
-        let Some(node) = &mut host.node else { return };
-        if host.paused_until.is_some() {
-            if host.inbox.len() < INBOX_MAX {
-                host.inbox.push_back(input);
-            }
-            return;
-        }
-        self.trace.input(now, id, &input);
-        for observer in &mut self.observers {
-            observer.input(now, id, &input);
-        }
-        let local = host.clock.local(now);
-        if let Some(recording) = &mut host.recording {
-            record::append_input(recording, local, &input);
-            record::append_polled(recording);
-        }
-        node.handle(local, input);
-        let mut outputs = std::mem::take(&mut self.outputs);
-        outputs.extend(std::iter::from_fn(|| node.poll()));
-        for output in outputs.drain(..) {
-            for observer in &mut self.observers {
-                observer.output(now, id, &output);
-            }
-            if !self.ambushes.is_empty() {
-                self.spring_ambushes(id, &output);
-            }
-            self.carry_out(id, output);
-        }
-        self.outputs = outputs;
-        self.arm(id);
-    }
-
-    fn arm(&mut self, id: HostId) {
-        let host = &mut self.hosts[id.index()];
-        let Some((at, _)) = host.node.as_ref().and_then(Node::next_wakeup) else { return };
-        let at = host.clock.world(at).max(self.now);
-        // An earlier wakeup in the queue finds nothing due and arms again: cheaper than searching the queue.
-        if host.wake_at.is_none_or(|armed| at < armed) {
-            host.wake_at = Some(at);
-            self.queue.push(at, Happening::Wake { host: id, life: host.life });
-        }
-    }
-
-    fn wake(&mut self, id: HostId, life: u32) {
-        let host = &mut self.hosts[id.index()];
-        if host.life != life || host.wake_at != Some(self.now) || host.paused_until.is_some() {
-            return; // of an earlier life, or no longer the earliest
-        }
-        host.wake_at = None;
-        let now = host.clock.local(self.now);
-        let due = host.node.as_ref().and_then(Node::next_wakeup).is_some_and(|(at, _)| at <= now);
-        if due {
-            self.deliver(id, Input::Wakeup);
-        } else {
-            self.arm(id);
-        }
-    }
-
-    fn resume(&mut self, id: HostId, life: u32) {
-        let host = &mut self.hosts[id.index()];
-        if host.life != life || host.paused_until.is_none_or(|until| until > self.now) {
-            return;
-        }
-        host.paused_until = None;
-        host.wake_at = None;
-        // A real driver looks at its clock before its sockets, or after: here the clock, which is the harder case.
-        self.deliver(id, Input::Wakeup);
-        let inbox = std::mem::take(&mut self.hosts[id.index()].inbox);
-        for input in inbox {
-            self.deliver(id, input);
         }
     }
 
@@ -452,6 +480,7 @@ impl World {
 
     fn carry_out(&mut self, id: HostId, output: Output) {
         let now = self.now;
+        self.known.note(&output);
         let host = &mut self.hosts[id.index()];
         match output {
             Output::SendDatagram { to: _, addr, bytes } => self.send_datagram(id, addr, bytes),
@@ -474,11 +503,14 @@ impl World {
                 let answer = question.answer();
                 self.answer(id, self.options.plan, Input::Planned { asked, answer });
             }
-            Output::Load { job, epoch, load, order, replaces, sources: _ } => match &order.work {
-                PartWork::Stage(stage) => {
-                    host.disk.fetch(stage.content, &stage.layers_of(order.part), stage.layers_total());
-                    let answer = host.executor.load(now, job, epoch, load, &order, &replaces);
-                    self.answer_at(id, answer);
+            Output::Load { job, epoch, load, order, replaces, sources } => match &order.work {
+                PartWork::Stage(_) => {
+                    match host.executor.reserve(now, job, epoch, load, &order, &replaces) {
+                        Ok(()) => {
+                            self.begin_transfer(id, Purpose::Load { job, part: order.part, load }, &order, &sources);
+                        }
+                        Err(refusal) => self.answer_at(id, refusal),
+                    }
                     self.measure_memory(id);
                 }
                 PartWork::Tile(_) => {
@@ -488,12 +520,8 @@ impl World {
             },
             Output::Restore { job, load, part, step } => self.restore_tile(id, (job, part), load, step),
             Output::Keep { job, epoch, order } => host.executor.keep(job, epoch, order.part),
-            Output::Fetch { job, epoch, order, sources: _ } => {
-                let part = order.part;
-                let PartWork::Stage(stage) = &order.work else { return };
-                let bytes = host.disk.fetch(stage.content, &stage.layers_of(part), stage.layers_total());
-                let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / FETCH_BYTES_PER_SECOND);
-                self.answer(id, took + self.options.sync, Input::Fetched { job, epoch, part, result: Ok(bytes) });
+            Output::Fetch { job, epoch, order, sources } => {
+                self.begin_transfer(id, Purpose::Fetch { job, epoch, part: order.part }, &order, &sources);
             }
             Output::Challenge { job, epoch, part, nonce } => {
                 if let Some(answer) = host.executor.challenge(now, (job, part), epoch, nonce) {
@@ -522,8 +550,8 @@ impl World {
                 self.mirror_checkpoint(id, from, (job, step), bytes);
             }
             Output::Remember { peers } => {
-                host.disk.write(peers);
-                self.queue.push(now + self.options.sync, Happening::Synced { host: id, life: host.life });
+                // Nothing waits for the disk: what it does not take is gone.
+                let _ = self.write(id, Record::Peers(peers));
             }
             Output::Notify(event) => self.told.push(Told { at: now, host: id, event }),
         }
@@ -547,6 +575,14 @@ impl World {
                 self.answer(id, times.ends.since(now), times.done);
             }
         }
+    }
+
+    /// Writes to a host's disk; the sync follows.
+    fn write(&mut self, id: HostId, record: Record) -> Result<(), String> {
+        let host = &mut self.hosts[id.index()];
+        host.disk.write(record)?;
+        self.queue.push(self.now + self.options.sync, Happening::Synced { host: id, life: host.life });
+        Ok(())
     }
 
     /// The shell notices a while later what its device has left.
@@ -584,9 +620,7 @@ fn sign(peer_id: &[u8], bytes: &[u8]) -> Vec<u8> {
     hasher.finalize().as_bytes().to_vec()
 }
 
-/// How fast weights come from peers: a link of a gigabit a second.
-const FETCH_BYTES_PER_SECOND: u64 = 125_000_000;
+/// A process that could not start is started again after this.
+const START_AGAIN: Duration = Duration::from_secs(1);
 /// Time until a change of free memory is noticed.
 const MEASURE: Duration = Duration::from_millis(10);
-/// What a paused host's socket buffers hold; beyond that datagrams are lost.
-const INBOX_MAX: usize = 4096;

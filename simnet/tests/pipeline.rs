@@ -51,12 +51,26 @@ impl Room {
         room
     }
 
+    /// The same where every host has the whole model on its disk.
+    fn serving_stored(options: Options, n: usize) -> Room {
+        let mut room = Room::deploying_stored(options, n, true);
+        let ready = room.work.run_until_ready(&mut room.world, ms(10_000));
+        assert!(ready, "the model is served: {:?}", room.work.notes);
+        room
+    }
+
     fn deploying(options: Options, n: usize) -> Room {
+        Room::deploying_stored(options, n, false)
+    }
+
+    fn deploying_stored(options: Options, n: usize, stored: bool) -> Room {
         let (mut world, hosts) = Room::empty(options, n, HOST_MEMORY);
+        let model = symbolic_model(LAYERS, LAYER_BYTES);
+        hosts.iter().filter(|_| stored).for_each(|&host| world.give_model(host, model.content, LAYERS));
         let (epochs, bounds) = (Epochs::default(), Bounds::default());
         world.observe(Box::new(epochs.clone()));
         world.observe(Box::new(bounds.clone()));
-        let work = Workload::deploy(&mut world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
+        let work = Workload::deploy(&mut world, HEAD, model);
         Room { world, hosts, work, epochs, bounds }
     }
 
@@ -172,6 +186,7 @@ fn a_dead_stage_with_a_standby_stalls_a_generation_for_as_long_as_it_takes_to_no
         let what = format!("stall, seed {seed}");
         let mut draw = chance(seed, "stall");
         let mut room = Room::serving(Options { loss_ppm: 10_000, ..Options::lan(seed) }, 6);
+        settle(&mut room);
         let call = room.submit(seed, draw.random_range(1..400), 400);
         room.work.run(&mut room.world, ms(5_000), |work, _| work.calls[&call].tokens.len() > 20);
         room.run_for(Duration::from_micros(draw.random_range(0..200_000)));
@@ -522,7 +537,7 @@ fn a_stage_that_is_never_ready_though_its_node_lives_is_placed_elsewhere() {
     for seed in seeds(10) {
         let what = format!("a load that hangs, seed {seed}");
         let mut draw = chance(seed, "a load that hangs");
-        let mut room = Room::serving(Options::swarm(seed), 6);
+        let mut room = Room::serving_stored(Options::swarm(seed), 6);
         let call = room.submit(seed, draw.random_range(1..100), 200);
         room.run_for(ms(50)); // standbys are chosen
         let before = room.work.stages(&room.world);

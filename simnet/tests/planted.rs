@@ -10,22 +10,27 @@ use simnet::soak::{Size, cores, draw, run_caught, soak};
 use std::sync::Mutex;
 
 /// Each bug, the first seed that finds it, and a part of the violation.
-const BUGS: [(Planted, u64, &str); 15] = [
-    (Planted::EpochCheckLeftOut, 25, "a frame of"),
-    (Planted::RingTrimmedEarly, 4, "keeps request"),
-    (Planted::StandbyPromotedTwice, 2, "as standby of stage"),
+const BUGS: [(Planted, u64, &str); 20] = [
+    (Planted::EpochCheckLeftOut, 15, "a frame of"),
+    (Planted::RingTrimmedEarly, 7, "keeps request"),
+    (Planted::StandbyPromotedTwice, 2, "as standby of part"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),
     (Planted::CancelDropped, 0, "after its caller went away"),
     (Planted::SeedByFirstPosition, 0, "the solo chain has"),
     (Planted::StandbyNeverFed, 71, "and a request waits"),
-    (Planted::NoFence, 15, "sends a frame of"),
+    (Planted::NoFence, 11, "sends a frame of"),
     (Planted::CloseNotToStandby, 0, "caches"),
-    (Planted::LostNotExcluded, 2, "reported lost and not heard since"),
-    (Planted::BackIgnored, 4, "though a host has room"),
-    (Planted::BanIgnored, 68, "banned"),
-    (Planted::OrphansStay, 10, "its head does not"),
+    (Planted::LostNotExcluded, 1, "reported lost and not heard since"),
+    (Planted::BackIgnored, 14, "though a host has room"),
+    (Planted::BanIgnored, 25, "banned"),
+    (Planted::OrphansStay, 10, "its coordinator does not"),
     (Planted::LossFailsRequests, 3, "though its coordinator lives"),
     (Planted::NoStandbys, 2, "though a host has room"),
+    (Planted::TileOneAhead, 173, "and a simulation waits"),
+    (Planted::SuccessionWithoutMajority, 25, "participants ask for it"),
+    (Planted::ReportsOfTwoCuts, 13, "the sum of step"),
+    (Planted::SimulationCancelDropped, 40, "after its cancellation"),
+    (Planted::CheckpointIncomplete, 1, "a wrong checkpoint"),
 ];
 
 /// A planted bug affects the whole process: one test at a time.

@@ -50,7 +50,9 @@ fn the_same_seed_is_the_same_run() {
 /// Seeds that once found something, here or in the checkers.
 #[test]
 fn what_once_failed_does_not_fail_again() {
-    for seed in [3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287] {
+    for seed in
+        [3751, 4762, 5884, 7945, 8527, 9448, 10818, 10829, 12287, 173, 224, 693, 1345, 1583, 1881, 1949, 1960, 2209]
+    {
         let outcome = run_caught(&draw(seed, Size::default()));
         assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
     }

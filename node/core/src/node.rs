@@ -450,6 +450,7 @@ impl Node {
                 self.failover.handle_ended(job);
                 self.speeds.forget_job(job);
                 self.liveness.handle_unwatch(job);
+                self.parts.handle_left(self.now, job);
             }
             JobOutput::Measured { job, node, work, layers, measured } => {
                 self.measured(job, node, &work, &layers, measured);

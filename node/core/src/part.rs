@@ -60,6 +60,8 @@ struct HeldJob {
     epoch: Epoch,
     /// All parts of the job are ready: neighbours may be expected to send heartbeats.
     gone: bool,
+    /// This node issued the epoch, and does not coordinate the job any more.
+    left: bool,
     /// Until when progress is reported often: the job has just begun, or goes on after a loss.
     begins_until: Instant,
     coordinator_heard: Instant,
@@ -116,13 +118,18 @@ struct Flight {
 impl HeldJob {
     fn new(now: Instant, epoch: Epoch) -> Self {
         let (succession, parts) = (Succession::default(), BTreeMap::new());
-        HeldJob { epoch, gone: false, begins_until: now, coordinator_heard: now, succession, parts }
+        HeldJob { epoch, gone: false, left: false, begins_until: now, coordinator_heard: now, succession, parts }
     }
 
     /// The coordinator gave a sign of life.
     fn heard(&mut self, now: Instant) {
         self.coordinator_heard = now;
         self.succession.heard();
+    }
+
+    /// Since when no coordinator has been heard, where that is not this node.
+    fn silent_since(&self, me: NodeId) -> Option<Instant> {
+        (self.epoch.issuer != me || self.left).then_some(self.coordinator_heard)
     }
 
     /// Whether a node may issue epochs of the job, as far as its parts here know.
@@ -463,12 +470,20 @@ impl Parts {
         }
     }
 
+    /// This node does not coordinate a job any more. What it holds under its own epochs stays for a while: the next coordinator may
+    /// ask for it.
+    pub fn handle_left(&mut self, now: Instant, job: JobId) {
+        if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == self.me) {
+            (held.left, held.coordinator_heard) = (true, now);
+        }
+    }
+
     // ---- time
 
     /// The clock.
     pub fn handle_wakeup(&mut self, now: Instant) {
         let drops = !planted::has(Planted::OrphansStay);
-        let orphaned = |held: &HeldJob| held.epoch.issuer != self.me && now.since(held.coordinator_heard) >= ORPHAN_MAX;
+        let orphaned = |held: &HeldJob| held.silent_since(self.me).is_some_and(|since| now.since(since) >= ORPHAN_MAX);
         let orphans: Vec<JobId> = self.jobs.iter().filter(|(_, held)| orphaned(held)).map(|(&job, _)| job).collect();
         orphans.into_iter().filter(|_| drops).for_each(|job| self.drop_job(job));
         for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
@@ -520,8 +535,8 @@ impl Parts {
         let silent = |held: &HeldJob| held.succession.is_silent();
         let periodic = all().any(tile) || self.jobs.values().any(silent);
         let progress = periodic.then_some((self.progress_at, "parts: progress is reported"));
-        let others = self.jobs.values().filter(|held| held.epoch.issuer != self.me);
-        let orphan = others.map(|held| held.coordinator_heard + ORPHAN_MAX).min();
+        let silent_since = self.jobs.values().filter_map(|held| held.silent_since(self.me));
+        let orphan = silent_since.map(|since| since + ORPHAN_MAX).min();
         let orphan = orphan.filter(|_| !planted::has(Planted::OrphansStay));
         let orphan = orphan.map(|at| (at, "parts: a job's coordinator is silent"));
         [stages, held, progress, orphan].into_iter().flatten().min()

@@ -1,4 +1,5 @@
-//! Bounds hold: one batch per stage in flight, batches and chunks no larger than promised, and no tensor left behind.
+//! Bounds hold: one batch per stage and one run per tile in flight, batches and chunks no larger than promised, and no tensor left
+//! behind.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::id::{Epoch, JobId, PartId, TensorId, WorkId};
@@ -11,7 +12,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// Watches batches on every host. Clones share what they saw.
+/// Watches batches and runs on every host. Clones share what they saw.
 #[derive(Clone, Default)]
 pub struct Bounds {
     seen: Rc<RefCell<Seen>>,
@@ -20,6 +21,7 @@ pub struct Bounds {
 #[derive(Default)]
 struct Seen {
     running: BTreeMap<(HostId, JobId, PartId, Epoch), WorkId>,
+    tiles: BTreeMap<(HostId, JobId, PartId), WorkId>,
     violations: Vec<String>,
 }
 
@@ -31,14 +33,18 @@ impl Bounds {
 
     /// A process died: its batch never comes back.
     pub fn forget(&self, host: HostId) {
-        self.seen.borrow_mut().running.retain(|(holder, ..), _| *holder != host);
+        let mut seen = self.seen.borrow_mut();
+        seen.running.retain(|(holder, ..), _| *holder != host);
+        seen.tiles.retain(|(holder, ..), _| *holder != host);
     }
 }
 
 impl Observer for Bounds {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         if let Input::Ran { work, .. } = input {
-            self.seen.borrow_mut().running.retain(|(holder, ..), running| *holder != host || running != work);
+            let mut seen = self.seen.borrow_mut();
+            seen.running.retain(|(holder, ..), running| *holder != host || running != work);
+            seen.tiles.retain(|(holder, ..), running| *holder != host || running != work);
         }
     }
 
@@ -51,16 +57,26 @@ impl Observer for Bounds {
         if let Output::Unload { job } = output {
             // What its batch brings is dropped; a stage loaded later has one of its own.
             seen.running.retain(|(holder, of, ..), _| (*holder, *of) != (host, *job));
+            seen.tiles.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
         }
         if let Output::Drop { job, part } = output {
             seen.running.retain(|(holder, of, number, _), _| (*holder, *of, *number) != (host, *job, *part));
+            seen.tiles.remove(&(host, *job, *part));
         }
         if let Output::Load { job, replaces, .. } = output {
             seen.running
                 .retain(|(holder, of, number, _), _| (*holder, *of) != (host, *job) || !replaces.contains(number));
         }
         let Output::Run(run) = output else { return };
-        let Run { work, job, part, epoch, task: Task::Batch(items) } = &**run else { return };
+        let Run { work, job, part, epoch, task } = &**run;
+        let Task::Batch(items) = task else {
+            if let Some(running) = seen.tiles.insert((host, *job, *part), *work) {
+                let ms = at.0 / 1_000_000;
+                seen.violations
+                    .push(format!("{ms} ms, host {}: {work:?} of tile {part} while {running:?} runs", host.0));
+            }
+            return;
+        };
         let mut wrong = Vec::new();
         if let Some(running) = seen.running.insert((host, *job, *part, *epoch), *work) {
             wrong.push(format!("{work:?} while {running:?} runs"));

@@ -40,6 +40,15 @@ impl Epochs {
     }
 }
 
+impl Seen {
+    /// A coordinator tells others an epoch of its own.
+    fn tell(&mut self, host: HostId, job: JobId, epoch: Epoch) -> Option<String> {
+        let life = self.deaths.get(&host).copied().unwrap_or(0);
+        let before = *self.told.entry((host, job, epoch)).or_insert(life);
+        (before != life).then(|| format!("tells {epoch:?} of job {:x}, as an earlier life of it did", job.0))
+    }
+}
+
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Epochs {
     fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
@@ -113,12 +122,7 @@ impl Observer for Epochs {
                     job,
                     epoch,
                     say: ToParticipant::Prepare(_) | ToParticipant::Go { .. },
-                }) => {
-                    let life = seen.deaths.get(&host).copied().unwrap_or(0);
-                    let before = *seen.told.entry((host, job, epoch)).or_insert(life);
-                    (before != life)
-                        .then(|| format!("tells {epoch:?} of job {:x}, as an earlier life of it did", job.0))
-                }
+                }) => seen.tell(host, job, epoch),
                 _ => None,
             },
             _ => None,

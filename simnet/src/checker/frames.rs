@@ -34,14 +34,8 @@ impl Frames {
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Frames {
-    fn input(&mut self, at: Instant, host: HostId, input: &Input) {
+    fn input(&mut self, _at: Instant, host: HostId, input: &Input) {
         let mut seen = self.seen.borrow_mut();
-        // All outputs of the input before have been seen by now.
-        while let Some((&(holder, tensor), &(came, held))) = seen.old.iter().find(|((holder, _), _)| *holder == host) {
-            seen.old.remove(&(holder, tensor));
-            let ms = at.0 / 1_000_000;
-            seen.violations.push(format!("{ms} ms, host {}: keeps a frame of {came:?}, holds {held:?}", host.0));
-        }
         if let Input::Frame { header, tensor, .. } = input
             && let Some(&held) = seen.held.get(&(host, header.job))
             && header.epoch < held
@@ -82,6 +76,20 @@ impl Observer for Frames {
         if let Some((came, held)) = wrong {
             let ms = at.0 / 1_000_000;
             seen.violations.push(format!("{ms} ms, host {}: uses a frame of {came:?}, holds {held:?}", host.0));
+        }
+    }
+
+    /// A liar's frames are thrown away as well.
+    fn forged(&mut self, at: Instant, host: HostId, input: &Input) {
+        self.input(at, host, input);
+    }
+
+    fn polled(&mut self, at: Instant, host: HostId) {
+        let mut seen = self.seen.borrow_mut();
+        while let Some((&(holder, tensor), &(came, held))) = seen.old.iter().find(|((holder, _), _)| *holder == host) {
+            seen.old.remove(&(holder, tensor));
+            let ms = at.0 / 1_000_000;
+            seen.violations.push(format!("{ms} ms, host {}: keeps a frame of {came:?}, holds {held:?}", host.0));
         }
     }
 

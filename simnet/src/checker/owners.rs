@@ -1,18 +1,18 @@
-//! One owner per shard and epoch, which is not a standby as well. A node that was reported lost gets no stage before it was heard
-//! (of) again, and a banned node none at all.
+//! One owner per stage or tile and epoch, which is not its standby as well. A node that was reported lost gets none before it was heard
+//! (of) again, and a banned node none at all. A successor takes a simulation over if more than half of its participants ask for it.
 use crate::host::HostId;
 use crate::world::{Observer, World};
 use node_core::codec;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::job::JobState;
-use node_core::limits::EXCLUDED;
+use node_core::limits::{EXCLUDED, VOTE_MAX};
 use node_core::message::{Message, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
-use node_core::work::{PartWork, Placement};
+use node_core::work::{Order, PartWork, Placement};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Watches who is given what. Clones share what they saw.
@@ -25,10 +25,16 @@ pub struct Owners {
 struct Seen {
     /// Who owns which stage of a job under an epoch, as its head said.
     owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, NodeId>>,
+    /// Who owns which tile: a node may own several, those that it was the standby of.
+    tiles: BTreeMap<(JobId, Epoch), Vec<NodeId>>,
+    /// The owners of a simulation as a participant received them last, and who told it that the coordinator is silent.
+    owners_known: BTreeMap<(HostId, JobId), BTreeSet<NodeId>>,
+    votes: BTreeMap<(HostId, JobId), BTreeMap<NodeId, Instant>>,
     /// The list of banned nodes that a coordinator received, and when.
     banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
-    /// Who a head told lost and has not heard since.
-    lost: BTreeMap<(HostId, NodeId), Instant>,
+    /// Who a coordinator reported lost by one of its jobs and has not heard since. What one job has lost another one of the same
+    /// coordinator may ask once: it has leases of its own.
+    lost: BTreeMap<(HostId, NodeId), BTreeMap<JobId, Instant>>,
     violations: Vec<String>,
 }
 
@@ -38,31 +44,74 @@ impl Owners {
         self.seen.borrow().violations.clone()
     }
 
-    /// Records a coordinator that still computes on a node some time after it received the ban.
-    pub fn look(&self, world: &World, head: HostId) {
+    /// Records each coordinator that still computes on a node some time after it received the ban.
+    pub fn look(&self, world: &World) {
         let mut seen = self.seen.borrow_mut();
-        let Some(node) = &world.host(head).node else { return };
-        let Some((since, out)) = seen.banned.get(&head).filter(|(since, _)| *since + LET_GO < world.now()) else {
-            return;
-        };
-        let ready = node.jobs().filter(|view| view.state == JobState::Running);
-        let owners = ready.flat_map(|view| view.parts).map(|part| part.owner);
-        let uses = owners.filter(|owner| out.contains(owner)).map(|owner| {
-            format!(
-                "{} ms, host {}: computes on {owner}, banned since {} ms",
-                world.now().0 / 1_000_000,
-                head.0,
-                since.0 / 1_000_000
-            )
-        });
-        if let Some(what) = uses.last() {
-            seen.banned.remove(&head); // said once
-            seen.violations.push(what);
+        let banned = std::mem::take(&mut seen.banned);
+        for (head, (since, out)) in banned {
+            let uses = (since + LET_GO < world.now()).then(|| seen.uses(world, head, &out)).flatten();
+            match uses {
+                Some(owner) => seen.violations.push(format!(
+                    "{} ms, host {}: computes on {owner}, banned since {} ms",
+                    world.now().0 / 1_000_000,
+                    head.0,
+                    since.0 / 1_000_000
+                )),
+                // Said once.
+                None => _ = seen.banned.insert(head, (since, out)),
+            }
         }
     }
 }
 
 impl Seen {
+    /// A node of this list that a coordinator computes on.
+    fn uses(&self, world: &World, head: HostId, out: &[NodeId]) -> Option<NodeId> {
+        let node = world.host(head).node.as_ref()?;
+        let running = node.jobs().filter(|view| view.state == JobState::Running);
+        running.flat_map(|view| view.parts).map(|part| part.owner).find(|owner| out.contains(owner))
+    }
+
+    /// A tile is asked for, of its owner or its standby.
+    fn own_tile(&mut self, job: JobId, epoch: Epoch, order: &Order, to: NodeId) -> Option<String> {
+        let owners = &order.owners;
+        let known = self.tiles.entry((job, epoch)).or_insert_with(|| owners.clone());
+        if known != owners {
+            return Some(format!("tiles of {epoch:?} have the owners {known:?} and {owners:?}"));
+        }
+        let owns = order.owner(order.part) == Some(to);
+        let tile = order.part;
+        (owns == order.standby.is_some())
+            .then(|| format!("asks {to} for tile {tile} as {:?}, owners {owners:?}", order.standby))
+    }
+
+    /// What a participant of a simulation receives.
+    fn receive(&mut self, at: Instant, host: HostId, from: NodeId, job: JobId, say: ToParticipant) {
+        if let ToParticipant::Prepare(order) = say {
+            if matches!(order.work, PartWork::Tile(_)) {
+                self.owners_known.insert((host, job), order.owners.into_iter().collect());
+            }
+        } else if say == ToParticipant::CoordinatorSilent {
+            self.votes.entry((host, job)).or_default().insert(from, at);
+        }
+    }
+
+    /// A host takes a simulation over: more than half of the participants ask for it, so more than half of the owners' number.
+    fn succeed(&self, at: Instant, host: HostId, job: JobId) -> Option<String> {
+        let votes = self.votes.get(&(host, job)).into_iter().flatten().filter(|(_, vote)| at <= **vote + VOTE_MAX);
+        let (votes, owners) = (1 + votes.count(), self.owners_known.get(&(host, job))?.len());
+        (2 * votes <= owners)
+            .then(|| format!("takes a simulation over, {votes} participants ask for it, {owners} own tiles"))
+    }
+
+    /// Whether a coordinator may not place work on a node now, and why.
+    fn unfit(&self, at: Instant, head: HostId, job: JobId, node: NodeId) -> Option<&'static str> {
+        let banned = self.banned.get(&head).is_some_and(|(_, out)| out.contains(&node));
+        let lost = self.lost.get(&(head, node)).and_then(|jobs| jobs.get(&job));
+        let lost = lost.is_some_and(|since| at < *since + EXCLUDED);
+        if banned { Some("which is banned") } else { lost.then_some("reported lost and not heard since") }
+    }
+
     fn own(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         let owners = self.owners.entry((job, epoch)).or_default();
         let before = owners.insert(part, node).filter(|before| *before != node);
@@ -85,6 +134,11 @@ impl Observer for Owners {
         if let Input::Banned(nodes) = input {
             self.seen.borrow_mut().banned.insert(host, (at, nodes.clone()));
         }
+        if let Input::Message { from, bytes } = input
+            && let Ok(Message::ToParticipant { job, say, .. }) = codec::decode_message(bytes)
+        {
+            self.seen.borrow_mut().receive(at, host, *from, job, say);
+        }
         let heard = match input {
             Input::Datagram { from, .. } | Input::Message { from, .. } | Input::Frame { from, .. } => from,
             Input::Connected { node, .. } => node,
@@ -102,7 +156,7 @@ impl Observer for Owners {
             Output::SendMessage { to, bytes } => match codec::decode_message(bytes) {
                 Ok(Message::ToParticipant { job, epoch, say: ToParticipant::Prepare(order) }) => {
                     match (&order.work, order.standby) {
-                        (PartWork::Tile(_), _) => None,
+                        (PartWork::Tile(_), _) => seen.own_tile(job, epoch, &order, *to),
                         (PartWork::Stage(_), Some(_)) => seen.stand_by(job, epoch, order.part, *to),
                         (PartWork::Stage(_), None) => seen.own(job, epoch, order.part, *to),
                     }
@@ -112,8 +166,8 @@ impl Observer for Owners {
                 }
                 _ => None,
             },
-            Output::Notify(Event::Lost { node, .. }) => {
-                seen.lost.insert((host, *node), at);
+            Output::Notify(Event::Lost { job, node, .. }) => {
+                seen.lost.entry((host, *node)).or_default().insert(*job, at);
                 None
             }
             // Others heard it: membership's word counts as well.
@@ -128,15 +182,10 @@ impl Observer for Owners {
                 };
                 let mut parts = nodes.iter().zip(0..).filter(|_| route);
                 let owned = parts.find_map(|(node, at)| seen.own(*job, *epoch, PartId(at), *node));
-                let banned =
-                    nodes.iter().find(|node| seen.banned.get(&host).is_some_and(|(_, out)| out.contains(node)));
-                let banned = banned.map(|node| format!("places {epoch:?} on {node}, which is banned"));
-                let lost = |node: &NodeId| seen.lost.get(&(host, *node)).is_some_and(|since| at < *since + EXCLUDED);
-                let lost = nodes.into_iter().find(lost);
-                owned
-                    .or(banned)
-                    .or(lost.map(|node| format!("places {epoch:?} on {node}, reported lost and not heard since")))
+                let unfit = nodes.iter().find_map(|node| Some((*node, seen.unfit(at, host, *job, *node)?)));
+                owned.or(unfit.map(|(node, why)| format!("places {epoch:?} on {node}, {why}")))
             }
+            Output::Notify(Event::JobInherited { job, .. }) => seen.succeed(at, host, *job),
             _ => None,
         };
         if let Some(what) = wrong {
@@ -148,6 +197,8 @@ impl Observer for Owners {
         let mut seen = self.seen.borrow_mut();
         seen.lost.retain(|(head, _), _| *head != host);
         seen.banned.remove(&host);
+        seen.owners_known.retain(|(of, _), _| *of != host);
+        seen.votes.retain(|(of, _), _| *of != host);
     }
 }
 

@@ -1,24 +1,65 @@
 //! A request waits at most one second for its next token after the loss of a stage with a current standby, of two such stages, or of
-//! all connections, if nothing else goes wrong at that time.
+//! all connections, if nothing else goes wrong at that time; and a simulation as long for its next step, of tiles with current
+//! standbys, or of its coordinator where most participants live. It goes back no further than to what its standbys had reported.
 //!
 //! Events are recorded as they happen and evaluated at the end: a loss counts only if the time around it was quiet.
+mod story;
+
 use crate::faults::Fault;
 use crate::host::HostId;
+use crate::units;
 use crate::world::Observer;
-use node_core::id::{CallId, NodeId};
+use node_core::codec;
+use node_core::id::{CallId, JobId, NodeId};
 use node_core::input::Input;
+use node_core::message::{FromTile, Message, ToCoordinator, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
-use node_core::work::Placement;
+use node_core::work::steps::StepsEvent;
+use node_core::work::{JobSpec, Placement, Resume};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::rc::Rc;
+use story::Stories;
 
-/// Records losses, standbys and tokens. Clones share the record.
+/// Records losses, standbys, tokens and steps. Clones share the record.
 #[derive(Clone, Default)]
 pub struct Pauses {
-    seen: Rc<RefCell<Vec<(Instant, HostId, Seen)>>>,
+    seen: Rc<RefCell<Record>>,
 }
+
+#[derive(Default)]
+struct Record {
+    entries: Vec<Entry>,
+    /// Which job each call of a host is for.
+    calls: BTreeMap<(HostId, CallId), JobId>,
+    /// Steps of each simulation.
+    simulations: BTreeMap<JobId, u32>,
+    /// The step from which a simulation's placement goes on as far as its coordinator knew when it was made, and whether owners have
+    /// been told the exact one since.
+    begins: BTreeMap<JobId, (u32, bool)>,
+}
+
+impl Record {
+    #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
+    fn message(&mut self, at: Instant, host: HostId, message: &Message) {
+        match message {
+            Message::ToCoordinator { job, say: ToCoordinator::Tile(FromTile::Progress { part, step, .. }), .. } => {
+                self.entries.push((at, host, Seen::Held(*job, part.0, *step)))
+            }
+            Message::ToParticipant { job, say: ToParticipant::Go { resume: Resume::Tile(steps), .. }, .. } => {
+                // One is sent to each owner.
+                if let Some((_, told)) = self.begins.get_mut(job).filter(|(_, told)| !told) {
+                    *told = true;
+                    self.entries.push((at, host, Seen::Running(*job, steps.iter().copied().min().unwrap_or(0))));
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+type Entry = (Instant, HostId, Seen);
 
 enum Seen {
     /// Processes died, and nothing else.
@@ -27,187 +68,143 @@ enum Seen {
     Broken,
     /// Some other fault is active until then.
     Trouble(Instant),
-    /// Nodes of the stages, first to last.
-    Placed(Vec<NodeId>),
-    Ready,
-    /// A stage's standby holds what the stage holds.
-    Current(u16, NodeId),
-    Token(CallId),
-    Ended(CallId),
-    /// A caller went away, or a request came.
+    /// Nodes of the stages, first to last, or of the tiles.
+    Placed(JobId, Vec<NodeId>),
+    Ready(JobId),
+    /// A stage's or tile's standby, and whether it holds what the owner holds.
+    Standby(JobId, u16, NodeId, bool),
+    Token(JobId, CallId),
+    Ended(JobId, CallId),
+    /// A caller went away, or a request or simulation came.
     Changed,
+    /// A simulation has a successor.
+    Inherited(JobId),
+    /// It runs again from this step.
+    Running(JobId, u32),
+    /// All tiles have made this number of steps.
+    Progress(JobId, u32),
+    /// The standby of a tile holds this number of steps, as it reports.
+    Held(JobId, u16, u32),
+    /// It is over, or another host goes on with it.
+    Over(JobId),
 }
 
-/// A loss after which requests must go on within [`LIMIT`].
+/// A loss after which requests and simulations must go on within [`LIMIT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loss {
     /// When the first process died.
     pub at: Instant,
     /// When the last one did.
     pub last: Instant,
-    /// Owners of stages among the dead; 0 where connections broke.
+    /// Whether it is a simulation's.
+    pub simulation: bool,
+    /// Owners of stages or tiles among the dead; 0 where connections broke.
     pub owners: usize,
-    /// Longest wait of a running request for its next token, from the last death on.
+    /// Longest wait of a running request for its next token, or of the simulation for its next step, from the last death on.
     pub waited: Duration,
+    /// The step that the simulation went back to, and the one that it had to keep.
+    pub back: Option<(u32, u32)>,
+}
+
+impl Loss {
+    /// What is wrong with it, if anything is.
+    pub fn violation(&self, limit: Duration) -> Option<String> {
+        let (ms, owners, waited) = (self.at.0 / 1_000_000, self.owners, units::text(self.waited));
+        let (parts, waits) = if self.simulation { ("tiles", "a simulation") } else { ("stages", "a request") };
+        if self.waited > limit {
+            let waited = if self.waited == Duration::MAX { "for ever".into() } else { waited };
+            return Some(format!(
+                "{ms} ms: {owners} {parts} are lost whose standbys were current, and {waits} waits {waited}"
+            ));
+        }
+        let (back, kept) = self.back.filter(|(back, kept)| back < kept)?;
+        Some(format!(
+            "{ms} ms: {owners} {parts} are lost whose standbys were current, and {waits} goes back to step {back}, though step {kept} \
+             was reported by all who continue"
+        ))
+    }
 }
 
 impl Pauses {
     /// Every loss that [`LIMIT`] applies to. `node` maps hosts to nodes.
     pub fn losses(&self, node: impl Fn(HostId) -> NodeId) -> Vec<Loss> {
         let seen = self.seen.borrow();
-        let mut story = Story::default();
+        let mut stories = Stories::new(&seen.simulations);
         let mut losses = Vec::new();
-        for (index, (at, host, entry)) in seen.iter().enumerate() {
+        for (index, (at, host, entry)) in seen.entries.iter().enumerate() {
             let dead: Option<Vec<NodeId>> = match entry {
                 Seen::Loss(hosts) => Some(hosts.iter().map(|host| node(*host)).collect()),
                 Seen::Broken => Some(Vec::new()),
                 Seen::Trouble(_)
-                | Seen::Placed(_)
-                | Seen::Ready
-                | Seen::Current(..)
-                | Seen::Token(_)
-                | Seen::Ended(_)
-                | Seen::Changed => None,
+                | Seen::Placed(..)
+                | Seen::Ready(_)
+                | Seen::Standby(..)
+                | Seen::Token(..)
+                | Seen::Ended(..)
+                | Seen::Changed
+                | Seen::Inherited(_)
+                | Seen::Running(..)
+                | Seen::Progress(..)
+                | Seen::Held(..)
+                | Seen::Over(_) => None,
             };
-            let after = &seen[index + 1..];
-            let applies = dead.and_then(|dead| story.applies(*at, &dead, after, &node));
-            if let Some((last, owners)) = applies {
-                let waited = story.waited(*at, last, after);
-                losses.extend(waited.map(|waited| Loss { at: *at, last, owners, waited }));
+            if let Some(dead) = dead {
+                losses.extend(stories.losses(*at, &dead, &seen.entries[index + 1..], &node));
             }
-            story.apply(*at, *host, entry, &node);
+            stories.apply(*at, *host, entry, &node);
         }
         losses
-    }
-}
-
-/// State of the job up to an event.
-#[derive(Default)]
-struct Story {
-    /// The coordinator.
-    head: Option<HostId>,
-    owners: Vec<NodeId>,
-    ready: bool,
-    current: BTreeMap<u16, NodeId>,
-    /// Until when another fault is active.
-    trouble: Option<Instant>,
-    /// When a request came or went.
-    changed: Option<Instant>,
-    /// When each running request had its last token.
-    tokens: BTreeMap<CallId, Instant>,
-}
-
-impl Story {
-    fn apply(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
-        match entry {
-            Seen::Loss(hosts) => {
-                self.trouble = self.trouble.max(Some(at));
-                if self.head.is_some_and(|head| hosts.contains(&head)) {
-                    *self = Story { trouble: self.trouble, ..Story::default() };
-                }
-                let dead: BTreeSet<NodeId> = hosts.iter().map(|host| node(*host)).collect();
-                self.current.retain(|_, standby| !dead.contains(standby));
-            }
-            Seen::Broken => self.trouble = self.trouble.max(Some(at)),
-            Seen::Trouble(until) => self.trouble = self.trouble.max(Some(*until)),
-            Seen::Placed(owners) => {
-                (self.head, self.owners, self.ready) = (Some(host), owners.clone(), false);
-                self.current.clear();
-            }
-            Seen::Ready => self.ready = true,
-            Seen::Current(stage, standby) => _ = self.current.insert(*stage, *standby),
-            Seen::Token(call) => _ = self.tokens.insert(*call, at),
-            Seen::Ended(call) => _ = self.tokens.remove(call),
-            Seen::Changed => self.changed = Some(at),
-        }
-    }
-
-    /// Whether [`LIMIT`] applies to this loss together with a second one that may follow: the time of the last death, and the number
-    /// of owners that die.
-    fn applies(
-        &self,
-        at: Instant,
-        dead: &[NodeId],
-        after: &[(Instant, HostId, Seen)],
-        node: &impl Fn(HostId) -> NodeId,
-    ) -> Option<(Instant, usize)> {
-        let quiet = self.trouble.is_none_or(|until| until + QUIET < at)
-            && self.changed.is_none_or(|changed| changed + SETTLES < at);
-        if !quiet || !self.ready {
-            return None;
-        }
-        let (mut all, mut last) = (dead.to_vec(), at);
-        for (then, _, entry) in after {
-            if *then > last + LIMIT {
-                break;
-            }
-            match entry {
-                Seen::Loss(hosts) => {
-                    all.extend(hosts.iter().map(|host| node(*host)));
-                    last = *then;
-                }
-                Seen::Trouble(_) => return None,
-                Seen::Broken if dead.is_empty() => {}
-                Seen::Broken => return None,
-                Seen::Changed | Seen::Placed(_) | Seen::Ready | Seen::Current(..) | Seen::Token(_) | Seen::Ended(_) => {
-                }
-            }
-        }
-        let head = self.head.map(node)?;
-        let lost: Vec<u16> =
-            (0..).zip(&self.owners).filter(|(_, owner)| all.contains(owner)).map(|(at, _)| at).collect();
-        let covered = |stage: &u16| self.current.get(stage).is_some_and(|standby| !all.contains(standby));
-        let noticed = !lost.is_empty() || dead.is_empty();
-        let passes = !all.contains(&head) && all.len() <= 2 && noticed && lost.iter().all(covered);
-        passes.then_some((last, lost.len()))
-    }
-
-    /// The longest wait of a running request; `None` if no request was running.
-    fn waited(&self, at: Instant, last: Instant, after: &[(Instant, HostId, Seen)]) -> Option<Duration> {
-        // A request that ended before the last loss did not wait for it.
-        let over = |call: &CallId| {
-            let mut between = after.iter().take_while(|(then, ..)| *then <= last);
-            between.any(|(_, _, entry)| matches!(entry, Seen::Ended(of) if of == call))
-        };
-        let running = self.tokens.iter().filter(|(_, token)| **token + RUNNING > at).map(|(call, _)| *call);
-        let running = running.filter(|call| !over(call));
-        running
-            .map(|call| {
-                let next = after.iter().find(|(then, _, entry)| {
-                    let of = matches!(entry, Seen::Token(of) | Seen::Ended(of) if *of == call);
-                    *then > last && of
-                });
-                next.map_or(Duration::MAX, |(then, ..)| then.since(last))
-            })
-            .max()
     }
 }
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
 impl Observer for Pauses {
     fn input(&mut self, at: Instant, host: HostId, input: &Input) {
-        let entry = match input {
-            Input::Submit { .. } | Input::Cancel { .. } => Seen::Changed,
+        let mut seen = self.seen.borrow_mut();
+        match input {
+            Input::Submit { call, job, .. } => _ = seen.calls.insert((host, *call), *job),
+            Input::Start { job, .. } => match &**job {
+                JobSpec::Steps(spec) => _ = seen.simulations.insert(spec.job, spec.schedule.steps),
+                JobSpec::Serve(_) => return,
+            },
+            Input::Cancel { .. } | Input::End { .. } => {}
             _ => return,
-        };
-        self.seen.borrow_mut().push((at, host, entry));
+        }
+        seen.entries.push((at, host, Seen::Changed));
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
+        if let Output::SendMessage { bytes, .. } = output
+            && let Ok(message) = codec::decode_message(bytes)
+        {
+            self.seen.borrow_mut().message(at, host, &message);
+        }
         let Output::Notify(event) = output else { return };
+        let mut seen = self.seen.borrow_mut();
+        let job_of = |seen: &Record, call: &CallId| seen.calls.get(&(host, *call)).copied();
         let entry = match event {
-            Event::JobPlaced { placement, .. } => match &**placement {
-                Placement::Stages(stages) => Seen::Placed(stages.iter().map(|(node, _)| *node).collect()),
-                Placement::Tiles { .. } => return,
+            Event::JobPlaced { job, placement, .. } => Some(match &**placement {
+                Placement::Stages(stages) => Seen::Placed(*job, stages.iter().map(|(node, _)| *node).collect()),
+                Placement::Tiles { tiles, step, .. } => {
+                    seen.begins.insert(*job, (*step, false));
+                    Seen::Placed(*job, tiles.iter().map(|(node, _)| *node).collect())
+                }
+            }),
+            Event::JobReady { job, .. } => match seen.begins.get(job) {
+                Some((_, true)) => None,
+                Some((step, false)) => Some(Seen::Running(*job, *step)),
+                None => Some(Seen::Ready(*job)),
             },
-            Event::JobReady { .. } => Seen::Ready,
-            Event::Standby { part, node, current: true, .. } => Seen::Current(part.0, *node),
-            Event::Token { call, .. } => Seen::Token(*call),
+            Event::Standby { job, part, node, current } => Some(Seen::Standby(*job, part.0, *node, *current)),
+            Event::Token { call, .. } => job_of(&seen, call).map(|job| Seen::Token(job, *call)),
             // Other checkers look at the reason.
-            Event::Done { call, .. } => Seen::Ended(*call),
-            _ => return,
+            Event::Done { call, .. } => job_of(&seen, call).map(|job| Seen::Ended(job, *call)),
+            Event::JobInherited { job, .. } => Some(Seen::Inherited(*job)),
+            Event::Steps { job, event: StepsEvent::Progress { step } } => Some(Seen::Progress(*job, *step)),
+            Event::JobEnded { job, .. } => Some(Seen::Over(*job)),
+            _ => None,
         };
-        self.seen.borrow_mut().push((at, host, entry));
+        seen.entries.extend(entry.map(|entry| (at, host, entry)));
     }
 
     fn fault(&mut self, at: Instant, fault: &Fault) {
@@ -215,19 +212,15 @@ impl Observer for Pauses {
             Fault::Crash(host) => Seen::Loss(vec![*host]),
             Fault::Outage { hosts, .. } => Seen::Loss(hosts.clone()),
             Fault::Break(..) => Seen::Broken,
-            // A restart delays no request, and an ambush is recorded as the outage that it causes.
-            Fault::Restart { .. } | Fault::Ambush { .. } => return,
+            // Lies must delay no request, a restart does not, and an ambush is recorded as the outage that it causes.
+            Fault::Restart { .. } | Fault::Ambush { .. } | Fault::Lies { .. } => return,
+            // A coordinator does not notice that its own tile's executor hangs, and a drain or a node that leaves may place a job
+            // anew: those are troubles like others.
             other => Seen::Trouble(at + other.lasts()),
         };
-        self.seen.borrow_mut().push((at, HostId(0), entry));
+        self.seen.borrow_mut().entries.push((at, HostId(0), entry));
     }
 }
 
 /// Longest wait: a lease of 340 ms, a promotion, and the positions that the standby is behind.
 pub const LIMIT: Duration = Duration::from_secs(1);
-/// Time without another fault before a loss.
-const QUIET: Duration = Duration::from_secs(5);
-/// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
-const SETTLES: Duration = Duration::from_secs(1);
-/// A request counts as running if its last token is no older than this.
-const RUNNING: Duration = Duration::from_secs(1);

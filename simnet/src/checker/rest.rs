@@ -1,28 +1,38 @@
-//! A mesh at rest holds what its heads know of and nothing else: no orphaned stage, no memory without a stage.
+//! A mesh at rest holds what its coordinators know of and nothing else: no orphaned stage or tile, no simulation, no memory without a
+//! stage.
 use crate::world::World;
-use node_core::job::PartView;
+use node_core::job::{JobView, ProgramView};
+use node_core::work::HeldWork;
 
-/// Stages whose head does not count on them, and memory that nobody accounts for.
+/// Stages and tiles that their coordinator does not count on, simulations that are not over, and memory that nobody accounts for.
 pub fn orphans(world: &World) -> Vec<String> {
     let mut wrong = Vec::new();
     for host in world.hosts() {
         let Some(node) = &host.node else { continue };
         let mut holds = false;
-        for stage in node.parts() {
+        for held in node.parts() {
             holds = true;
-            let head = world.host_of(stage.epoch.issuer).and_then(|head| world.host(head).node.as_ref());
-            let view = head.and_then(|head| head.jobs().find(|view| view.job == stage.job));
-            let counted = view.is_some_and(|view| {
-                let standby = |part: &PartView| part.standby.as_ref().and_then(|standby| standby.node);
-                view.parts.iter().any(|part| part.owner == host.node_id || standby(part) == Some(host.node_id))
+            let coordinator = world.host_of(held.epoch.issuer).and_then(|host| world.host(host).node.as_ref());
+            let view = coordinator.and_then(|node| node.jobs().find(|view| view.job == held.job));
+            let counted = view.and_then(|view| view.parts.get(held.part.index()).cloned()).is_some_and(|part| {
+                let standby = part.standby.as_ref().and_then(|standby| standby.node);
+                part.owner == host.node_id || standby == Some(host.node_id)
             });
             if !counted {
-                let (what, epoch) = (stage.what, stage.epoch.counter);
+                let (number, what, epoch) = (held.part, held.what, held.epoch.counter);
                 wrong.push(format!(
-                    "host {} holds {what:?} of epoch {epoch}, its coordinator does not know it",
+                    "host {} holds part {number}, {what:?}, of epoch {epoch}, its coordinator does not know it",
                     host.id.0
                 ));
             }
+        }
+        let is_simulation = |view: &JobView| matches!(view.program, ProgramView::Steps { .. });
+        for view in node.jobs().filter(is_simulation) {
+            wrong.push(format!("host {} coordinates a simulation that is over, {:?}", host.id.0, view.state));
+        }
+        let states = host.executor.grids.states_held();
+        if !node.parts().any(|held| matches!(held.what, HeldWork::Tile { .. })) && states > 0 {
+            wrong.push(format!("host {} holds {states} saved states of tiles that it does not hold", host.id.0));
         }
         let taken = host.spec.capacity.memory_free.saturating_sub(host.executor.memory_free());
         if !holds && taken > 0 {

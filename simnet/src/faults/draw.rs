@@ -63,6 +63,33 @@ pub fn losses(seed: u64, ground: &Ground) -> Schedule {
     schedule
 }
 
+/// A member that lies all the time, in one world of five.
+pub fn lies(seed: u64, ground: &Ground) -> Schedule {
+    let mut rng = chance(seed, "liar");
+    let host = HostId(rng.random_range(1..ground.hosts.max(2)));
+    let fault = Fault::Lies { host, messages: rng.random_range(20..120), lasts: ground.span };
+    let lies = rng.random_bool(0.2).then_some(Timed { at: Instant(0), fault });
+    lies.into_iter().filter(|_| ground.hosts > 1).collect()
+}
+
+/// Disks that are full for a while or fail, in one world of seven.
+pub fn disks(seed: u64, ground: &Ground) -> Schedule {
+    let mut rng = chance(seed, "disks");
+    let count = if rng.random_bool(0.15) { rng.random_range(1..=4) } else { 0 };
+    let span_us = u64::try_from(ground.span.as_micros()).unwrap_or(u64::MAX).max(1);
+    let draw = |_| {
+        let at = Instant(0) + Duration::from_micros(rng.random_range(0..span_us));
+        let host = HostId(rng.random_range(0..ground.hosts.max(1)));
+        let fault = if rng.random_bool(0.5) {
+            Fault::DiskFull { host, lasts: Duration::from_millis(rng.random_range(500..12_000)) }
+        } else {
+            Fault::DiskFails { host, writes: rng.random_range(1..6) }
+        };
+        Timed { at, fault }
+    };
+    (0..count).map(draw).collect()
+}
+
 fn draw_any(kind: u32, ground: &Ground, rng: &mut ChaCha8Rng) -> Fault {
     let hosts = ground.hosts.max(2);
     let host = HostId(rng.random_range(0..hosts));

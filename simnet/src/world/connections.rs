@@ -86,7 +86,7 @@ impl World {
         self.post(from, to, parcel);
     }
 
-    fn post(&mut self, from: HostId, to: HostId, parcel: Parcel) {
+    pub(super) fn post(&mut self, from: HostId, to: HostId, parcel: Parcel) {
         let pair = pair(from, to);
         let Some(id) = self.network.connection(pair).map(|connection| connection.id) else { return };
         match self.network.send(self.now, from, to, parcel) {
@@ -133,6 +133,10 @@ impl World {
             self.watch_idle(pair);
             return;
         }
+        if matches!(parcel, Parcel::Weights(_)) && self.hosts[to.index()].paused_until.is_some() {
+            let parcel = Box::new(parcel);
+            return self.stopped.push((to, Happening::Parcel { pair, id, from, number, parcel }));
+        }
         let sender = self.hosts[from.index()].node_id;
         let input = match parcel {
             Parcel::Message(bytes) => Input::Message { from: sender, bytes },
@@ -140,6 +144,7 @@ impl World {
                 let tensor = self.receive(to, cargo);
                 Input::Frame { from: sender, header, tensor }
             }
+            Parcel::Weights(weights) => return self.weights_arrive(pair, from, weights),
         };
         self.deliver(to, input);
     }

@@ -1,6 +1,6 @@
 //! What each fault does to the virtual world, and how it ends.
 use super::{Happening, World};
-use crate::disk::Disk;
+use crate::disk::{Disk, Fate};
 use crate::faults::{Fault, Moment};
 use crate::host::HostId;
 use crate::network::{Pair, pair};
@@ -8,6 +8,7 @@ use node_core::id::NodeId;
 use node_core::input::Input;
 use node_core::output::Output;
 use node_core::time::Duration;
+use rand::RngExt;
 
 /// Waits for a moment to kill somebody in.
 #[derive(Debug)]
@@ -27,6 +28,7 @@ pub(super) enum End {
     Corrupt,
     Collapse(HostId),
     Slow(HostId),
+    DiskFull(HostId),
     Drain(HostId),
     Ban(HostId),
     /// The next cut of a link that flaps, with the time it has left.
@@ -46,8 +48,11 @@ impl World {
         match fault {
             Fault::Crash(id) => self.crash(id),
             Fault::Restart { host: id, keep_disk } => {
-                if !keep_disk && !self.hosts[id.index()].runs() {
-                    self.hosts[id.index()].disk = Disk::default();
+                let host = &mut self.hosts[id.index()];
+                if !keep_disk && !host.runs() {
+                    host.disk = Disk::default();
+                    host.parts.clear();
+                    host.outputs.clear();
                 }
                 self.start(id);
             }
@@ -75,6 +80,11 @@ impl World {
             }
             Fault::Device { host, failures } => self.hosts[host.index()].executor.failures += failures,
             Fault::Refuse { host, loads } => self.hosts[host.index()].executor.refusals += loads,
+            Fault::DiskFull { host, lasts } => {
+                self.hosts[host.index()].disk.full = true;
+                self.ends(lasts, End::DiskFull(host));
+            }
+            Fault::DiskFails { host, writes } => self.hosts[host.index()].disk.failures += writes,
             Fault::Drift { host, ppm } => {
                 let drifting = &mut self.hosts[host.index()];
                 drifting.clock = drifting.clock.drifting(self.now, ppm);
@@ -130,6 +140,7 @@ impl World {
                 self.tell_banned();
                 self.ends(lasts, End::Ban(host));
             }
+            Fault::Lies { host, messages, lasts } => self.plan_lies(host, messages, lasts),
             Fault::JoinStorm { hosts } => {
                 let Some(spec) = self.hosts.first().map(|host| host.spec.clone()) else { return };
                 for host in self.add_hosts(hosts as usize, &spec) {
@@ -187,15 +198,16 @@ impl World {
                 self.tell_banned();
             }
             End::Slow(host) => self.hosts[host.index()].executor.slow_percent = 100,
+            End::DiskFull(host) => self.hosts[host.index()].disk.full = false,
             End::Flap { between, period, lasts } => self.flap(between, period, lasts),
         }
     }
 
-    fn ends(&mut self, after: Duration, end: End) {
+    pub(super) fn ends(&mut self, after: Duration, end: End) {
         self.queue.push(self.now + after, Happening::End { era: self.era, end });
     }
 
-    fn later(&mut self, after: Duration, fault: Fault) {
+    pub(super) fn later(&mut self, after: Duration, fault: Fault) {
         self.queue.push(self.now + after, Happening::Fault { era: Some(self.era), fault: Box::new(fault) });
     }
 
@@ -206,7 +218,15 @@ impl World {
         }
         host.paused_until = None;
         host.inbox.clear();
-        host.disk.crash();
+        let (lost, torn) = (self.options.unsynced_lost_percent, self.options.unsynced_torn_percent);
+        let draws = &mut self.disk_chance;
+        host.disk.crash(|| match draws.random_range(0..100) {
+            draw if draw < lost => Fate::Lost,
+            draw if draw < lost + torn => Fate::Torn,
+            _ => Fate::Kept,
+        });
+        host.parts.clear();
+        self.stopped.retain(|(host, _)| *host != id);
         for observer in &mut self.observers {
             observer.died(self.now, id);
         }
@@ -254,6 +274,8 @@ impl World {
             let id = self.hosts[index].id;
             self.widen(id);
             self.end_stall(id);
+            let disk = &mut self.hosts[index].disk;
+            (disk.full, disk.failures) = (false, 0);
             let executor = &mut self.hosts[index].executor;
             (executor.slow_percent, executor.failures, executor.refusals) = (100, 0, 0);
             self.inject(id, Input::Drain(false));
@@ -272,7 +294,10 @@ impl World {
     /// A device that stalls goes on: what waits for it comes earlier by what is left of the stall.
     fn end_stall(&mut self, id: HostId) {
         let Some((from, less)) = self.hosts[id.index()].executor.end_stall(self.now) else { return };
-        let answers = |input: &Input| matches!(input, Input::Ran { .. } | Input::Loaded { .. });
+        let answers = |input: &Input| {
+            let part = matches!(input, Input::Ran { .. } | Input::Halos { .. } | Input::Loaded { .. });
+            part || matches!(input, Input::Challenged { .. })
+        };
         let waits = |happening: &Happening| matches!(happening, Happening::Answer { host, input, .. } if *host == id && answers(input));
         for (at, happening) in self.queue.extract(waits) {
             self.queue.push(if at >= from { at - less } else { at }, happening);

@@ -1,5 +1,6 @@
 //! Carries out what nodes decide about simulations, in the virtual world.
-use super::World;
+use super::{Happening, World};
+use crate::disk::Record;
 use crate::grids::Saved;
 use crate::host::{Host, HostId};
 use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
@@ -17,7 +18,7 @@ impl World {
             TileStart::Checkpoint { step } => self.checkpoint(id, epoch.issuer, (job, step), part, tile),
             TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
         };
-        let result = self.hosts[id.index()].executor.grids.load(job, order, cells);
+        let result = self.hosts[id.index()].executor.load_tile(job, order, cells);
         self.answer(id, LOAD, Input::Loaded { job, part, load, result });
         self.measure_memory(id);
     }
@@ -33,35 +34,39 @@ impl World {
         &mut self,
         id: HostId,
         from: NodeId,
-        (job, part, step, kind): (JobId, PartId, u32, SaveKind),
+        state: (JobId, PartId, u32, SaveKind),
         bytes: u64,
     ) {
-        let result = self.collect(id, from, (job, part, step, kind));
-        let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
-        self.answer(id, took, Input::Collected { job, part, step, kind, result });
+        let life = self.hosts[id.index()].life;
+        self.queue.push(self.now + travels(bytes), Happening::Collect { host: id, life, from, state });
     }
 
     /// `Output::Mirror`.
-    pub(super) fn mirror_checkpoint(&mut self, id: HostId, from: NodeId, (job, step): (JobId, u32), bytes: u64) {
-        let cells = self.reached(id, from).and_then(|there| there.checkpoints.get(&(job, step))).cloned();
-        let result = cells.ok_or_else(|| "it is not there".into()).map(|cells| {
-            self.hosts[id.index()].checkpoints.insert((job, step), cells);
-        });
-        let took = Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD;
-        self.answer(id, took, Input::Mirrored { job, step, result });
+    pub(super) fn mirror_checkpoint(&mut self, id: HostId, from: NodeId, name: (JobId, u32), bytes: u64) {
+        let life = self.hosts[id.index()].life;
+        self.queue.push(self.now + travels(bytes), Happening::Mirror { host: id, life, from, name });
     }
 
     /// `Output::KeepCheckpoint`.
     pub(super) fn keep_checkpoint(&mut self, id: HostId, job: JobId, step: u32) {
-        let host = &mut self.hosts[id.index()];
-        let result = match host.parts.remove(&(job, step)) {
-            Some(cells) => {
-                host.checkpoints.insert((job, step), cells);
-                Ok(())
-            }
-            None => Err("no part of it is here".into()),
-        };
+        let cells = self.hosts[id.index()].parts.remove(&(job, step)).ok_or_else(|| "no part of it is here".into());
+        let result = cells.and_then(|cells| self.write(id, Record::Checkpoint((job, step), cells)));
         self.answer(id, self.options.sync, Input::Kept { job, step, result });
+    }
+
+    /// The parts of another coordinator's checkpoint have come, if its host still answers.
+    pub(super) fn mirror(&mut self, id: HostId, from: NodeId, (job, step): (JobId, u32)) {
+        let cells = self.reached(id, from).and_then(|there| there.disk.checkpoint(job, step)).cloned();
+        let cells = cells.ok_or_else(|| String::from("it is not there"));
+        let result = cells.and_then(|cells| self.write(id, Record::Checkpoint((job, step), cells)));
+        self.answer(id, self.options.sync, Input::Mirrored { job, step, result });
+    }
+
+    /// A state has come, if the host that saved it still answers.
+    pub(super) fn collected(&mut self, id: HostId, from: NodeId, state: (JobId, PartId, u32, SaveKind)) {
+        let (job, part, step, kind) = state;
+        let result = self.collect(id, from, state);
+        self.answer(id, Duration::ZERO, Input::Collected { job, part, step, kind, result });
     }
 
     fn collect(
@@ -79,8 +84,14 @@ impl World {
         let host = &mut self.hosts[id.index()];
         match kind {
             SaveKind::Snapshot => host.executor.grids.keep(job, part, step, state),
-            SaveKind::Checkpoint => host.parts.entry((job, step)).or_default().extend(state),
-            SaveKind::Output(_) => {}
+            SaveKind::Checkpoint => {
+                host.disk.writable()?;
+                host.parts.entry((job, step)).or_default().extend(state);
+            }
+            SaveKind::Output(output) => {
+                host.disk.writable()?;
+                host.outputs.entry((job, output, step)).or_default().extend(state);
+            }
         }
         Ok(())
     }
@@ -104,9 +115,14 @@ impl World {
         let block = order.block(part);
         let inside =
             |at: &[i64; 3]| (0..3).all(|axis| (block.from[axis] as i64..block.to[axis] as i64).contains(&at[axis]));
-        let cells = host.checkpoints.get(&name)?;
+        let cells = host.disk.checkpoint(name.0, name.1)?;
         Some(cells.iter().filter(|(at, _)| inside(at)).map(|(at, value)| (*at, *value)).collect())
     }
+}
+
+/// How long saved states of this size take from one host to another.
+fn travels(bytes: u64) -> Duration {
+    Duration::from_nanos(bytes.saturating_mul(1_000_000_000) / STATE_BYTES_PER_SECOND) + LOAD
 }
 
 /// What making a tile takes.

@@ -78,7 +78,7 @@ impl Parts {
         let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
         held.heard(now);
         if held.epoch < epoch {
-            (held.epoch, held.gone) = (epoch, false);
+            (held.epoch, held.gone, held.left) = (epoch, false, false);
             held.succession.replaced();
             if !planted::has(Planted::NoFence) {
                 held.parts.values_mut().for_each(|part| part.pause(&mut self.out));

@@ -153,3 +153,30 @@ fn an_order_in_the_coordinators_name_is_refused_without_a_word_to_the_coordinato
     assert!(!outputs.iter().any(|output| matches!(output, PartOutput::Report { .. })), "{outputs:?}");
     assert_eq!(parts.coordinator_of(JOB), Some((COORDINATOR, EPOCH)));
 }
+
+/// Its own epochs name no coordinator that could fall silent.
+#[test]
+fn what_a_coordinator_held_that_stood_down_is_dropped_unless_the_next_one_asks_for_it() {
+    let mine = Epoch { counter: 4, issuer: ME };
+    let unloads = |outputs: &[PartOutput]| {
+        outputs.iter().any(|output| matches!(output, PartOutput::Shell(Output::Unload { job: JOB })))
+    };
+    for asked_again in [false, true] {
+        let mut parts = Parts::new(ME);
+        let mut order = tile_order(0, None);
+        order.successors = vec![owner(1)];
+        say(&mut parts, ME, mine, ToParticipant::Prepare(order.clone()));
+        parts.handle_wakeup(NOW + ORPHAN_MAX * 2);
+        assert!(!unloads(&outputs(&mut parts)), "it is coordinated here");
+        let left = NOW + ORPHAN_MAX * 3;
+        parts.handle_left(left, JOB);
+        if asked_again {
+            let next = Epoch { counter: 6, issuer: owner(1) };
+            parts.handle_message(left, owner(1), JOB, next, ToParticipant::Prepare(order));
+            assert!(parts.coordinator_of(JOB) == Some((owner(1), next)));
+            parts.coordinator_heard(left + ORPHAN_MAX, owner(1), JOB, next);
+        }
+        parts.handle_wakeup(left + ORPHAN_MAX);
+        assert_eq!(unloads(&outputs(&mut parts)), !asked_again);
+    }
+}

@@ -1,0 +1,260 @@
+//! The state of all jobs up to an event, and whether a loss at that time must be made up for within the limit.
+use super::{Entry, LIMIT, Loss, Seen};
+use crate::host::HostId;
+use node_core::id::{CallId, JobId, NodeId};
+use node_core::time::{Duration, Instant};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// All jobs.
+pub(super) struct Stories<'a> {
+    jobs: BTreeMap<JobId, Story>,
+    /// Steps of the jobs that are simulations.
+    simulations: &'a BTreeMap<JobId, u32>,
+    /// Until when another fault is active.
+    trouble: Option<Instant>,
+    /// When a request or simulation came or went.
+    changed: Option<Instant>,
+}
+
+/// One job.
+#[derive(Default)]
+struct Story {
+    /// The coordinator.
+    head: Option<HostId>,
+    owners: Vec<NodeId>,
+    ready: bool,
+    /// Who was asked to be a standby, and who of them holds what the owner holds.
+    standbys: BTreeMap<u16, NodeId>,
+    current: BTreeMap<u16, NodeId>,
+    /// When each running request had its last token.
+    tokens: BTreeMap<CallId, Instant>,
+    /// Of a simulation: when which steps were told, under the present placement and those that continued it.
+    steps: Vec<(Instant, u32)>,
+    /// Steps that owners and standbys of tiles reported last, under the present placement.
+    held: BTreeMap<(u16, NodeId), u32>,
+}
+
+impl<'a> Stories<'a> {
+    pub(super) fn new(simulations: &'a BTreeMap<JobId, u32>) -> Self {
+        Stories { jobs: BTreeMap::new(), simulations, trouble: None, changed: None }
+    }
+
+    pub(super) fn apply(&mut self, at: Instant, host: HostId, entry: &Seen, node: &impl Fn(HostId) -> NodeId) {
+        match entry {
+            Seen::Loss(hosts) => {
+                self.trouble = self.trouble.max(Some(at));
+                let dead: BTreeSet<NodeId> = hosts.iter().map(|host| node(*host)).collect();
+                for (job, story) in &mut self.jobs {
+                    if story.head.is_some_and(|head| hosts.contains(&head)) && !self.simulations.contains_key(job) {
+                        *story = Story::default();
+                    }
+                    story.current.retain(|_, standby| !dead.contains(standby));
+                    story.standbys.retain(|_, standby| !dead.contains(standby));
+                }
+            }
+            Seen::Broken => self.trouble = self.trouble.max(Some(at)),
+            Seen::Trouble(until) => self.trouble = self.trouble.max(Some(*until)),
+            Seen::Changed => self.changed = Some(at),
+            Seen::Over(job) => {
+                // Where another host goes on, the one that stands down comes too late.
+                if self.jobs.get(job).is_some_and(|story| story.head == Some(host)) {
+                    self.jobs.remove(job);
+                }
+            }
+            Seen::Placed(job, ..)
+            | Seen::Ready(job)
+            | Seen::Standby(job, ..)
+            | Seen::Token(job, _)
+            | Seen::Ended(job, _)
+            | Seen::Inherited(job)
+            | Seen::Running(job, _)
+            | Seen::Progress(job, _)
+            | Seen::Held(job, ..) => self.jobs.entry(*job).or_default().apply(at, node(host), host, entry),
+        }
+    }
+
+    /// The losses of this moment that the limit applies to, one a job, together with second ones that may follow.
+    pub(super) fn losses(
+        &self,
+        at: Instant,
+        dead: &[NodeId],
+        after: &[Entry],
+        node: &impl Fn(HostId) -> NodeId,
+    ) -> Vec<Loss> {
+        let quiet = self.trouble.is_none_or(|until| until + QUIET < at)
+            && self.changed.is_none_or(|changed| changed + SETTLES < at);
+        let Some((all, last)) = quiet.then(|| together(at, dead, after, node)).flatten() else { return Vec::new() };
+        let of = |(job, story): (&JobId, &Story)| {
+            let steps = self.simulations.get(job);
+            let (simulation, died) = (steps.is_some(), !all.is_empty());
+            let lost = story.lost(&all, simulation, dead.is_empty(), node)?;
+            let (waited, back) = match steps {
+                Some(steps) => story.resumed((*job, *steps), &lost, (at, last), died, after)?,
+                None => (story.waited(*job, at, last, after)?, None),
+            };
+            Some(Loss { at, last, simulation, owners: lost.len(), waited, back })
+        };
+        self.jobs.iter().filter_map(of).collect()
+    }
+}
+
+/// All that die in this loss and a second one that may follow, and when the last one does; `None` where something else goes wrong.
+fn together(
+    at: Instant,
+    dead: &[NodeId],
+    after: &[Entry],
+    node: &impl Fn(HostId) -> NodeId,
+) -> Option<(Vec<NodeId>, Instant)> {
+    let (mut all, mut last) = (dead.to_vec(), at);
+    for (then, _, entry) in after {
+        if *then > last + LIMIT {
+            break;
+        }
+        match entry {
+            Seen::Loss(hosts) => {
+                all.extend(hosts.iter().map(|host| node(*host)));
+                last = *then;
+            }
+            Seen::Trouble(_) => return None,
+            Seen::Broken if dead.is_empty() => {}
+            Seen::Broken => return None,
+            Seen::Changed
+            | Seen::Placed(..)
+            | Seen::Ready(_)
+            | Seen::Standby(..)
+            | Seen::Token(..)
+            | Seen::Ended(..)
+            | Seen::Inherited(_)
+            | Seen::Running(..)
+            | Seen::Progress(..)
+            | Seen::Held(..)
+            | Seen::Over(_) => {}
+        }
+    }
+    Some((all, last))
+}
+
+impl Story {
+    fn apply(&mut self, at: Instant, node: NodeId, host: HostId, entry: &Seen) {
+        match entry {
+            Seen::Placed(_, owners) => {
+                (self.head, self.owners, self.ready) = (Some(host), owners.clone(), false);
+                self.current.clear();
+                self.standbys.clear();
+                self.held.clear();
+            }
+            Seen::Inherited(_) => self.head = Some(host),
+            Seen::Ready(_) => self.ready = true,
+            Seen::Standby(_, stage, standby, current) => {
+                self.standbys.insert(*stage, *standby);
+                if *current {
+                    self.current.insert(*stage, *standby);
+                } else {
+                    self.current.remove(stage);
+                }
+            }
+            Seen::Token(_, call) => _ = self.tokens.insert(*call, at),
+            Seen::Ended(_, call) => _ = self.tokens.remove(call),
+            Seen::Running(_, step) => {
+                self.ready = true;
+                self.steps.retain(|(_, told)| told <= step);
+                self.steps.push((at, *step));
+            }
+            Seen::Progress(_, step) => self.steps.push((at, *step)),
+            Seen::Held(_, tile, step) => _ = self.held.insert((*tile, node), *step),
+            Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Over(_) => {}
+        }
+    }
+
+    /// The stages or tiles that are lost, if the job must go on without a pause.
+    fn lost(
+        &self,
+        all: &[NodeId],
+        simulation: bool,
+        broken: bool,
+        node: &impl Fn(HostId) -> NodeId,
+    ) -> Option<Vec<u16>> {
+        let head = self.head.map(node).filter(|_| self.ready)?;
+        let lost: Vec<u16> =
+            (0..).zip(&self.owners).filter(|(_, owner)| all.contains(owner)).map(|(at, _)| at).collect();
+        let covered = |stage: &u16| self.current.get(stage).is_some_and(|standby| !all.contains(standby));
+        let headless = all.contains(&head);
+        // The standbys of two tiles that are neighbours keep no strips for each other: both lost, all tiles may go back.
+        let few = !simulation || lost.len() <= 1;
+        let noticed = !lost.is_empty() || broken || simulation && headless;
+        let led = !headless || simulation && self.has_majority(all, head);
+        (led && few && all.len() <= 2 && noticed && lost.iter().all(covered)).then_some(lost)
+    }
+
+    /// Whether more than half of a simulation's participants live, and one of them may succeed the coordinator.
+    fn has_majority(&self, dead: &[NodeId], head: NodeId) -> bool {
+        let participants: BTreeSet<NodeId> = self.owners.iter().chain(self.standbys.values()).copied().collect();
+        let live = participants.iter().filter(|node| !dead.contains(node)).count();
+        let successors = || self.owners.iter().filter(|owner| **owner != head);
+        // A successor that dies too is waited for: a turn of a second.
+        2 * live > participants.len() && successors().next().is_some() && !successors().any(|node| dead.contains(node))
+    }
+
+    /// The longest wait of a running request; `None` if no request was running.
+    fn waited(&self, job: JobId, at: Instant, last: Instant, after: &[Entry]) -> Option<Duration> {
+        // A request that ended before the last loss did not wait for it.
+        let over = |call: &CallId| {
+            let mut between = after.iter().take_while(|(then, ..)| *then <= last);
+            between.any(|(_, _, entry)| matches!(entry, Seen::Ended(_, of) if of == call))
+        };
+        let running = self.tokens.iter().filter(|(_, token)| **token + RUNNING > at).map(|(call, _)| *call);
+        let running = running.filter(|call| !over(call));
+        running
+            .map(|call| {
+                let next = after.iter().find(|(then, _, entry)| {
+                    let of = matches!(entry, Seen::Token(job_of, of) | Seen::Ended(job_of, of) if (*job_of, *of) == (job, call));
+                    *then > last && of
+                });
+                next.map_or(Duration::MAX, |(then, ..)| then.since(last))
+            })
+            .max()
+    }
+
+    /// How long a simulation that was running waits for its next step, and, where something is lost, the step it goes back to and the one that all who
+    /// continue had reported. `None` if it was not running.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "one of many entries is looked for")]
+    fn resumed(
+        &self,
+        (job, steps): (JobId, u32),
+        lost: &[u16],
+        (at, last): (Instant, Instant),
+        died: bool,
+        after: &[Entry],
+    ) -> Option<(Duration, Option<(u32, u32)>)> {
+        let (_, told) = self.steps.last().filter(|(told, _)| *told + RUNNING > at)?;
+        let reported = |tile: &u16| self.held.get(&(*tile, *self.current.get(tile)?)).copied().or(Some(0));
+        let kept = lost.iter().filter_map(reported).min().unwrap_or(*told).min(*told);
+        let later = || after.iter().filter(|(then, ..)| *then > last);
+        let over = later().find(|(_, _, entry)| matches!(entry, Seen::Over(of) if *of == job)).map(|(then, ..)| *then);
+        // It may run again before the last loss, if that concerns another job; or several times, if each loss concerns it.
+        let runs: Vec<(Instant, u32)> = after
+            .iter()
+            .filter_map(|(then, _, entry)| match entry {
+                Seen::Running(of, step) if died && *of == job => Some((*then, *step)),
+                _ => None,
+            })
+            .collect();
+        let runs = runs.iter().rfind(|(then, _)| *then <= last + LIMIT).or(runs.first()).copied();
+        // Where nothing died it goes on from where it is.
+        let (from, back) = if died { runs.map(|(then, step)| (then.max(last), step))? } else { (last, *told) };
+        let goes_on = later().find_map(|(then, _, entry)| match entry {
+            Seen::Progress(of, step) if *of == job && *then > from && *step > back => Some(*then),
+            _ => None,
+        });
+        let goes_on = if back >= steps { Some(from) } else { goes_on };
+        let first = goes_on.into_iter().chain(over).min();
+        Some((first.map_or(Duration::MAX, |then| then.since(last)), died.then_some((back, kept))))
+    }
+}
+
+/// Time without another fault before a loss.
+const QUIET: Duration = Duration::from_secs(5);
+/// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
+const SETTLES: Duration = Duration::from_secs(1);
+/// A request counts as running if its last token is no older than this, a simulation if its last step was told as lately.
+const RUNNING: Duration = Duration::from_secs(1);

@@ -1,0 +1,190 @@
+//! The callers of one entry node: they ask, cancel, and turn to another host when theirs is gone.
+use crate::case::{Ask, Case};
+use crate::checker::survival::Survival;
+use crate::host::HostId;
+use crate::timeline::{Timeline, name};
+use crate::workload::{HEAD_DIED, Workload, request, wide_model};
+use crate::world::{Told, World};
+use node_core::id::{CallId, ContentId};
+use node_core::time::{Duration, Instant};
+use node_core::work::serve::{DoneReason, Sampling};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+pub(super) struct Callers {
+    pub(super) work: Workload,
+    /// Which entry node of the case: 0 is the first.
+    entry: u32,
+    asks: VecDeque<Ask>,
+    cancels: Vec<(Instant, CallId)>,
+    /// When the callers of calls that have not ended yet went away.
+    gone: BTreeMap<CallId, Instant>,
+    /// When the callers' host was last paused.
+    stopped: Option<Instant>,
+    /// Failed calls that were checked.
+    failed: BTreeSet<CallId>,
+    /// Calls that broke with their host and are asked again.
+    again: VecDeque<CallId>,
+    /// The life of the host that the callers use, and when they may look for another.
+    life: u32,
+    turn_at: Option<Instant>,
+}
+
+impl Callers {
+    /// The callers of each entry node of a case.
+    pub(super) fn of(case: &Case) -> Vec<Callers> {
+        let nodes = case.entry_nodes();
+        nodes.into_iter().zip(0..).map(|((head, layers), entry)| Callers::of_entry(case, entry, head, layers)).collect()
+    }
+
+    fn of_entry(case: &Case, entry: u32, head: HostId, layers: Option<u32>) -> Callers {
+        let mut model = wide_model(layers.unwrap_or(case.mesh.layers), LAYER_BYTES, case.mesh.width);
+        if layers.is_some() {
+            model.content = ContentId([0x5A + entry as u8; 32]);
+        }
+        let mut asks: Vec<Ask> = case.requests.iter().filter(|ask| ask.entry == entry).cloned().collect();
+        asks.sort_by_key(|ask| ask.at);
+        Callers {
+            work: Workload::of_entry(entry, head, model),
+            entry,
+            asks: asks.into(),
+            cancels: Vec::new(),
+            gone: BTreeMap::new(),
+            stopped: None,
+            failed: BTreeSet::new(),
+            again: VecDeque::new(),
+            life: 1,
+            turn_at: None,
+        }
+    }
+
+    pub(super) fn hear(&mut self, told: &[Told]) {
+        let head = self.work.head;
+        self.work.hear(told.iter().filter(|told| told.host == head).cloned());
+    }
+
+    /// Whether every request has been sent and has ended.
+    pub(super) fn all_ended(&self) -> bool {
+        self.asks.is_empty() && self.again.is_empty() && self.work.calls.values().all(|call| !call.ends.is_empty())
+    }
+
+    /// Whether the callers use a host that serves the model.
+    pub(super) fn is_served(&self) -> bool {
+        self.turn_at.is_none() && self.work.job.is_some()
+    }
+
+    /// What has not ended, for messages.
+    pub(super) fn open(&self) -> String {
+        let open = self.work.calls.iter().filter(|(_, call)| call.ends.is_empty()).map(|(id, _)| name(*id));
+        let open: Vec<u64> = open.collect();
+        let (asks, job) = (self.asks.len() + self.again.len(), self.work.job);
+        let told = self.work.notes.last().map(|told| format!("{:?}", told.event));
+        format!("calls {open:?} are open, {asks} not asked, job {job:?}, told last: {told:?}")
+    }
+
+    /// Checks what depends on the present state of the world. `bytes`: what is to be held in all, weights, caches and tiles.
+    pub(super) fn judge(&mut self, world: &World, survival: &Survival, bytes: u64, violations: &mut Vec<String>) {
+        let head = self.work.head;
+        if world.host(head).paused_until.is_some() {
+            self.stopped = Some(world.now());
+        }
+        survival.look(world, head, bytes);
+        for (id, call) in &self.work.calls {
+            let Some((at, reason)) = call.ends.first() else { continue };
+            if let DoneReason::Failed(why) = reason
+                && why != HEAD_DIED
+                && self.failed.insert(*id)
+                && let Some(doubt) = survival.doubt(*at, head)
+            {
+                violations.push(format!("call {} fails ({why}), {doubt}", name(*id)));
+            }
+            if let Some(cancelled) = self.gone.remove(id)
+                && *at > cancelled + CANCEL_MAX
+                && self.stopped.is_none_or(|stopped| stopped < cancelled)
+            {
+                let after = at.since(cancelled).as_millis();
+                violations.push(format!("call {} ends {after} ms after its caller went away: {reason:?}", name(*id)));
+            }
+        }
+    }
+
+    /// Does what is due.
+    pub(super) fn step(&mut self, world: &mut World, origin: Instant, seed: u64) {
+        let now = world.now();
+        if self.is_served() {
+            while let Some(ask) = self.asks.pop_front_if(|ask| origin + ask.at.since(Instant(0)) <= now) {
+                self.submit(world, ask, seed);
+            }
+            while let Some(call) = self.again.pop_front() {
+                let request = self.work.calls[&call].request.clone();
+                self.work.submit(world, request);
+            }
+        }
+        let due: Vec<CallId> = self.cancels.extract_if(.., |(at, _)| *at <= now).map(|(_, call)| call).collect();
+        for call in due {
+            // Where the host is gone there is no node to tell.
+            if self.work.calls.get(&call).is_some_and(|call| call.ends.is_empty()) && self.turn_at.is_none() {
+                self.work.cancel(world, call);
+                self.gone.insert(call, now);
+            }
+        }
+    }
+
+    pub(super) fn submit(&mut self, world: &mut World, ask: Ask, seed: u64) -> CallId {
+        let number = self.work.calls.len() as u64;
+        let of_seed = seed.wrapping_mul(1000).wrapping_add(number + 300 * u64::from(self.entry));
+        let mut request = request(of_seed, ask.prompt, ask.tokens);
+        if number % 3 == 2 {
+            request.sampling = Sampling { temperature_e6: 800_000, seed: number, ..Sampling::GREEDY };
+        }
+        let call = self.work.submit(world, request);
+        self.cancels.extend(ask.cancel_after.map(|after| (world.now() + after, call)));
+        call
+    }
+
+    /// Callers whose host died get an error, and turn to another host a while later: to one of the first `count`, and not to one of
+    /// `others` where there is another.
+    pub(super) fn look_after_head(&mut self, world: &mut World, count: u32, others: &[HostId], timeline: &Timeline) {
+        let now = world.now();
+        let head = world.host(self.work.head);
+        let gone = !head.runs() || head.life != self.life;
+        if gone && self.turn_at.is_none() {
+            let broken = self.work.head_died(now);
+            timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
+            self.again.extend(broken.into_iter().filter(|call| !self.work.calls[call].cancelled));
+            self.turn_at = Some(now + TURN);
+        }
+        if self.turn_at.is_some_and(|at| at <= now) {
+            let here = self.work.head.0;
+            let all = (1..=count).map(|step| HostId((here + step) % count));
+            let usable: Vec<HostId> = all.filter(|host| is_usable(world, *host)).collect();
+            let free = usable.iter().find(|host| !others.contains(host));
+            let Some(next) = free.or(usable.first()).copied() else { return };
+            self.turn_at = None;
+            self.life = world.host(next).life;
+            self.work.turn_to(world, next);
+            timeline.note(now, format!("callers turn to host {}", next.0));
+        }
+    }
+
+    /// Bytes of the model's weights and caches.
+    pub(super) fn model_bytes(&self) -> u64 {
+        let work = &self.work.model.work;
+        let positions = u64::from(work.context) * u64::from(work.sequences);
+        let layers: u64 =
+            work.layers.iter().map(|layer| layer.weight_bytes + layer.kv_bytes_per_token * positions).sum();
+        layers + work.embed_bytes + work.head_bytes
+    }
+}
+
+/// Whether a person at this host could ask its node for something.
+pub(super) fn is_usable(world: &World, host: HostId) -> bool {
+    let host = world.host(host);
+    host.runs() && host.paused_until.is_none() && !host.leaves
+}
+
+/// Weights of one layer, as `compute.rs` takes its time.
+const LAYER_BYTES: u64 = 20 << 20;
+/// Callers whose host is gone look for another after this.
+const TURN: Duration = Duration::from_millis(500);
+/// A cancelled call ends within this time.
+pub(super) const CANCEL_MAX: Duration = Duration::from_secs(1);

@@ -1,0 +1,400 @@
+//! A member that speaks for others: forged messages and frames that are near misses of what would be said at that moment.
+//!
+//! The liar knows jobs, epochs, requests and positions as they are. It says nothing that it is entitled to say for itself: what
+//! a member reports about its own stage has to be believed.
+use super::{Happening, World};
+use crate::compute::Cargo;
+use crate::host::HostId;
+use node_core::codec::{self, Datagram};
+use node_core::id::{Epoch, JobId, NodeId, PartId, RequestId};
+use node_core::input::Input;
+use node_core::job::{JobView, ProgramView};
+use node_core::message::{FrameHeader, FromStage, FromTile, Heartbeat, Message, ToCoordinator, ToParticipant};
+use node_core::message::{ToStage, ToTile};
+use node_core::output::Output;
+use node_core::time::Duration;
+use node_core::work::serve::{Position, Sampling};
+use node_core::work::steps::{SaveKind, TileFigures};
+use node_core::work::{Cursors, Has, Order, PartWork, Ready, Resume};
+use partitioner::Tier;
+use rand::RngExt;
+use std::collections::BTreeMap;
+
+/// What was seen of jobs: near misses are made from it.
+#[derive(Default)]
+pub(super) struct Known {
+    frames: BTreeMap<JobId, FrameHeader>,
+    stages: BTreeMap<JobId, Order>,
+    tiles: BTreeMap<JobId, (Epoch, Order)>,
+}
+
+impl Known {
+    pub(super) fn note(&mut self, output: &Output) {
+        match output {
+            Output::SendFrame { header, .. } => _ = self.frames.insert(header.job, *header),
+            Output::Load { job, epoch, order, .. } => match order.work {
+                PartWork::Stage(_) => _ = self.stages.insert(*job, (**order).clone()),
+                PartWork::Tile(_) => _ = self.tiles.insert(*job, (*epoch, (**order).clone())),
+            },
+            Output::Keep { job, epoch, .. } => {
+                self.tiles.entry(*job).and_modify(|(known, _)| *known = *epoch);
+            }
+            Output::SendDatagram { .. }
+            | Output::SendMessage { .. }
+            | Output::Connect { .. }
+            | Output::Disconnect { .. }
+            | Output::Sign { .. }
+            | Output::Verify { .. }
+            | Output::Plan { .. }
+            | Output::Restore { .. }
+            | Output::Fetch { .. }
+            | Output::Challenge { .. }
+            | Output::Drop { .. }
+            | Output::Unload { .. }
+            | Output::Run(_)
+            | Output::Release { .. }
+            | Output::Discard { .. }
+            | Output::Share { .. }
+            | Output::Collect { .. }
+            | Output::Forget { .. }
+            | Output::KeepCheckpoint { .. }
+            | Output::Mirror { .. }
+            | Output::Remember { .. }
+            | Output::Notify(_) => {}
+        }
+    }
+}
+
+/// A lie and its victim.
+enum Lie {
+    Message(HostId, Message),
+    Frame(HostId, FrameHeader),
+    Heartbeat(HostId, Heartbeat),
+}
+
+impl World {
+    /// Spreads a liar's messages over a time.
+    pub(super) fn plan_lies(&mut self, host: HostId, messages: u32, lasts: Duration) {
+        let span_us = u64::try_from(lasts.as_micros()).unwrap_or(u64::MAX).max(1);
+        for _ in 0..messages {
+            let after = Duration::from_micros(self.lie_chance.random_range(0..span_us));
+            self.queue.push(self.now + after, Happening::Lie { era: self.era, host });
+        }
+    }
+
+    /// Says one thing that is not true, if there is something to lie about.
+    pub(super) fn lie(&mut self, era: u32, liar: HostId) {
+        let host = &self.hosts[liar.index()];
+        if era != self.era || !host.runs() || host.paused_until.is_some() {
+            return;
+        }
+        let (from, source) = (host.node_id, host.gossip_addr);
+        let Some(lie) = self.lie_about_a_job(liar) else { return };
+        let (to, input) = match lie {
+            Lie::Message(to, message) => {
+                let Ok(bytes) = codec::encode_message(&message) else { return };
+                (to, Input::Message { from, bytes })
+            }
+            Lie::Frame(to, header) => {
+                let tensor = self.hosts[to.index()].executor.take(Cargo::Rows(vec![from.0[0].into()], 4));
+                (to, Input::Frame { from, header, tensor })
+            }
+            Lie::Heartbeat(to, heartbeat) => {
+                let bytes = codec::encode_datagram(&Datagram::Heartbeat(heartbeat));
+                (to, Input::Datagram { from, source, bytes })
+            }
+        };
+        let life = self.hosts[to.index()].life;
+        let input = Box::new(input);
+        self.queue.push(self.now, Happening::Forged { host: to, life, input });
+    }
+
+    fn lie_about_a_job(&mut self, liar: HostId) -> Option<Lie> {
+        let views = self.hosts.iter().filter(|host| host.id != liar);
+        let views = views.filter_map(|host| Some((host.id, host.node.as_ref()?.jobs())));
+        let views: Vec<(HostId, JobView)> =
+            views.flat_map(|(host, views)| views.filter(is_model).map(move |view| (host, view))).collect();
+        let tiles: Vec<JobId> = self.known.tiles.keys().copied().collect();
+        let at = self.lie_chance.random_range(0..(views.len() + tiles.len()).max(1));
+        match views.into_iter().nth(at) {
+            Some((head, view)) => {
+                let order = self.known.stages.get(&view.job)?.clone();
+                Subject { liar, head, order, frame: self.known.frames.get(&view.job).copied(), view }.lie(self)
+            }
+            None => self.lie_about_a_tile(liar, *tiles.get(at.checked_sub(self.jobs_seen(liar))?)?),
+        }
+    }
+
+    fn jobs_seen(&self, liar: HostId) -> usize {
+        let others = self.hosts.iter().filter(|host| host.id != liar);
+        others.filter_map(|host| host.node.as_ref()).map(|node| node.jobs().filter(is_model).count()).sum()
+    }
+
+    /// A host that runs and is reached by the liar.
+    fn victim(&mut self, liar: HostId, among: impl IntoIterator<Item = HostId>) -> Option<HostId> {
+        let reached = |host: &HostId| *host != liar && self.hosts[host.index()].runs() && self.reaches(liar, *host);
+        let all: Vec<HostId> = among.into_iter().filter(reached).collect();
+        (!all.is_empty()).then(|| all[self.lie_chance.random_range(0..all.len())])
+    }
+}
+
+fn is_model(view: &JobView) -> bool {
+    matches!(view.program, ProgramView::Serve { .. })
+}
+
+/// A model job as the liar knows it.
+struct Subject {
+    liar: HostId,
+    head: HostId,
+    view: JobView,
+    order: Order,
+    frame: Option<FrameHeader>,
+}
+
+impl Subject {
+    fn lie(&self, world: &mut World) -> Option<Lie> {
+        let me = world.hosts[self.liar.index()].node_id;
+        let owners = self.view.parts.iter().map(|part| part.owner);
+        let standbys = self.view.parts.iter().filter_map(|part| part.standby.as_ref()?.node);
+        let holds = world.hosts[self.liar.index()].node.as_ref()?.parts().any(|part| part.job == self.view.job);
+        let takes_part = holds || owners.chain(standbys).any(|node| node == me);
+        let holders = world
+            .hosts
+            .iter()
+            .filter(|host| host.node.as_ref().is_some_and(|node| node.parts().any(|part| part.job == self.view.job)));
+        let holders: Vec<HostId> = holders.map(|host| host.id).collect();
+        let victim = world.victim(self.liar, holders)?;
+        let head = world.victim(self.liar, [self.head]);
+        // What a participant says of its own stage is believed, so a liar that takes part says nothing of the kind.
+        let kinds = if takes_part { 0..AS_HEAD + AS_PARTICIPANT } else { 0..AS_HEAD + AS_PARTICIPANT + AS_STAGE };
+        let kind = world.lie_chance.random_range(kinds);
+        match kind {
+            0..AS_HEAD => self.as_head(world, kind, victim, me),
+            kind if kind < AS_HEAD + AS_PARTICIPANT => {
+                self.as_participant(world, kind - AS_HEAD, victim, head?, takes_part)
+            }
+            kind => Some(Lie::Message(head?, self.as_stage(world, kind - AS_HEAD - AS_PARTICIPANT))),
+        }
+    }
+
+    /// An epoch near the real one.
+    fn epoch(&self, world: &mut World, issuer: NodeId) -> Epoch {
+        let more = [0, 0, 1, 2, 65_536, 65_537, u32::MAX / 2][world.lie_chance.random_range(0..7usize)];
+        Epoch { counter: self.view.epoch.counter.saturating_add(more), issuer }
+    }
+
+    fn request(&self, world: &mut World) -> RequestId {
+        let near = self.frame.map_or(0, |frame| frame.channel);
+        RequestId(near + [0, 0, 0, 1, 7][world.lie_chance.random_range(0..5usize)])
+    }
+
+    fn position(&self, world: &mut World) -> u32 {
+        let near = self.frame.map_or(0, |frame| frame.end());
+        let context = match self.view.program {
+            ProgramView::Serve { context, .. } => context,
+            ProgramView::Steps { .. } => 0,
+        };
+        [0, near.saturating_sub(1), near, near + 1, near + 100, context, u32::MAX]
+            [world.lie_chance.random_range(0..7usize)]
+    }
+
+    /// What only the coordinator may say.
+    fn as_head(&self, world: &mut World, kind: u32, victim: HostId, me: NodeId) -> Option<Lie> {
+        let job = self.view.job;
+        // An epoch of the liar's own is refused where a stage of this job is held; elsewhere it would be a job of its own.
+        let issuer = if world.lie_chance.random_bool(0.7) { self.view.epoch.issuer } else { me };
+        let mut epoch = self.epoch(world, issuer);
+        let request = self.request(world);
+        let part = self.part(world);
+        let say = match kind {
+            0 | 1 => ToParticipant::Prepare(self.order(world, victim)?),
+            2 => ToParticipant::Go { part, resume: Resume::Stage(vec![(request, self.position(world))]) },
+            3 => ToParticipant::End,
+            4 => {
+                let sampling = Sampling { temperature_e6: 900_000, seed: 7, ..Sampling::GREEDY };
+                ToParticipant::Stage(ToStage::Open { request, sampling, tokens: vec![1, 2, 3], prompt: 3 })
+            }
+            5 => ToParticipant::Stage(ToStage::Close { request }),
+            6 => ToParticipant::Standby { part, node: world.lie_chance.random_bool(0.5).then_some(me) },
+            7 => {
+                epoch.issuer = self.view.epoch.issuer;
+                ToParticipant::Fetch(self.order(world, victim)?)
+            }
+            8 => ToParticipant::Release { part },
+            _ => ToParticipant::Challenge { part, nonce: world.lie_chance.random() },
+        };
+        Some(Lie::Message(victim, Message::ToParticipant { job, epoch, say }))
+    }
+
+    fn part(&self, world: &mut World) -> PartId {
+        PartId::of(world.lie_chance.random_range(0..self.view.parts.len().max(1)))
+    }
+
+    fn order(&self, world: &mut World, victim: HostId) -> Option<Box<Order>> {
+        let owners: Vec<NodeId> = self.view.parts.iter().map(|part| part.owner).collect();
+        let node = world.hosts[victim.index()].node_id;
+        let own = owners.iter().position(|owner| *owner == node);
+        let part = own.map_or_else(|| self.part(world), PartId::of);
+        let standby = own.is_none().then_some(Tier::Hot);
+        (!owners.is_empty()).then(|| Box::new(Order { part, owners, standby, ..self.order.clone() }))
+    }
+
+    /// What participants tell each other or the coordinator about others, and rows out of range.
+    fn as_participant(
+        &self,
+        world: &mut World,
+        kind: u32,
+        victim: HostId,
+        head: HostId,
+        takes_part: bool,
+    ) -> Option<Lie> {
+        let job = self.view.job;
+        match kind {
+            0 | 1 => {
+                let issuer = if world.lie_chance.random_bool(0.8) {
+                    self.view.epoch.issuer
+                } else {
+                    world.hosts[self.liar.index()].node_id
+                };
+                let mine = self.epoch(world, issuer);
+                let to = if world.lie_chance.random_bool(0.3) { head } else { victim };
+                Some(Lie::Message(to, Message::Stale { job, mine }))
+            }
+            2 => {
+                let others = self.view.parts.iter().filter_map(|part| world.host_of(part.owner)).chain([head]);
+                let others: Vec<HostId> = others.collect();
+                let node = world.victim(self.liar, others).map(|host| world.hosts[host.index()].node_id)?;
+                let silent_ms = world.lie_chance.random_range(0..5_000);
+                let say = ToCoordinator::Silent { node, silent_ms };
+                Some(Lie::Message(head, Message::ToCoordinator { job, epoch: self.view.epoch, say }))
+            }
+            3 => {
+                let epoch = self.epoch(world, self.view.epoch.issuer);
+                let heartbeat = Heartbeat { job, epoch, done: 1 << 40, op_elapsed_us: u32::MAX, op_budget_us: 1 };
+                Some(Lie::Heartbeat(if takes_part { victim } else { head }, heartbeat)).filter(|_| !takes_part)
+            }
+            _ => {
+                let node = world.hosts[victim.index()].node_id;
+                let own = self.view.parts.iter().position(|part| part.owner == node);
+                let part = PartId::of(own.unwrap_or(0));
+                // The real sender of a stage's rows may send what it likes: not to this part, then.
+                let part = if takes_part || world.lie_chance.random_bool(0.2) { PartId(part.0 + 3) } else { part };
+                let (channel, cursor) = (self.request(world).0, self.position(world));
+                let count = [1, 1, 0, 513, u32::MAX][world.lie_chance.random_range(0..5usize)];
+                let epoch = self.epoch(world, self.view.epoch.issuer);
+                Some(Lie::Frame(victim, FrameHeader { job, epoch, part, channel, cursor, count, last: true }))
+            }
+        }
+    }
+
+    /// What only a stage or a standby may say to the coordinator.
+    fn as_stage(&self, world: &mut World, kind: u32) -> Message {
+        let (job, epoch) = (self.view.job, self.view.epoch);
+        let (request, position) = (self.request(world), self.position(world));
+        let part = self.part(world);
+        let more = world.lie_chance.random_bool(0.3);
+        let epoch = Epoch { counter: epoch.counter.saturating_add(more.into()), ..epoch };
+        let say = match kind {
+            0 | 1 => ToCoordinator::Stage(FromStage::Token { request, position, token: 4_711 }),
+            2 => ToCoordinator::Stage(FromStage::Progress { request, position }),
+            3 => ToCoordinator::Stage(FromStage::Gap { request, have: position }),
+            4 => ToCoordinator::Held { part, cursors: Cursors::Each(vec![(request.0, position)]) },
+            5 => ToCoordinator::Stage(FromStage::Resume { request, have: position }),
+            6 => {
+                let has = Has::Stage(vec![Position { request, have: position, kept_from: 0 }]);
+                ToCoordinator::Prepared { part, result: Ok(Ready { bytes: self.order.bytes_max, has }) }
+            }
+            7 => ToCoordinator::Prepared { part, result: Err("made up".into()) },
+            8 => ToCoordinator::Failed { part, held: true, reason: "made up".into() },
+            9 => ToCoordinator::Failed { part, held: false, reason: "made up".into() },
+            10 => ToCoordinator::Fetched { part, result: Ok(1) },
+            _ => ToCoordinator::Challenged { part, nonce: world.lie_chance.random(), result: Ok(1) },
+        };
+        Message::ToCoordinator { job, epoch, say }
+    }
+}
+
+/// A tile as the liar knows it.
+struct Tile {
+    part: PartId,
+    other: PartId,
+    step: u32,
+    kind: SaveKind,
+}
+
+impl Tile {
+    /// What its coordinator and the others that take part may say to the one that holds it.
+    fn to_participant(&self, lie: u32, order: &Order) -> Option<ToParticipant> {
+        let Tile { part, other, step, kind } = *self;
+        Some(match lie {
+            0 => ToParticipant::Prepare(Box::new(Order { part, ..order.clone() })),
+            1 => ToParticipant::Go { part, resume: Resume::Tile(vec![step; order.owners.len()]) },
+            2 => ToParticipant::Held { part, to: other, cursors: Cursors::All(step), live: false, again: true },
+            3 => ToParticipant::Gap { part, from: other },
+            4 => ToParticipant::Release { part },
+            5 => ToParticipant::End,
+            6 => ToParticipant::CoordinatorSilent,
+            7 => ToParticipant::Tile(ToTile::Saved { part, step, bytes: 1 }),
+            8 => ToParticipant::Tile(ToTile::Taken { part, step, kind }),
+            9 => ToParticipant::Tile(ToTile::WantSnapshot { part }),
+            _ => return None,
+        })
+    }
+
+    /// What those that hold it may say to the coordinator.
+    fn to_coordinator(&self, lie: u32) -> Option<ToCoordinator> {
+        let Tile { part, step, kind, .. } = *self;
+        let ready = Ready { bytes: 1, has: Has::Tile { step, kept: Vec::new() } };
+        Some(match lie {
+            10 => ToCoordinator::Prepared { part, result: Ok(ready) },
+            11 => ToCoordinator::Prepared { part, result: Err("made up".into()) },
+            12 => ToCoordinator::Failed { part, held: true, reason: "made up".into() },
+            13 => ToCoordinator::Tile(FromTile::Saved { part, step, kind, bytes: 1 }),
+            14 => ToCoordinator::Tile(FromTile::Progress { part, step, figures: TileFigures::default() }),
+            15 => ToCoordinator::Held { part, cursors: Cursors::All(step) },
+            _ => return None,
+        })
+    }
+}
+
+impl World {
+    /// A simulation, as the liar knows it. One that owns a tile says nothing.
+    fn lie_about_a_tile(&mut self, liar: HostId, job: JobId) -> Option<Lie> {
+        let (epoch, order) = self.known.tiles.get(&job)?.clone();
+        let PartWork::Tile(work) = &order.work else { return None };
+        let me = self.hosts[liar.index()].node_id;
+        let holds =
+            |host: &crate::host::Host| host.node.as_ref().is_some_and(|node| node.parts().any(|part| part.job == job));
+        if holds(&self.hosts[liar.index()]) || order.owners.contains(&me) || epoch.issuer == me {
+            return None;
+        }
+        let holders: Vec<HostId> = self.hosts.iter().filter(|host| holds(host)).map(|host| host.id).collect();
+        let coordinator = self.host_of(epoch.issuer);
+        let to = self.victim(liar, holders.into_iter().chain(coordinator))?;
+        let random = &mut self.lie_chance;
+        let mut part = || PartId::of(random.random_range(0..order.owners.len().max(1)));
+        let (part, other) = (part(), part());
+        let every = work.schedule.checkpoint_every.filter(|_| random.random_bool(0.5)).unwrap_or(1).max(1);
+        let step = random.random_range(0..work.schedule.steps.max(1)).next_multiple_of(every);
+        let more = u32::from(random.random_bool(0.3));
+        let issuer = if random.random_bool(0.8) { epoch.issuer } else { me };
+        let epoch = Epoch { counter: epoch.counter.saturating_add(more), issuer };
+        let kind = [SaveKind::Checkpoint, SaveKind::Snapshot, SaveKind::Output(0)][random.random_range(0..3usize)];
+        let (tile, lie) = (Tile { part, other, step, kind }, random.random_range(0..TILE_LIES));
+        let message = match (tile.to_participant(lie, &order), tile.to_coordinator(lie)) {
+            (Some(say), _) => Message::ToParticipant { job, epoch, say },
+            (None, Some(say)) => Message::ToCoordinator { job, epoch, say },
+            (None, None) => Message::Stale { job, mine: epoch },
+        };
+        Some(Lie::Message(to, message))
+    }
+}
+
+/// Kinds of lies in the coordinator's name.
+const AS_HEAD: u32 = 10;
+/// Kinds that any participant might say.
+const AS_PARTICIPANT: u32 = 6;
+/// Kinds in a stage's name.
+const AS_STAGE: u32 = 12;
+/// Kinds about tiles: ten to participants, six to the coordinator, and that an epoch is over.
+const TILE_LIES: u32 = 17;
