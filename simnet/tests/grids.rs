@@ -1,4 +1,5 @@
 //! Simulations in the virtual world: whatever happens to the nodes, the state hash is that of a run in one piece.
+#![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 use node_core::codec;
 use node_core::id::{CallId, Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
@@ -531,7 +532,10 @@ fn claimed_epochs_end_no_simulation() {
 
 /// The last order that a coordinator gave.
 #[derive(Clone, Default)]
-struct Orders(Rc<RefCell<Option<(Epoch, Box<Order>)>>>);
+struct Orders(Rc<RefCell<Option<Ordered>>>);
+
+/// An order, and under which epoch it came.
+type Ordered = (Epoch, Box<Order>);
 
 impl Observer for Orders {
     fn output(&mut self, _at: Instant, _host: HostId, output: &Output) {
