@@ -243,12 +243,9 @@ impl Parts {
     // ---- the fence
 
     /// Whether a message or frame of this epoch may act on the job; a lower epoch is answered with the present one.
-    fn admits(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) -> bool {
-        match self.jobs.get_mut(&job) {
+    fn admits(&mut self, from: NodeId, job: JobId, epoch: Epoch) -> bool {
+        match self.jobs.get(&job) {
             Some(held) if held.epoch == epoch || (planted::has(Planted::EpochCheckLeftOut) && epoch < held.epoch) => {
-                if from == epoch.issuer {
-                    held.heard(now);
-                }
                 true
             }
             Some(held) if epoch < held.epoch => {
@@ -266,12 +263,12 @@ impl Parts {
     }
 
     /// Whether a frame or message may act on a part, which is resident.
-    fn is_resident(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, part: PartId) -> bool {
+    fn is_resident(&mut self, from: NodeId, job: JobId, epoch: Epoch, part: PartId) -> bool {
         if !self.jobs.contains_key(&job) {
             self.report_missing(job, epoch, part);
             return false;
         }
-        if !self.admits(now, from, job, epoch) {
+        if !self.admits(from, job, epoch) {
             return false;
         }
         let known = self.jobs.get(&job).and_then(|held| held.parts.get(&part));

@@ -37,7 +37,7 @@ impl Parts {
         match self.jobs.get(&job).map(|held| held.epoch) {
             known if quiet && known != Some(epoch) => {}
             None => self.report_missing_for(job, epoch, &say),
-            Some(_) if self.admits(now, from, job, epoch) => self.handle_admitted(now, from, job, epoch, say),
+            Some(_) if self.admits(from, job, epoch) => self.handle_admitted(now, from, job, epoch, say),
             Some(_) => {}
         }
     }
@@ -63,13 +63,20 @@ impl Parts {
 
     pub(super) fn handle_admitted(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch, say: ToParticipant) {
         let coordinator = from == epoch.issuer;
+        // What its parts send is no sign that it still coordinates.
+        if coordinator
+            && says_coordinator(&say)
+            && let Some(held) = self.jobs.get_mut(&job)
+        {
+            held.heard(now);
+        }
         match say {
             ToParticipant::Go { part, resume } if coordinator => self.go(now, job, part, &resume),
             ToParticipant::Release { part } if coordinator => self.release(job, part),
             ToParticipant::Record(record) if coordinator => self.handle_record(now, job, record),
             ToParticipant::Standby { part, node } if coordinator => self.handle_standby(job, part, node),
             ToParticipant::Challenge { part, nonce } if coordinator => {
-                if self.is_resident(now, from, job, epoch, part) {
+                if self.is_resident(from, job, epoch, part) {
                     self.out.push_back(PartOutput::Shell(Output::Challenge { job, epoch, part, nonce }));
                 }
             }
@@ -142,7 +149,7 @@ impl Parts {
 
     /// A frame arrived.
     pub fn handle_frame(&mut self, now: Instant, from: NodeId, header: FrameHeader, payload: Payload) {
-        let admitted = self.is_resident(now, from, header.job, header.epoch, header.part);
+        let admitted = self.is_resident(from, header.job, header.epoch, header.part);
         let held = self.jobs.get_mut(&header.job).and_then(|held| held.parts.get_mut(&header.part));
         match (held.filter(|_| admitted).map(|held| &mut held.run), payload) {
             (Some(Program::Stage(run)), payload) => run.handle_frame(now, from, header, payload, &mut self.out),
@@ -168,5 +175,24 @@ impl Parts {
                 Program::Tile(run) => run.handle_reconnected(node, &mut self.out),
             }
         }
+    }
+}
+
+/// Whether only the coordinator of a job says this.
+fn says_coordinator(say: &ToParticipant) -> bool {
+    match say {
+        ToParticipant::Prepare(_)
+        | ToParticipant::Go { .. }
+        | ToParticipant::Release { .. }
+        | ToParticipant::End
+        | ToParticipant::Fetch(_)
+        | ToParticipant::Challenge { .. }
+        | ToParticipant::Standby { .. }
+        | ToParticipant::Record(_)
+        | ToParticipant::Stage(_) => true,
+        ToParticipant::CoordinatorSilent
+        | ToParticipant::Held { .. }
+        | ToParticipant::Gap { .. }
+        | ToParticipant::Tile(_) => false,
     }
 }
