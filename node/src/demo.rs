@@ -1,11 +1,10 @@
 //! `meshnode demo`: three real nodes share a model that fits on none of them, and one is killed while they speak.
 mod chaos;
-mod head_loss;
+mod coordinator_loss;
 
 use crate::cluster::{LocalNode, LocalNodeOptions};
-pub use chaos::ChaosSummary;
+pub use chaos::{ChaosSummary, Kills};
 use console::style;
-pub use head_loss::HeadLoss;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::io::{Error, Result, Write};
@@ -78,11 +77,11 @@ pub fn run(exe: &Path, model: &Path, options: &DemoOptions) -> Result<DemoSummar
     Ok(summary)
 }
 
-/// Kills a stage in each of `kills` generations, at tokens drawn from `seed`.
+/// Kills a node in each of many generations, at tokens drawn from `seed`.
 ///
 /// # Errors
 /// As for [`run`].
-pub fn chaos(exe: &Path, model: &Path, options: &DemoOptions, kills: usize, seed: u64) -> Result<ChaosSummary> {
+pub fn chaos(exe: &Path, model: &Path, options: &DemoOptions, kills: Kills, seed: u64) -> Result<ChaosSummary> {
     let dir = folder()?;
     let demo = Demo::new(exe, dir.path(), model, options);
     let summary = demo.chaos(kills, seed)?;
@@ -252,14 +251,6 @@ impl Demo {
         LocalNode::spawn(&self.exe, &self.dir, &options)
     }
 
-    /// Puts the model's file into the cache of a node that is still to be started.
-    fn give_model(&self, name: &str) -> Result<()> {
-        let models = self.dir.join(name).join("cache/models");
-        std::fs::create_dir_all(&models)?;
-        let file = self.model.file_name().ok_or_else(|| Error::other("the model has no name"))?;
-        std::os::unix::fs::symlink(std::path::absolute(&self.model)?, models.join(file))
-    }
-
     fn model_request(&self) -> Value {
         json!({"model": self.model, "options": {"int8": true, "context": CONTEXT, "sequences": 1}})
     }
@@ -305,7 +296,6 @@ impl Screen {
         }
         match name {
             "solo" => line!("  {:.1} tokens/s", fields["tokens_per_s"].as_f64().unwrap_or_default()),
-            "head_loss_failed" => line!("  the loss of the head could not be measured: {}", fields["error"]),
             "stall" => line!(
                 "  {} {:.0} ms without a token, then it went on",
                 style("✔").green(),
@@ -390,11 +380,14 @@ impl Screen {
             summary.tokens_per_s_without_standbys,
             summary.standby_cost_percent
         );
-        let Some(HeadLoss { error_ms, same_answer_elsewhere_ms, equal }) = summary.head_loss else { return };
-        let same = if equal { "the same answer" } else { "NOT the same answer" };
-        line!(
-            "head killed: its client heard of it after {error_ms:.0} ms, and had {same} from another node in {same_answer_elsewhere_ms:.0} ms"
-        );
+        if summary.coordinator_kills > 0 {
+            line!(
+                "coordinator killed {} times: its client went on at another node after {:.0} ms in the middle, {:.0} ms at most",
+                summary.coordinator_kills,
+                summary.coordinator_pause_ms_p50,
+                summary.coordinator_pause_ms_max
+            );
+        }
     }
 
     fn summary(&self, summary: &DemoSummary) {

@@ -1,26 +1,33 @@
 //! Which models other members serve. A node asks them when its user wants what it does not serve itself, or serves a second
-//! copy: the answer is where to go, and nothing is decided by it.
-use crate::handle::ServedModels;
+//! copy: requests go to the member that serves the model.
+use crate::handle::{ModelHandle, ServedModels};
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
-use std::sync::{OnceLock, PoisonError};
+use std::sync::PoisonError;
 
 /// What this node answers members that ask.
 #[derive(Default)]
 pub(crate) struct Directory {
     /// What is served here.
     pub(crate) models: ServedModels,
-    /// Where the local API listens, once it does.
-    pub(crate) api: OnceLock<SocketAddr>,
 }
 
 /// What a member serves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Served {
-    /// Names of its models.
-    pub(crate) models: Vec<String>,
-    /// Where its API listens, as it sees its own addresses.
-    pub(crate) api: Option<SocketAddr>,
+    pub(crate) models: Vec<ServedModel>,
+}
+
+/// One of its models.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ServedModel {
+    /// Its name in requests.
+    pub(crate) name: String,
+    /// The job that serves it.
+    pub(crate) job: u64,
+    /// Hash of its shard index.
+    pub(crate) content: [u8; 32],
+    /// Tokens of context per request.
+    pub(crate) context: u32,
 }
 
 /// Most bytes of an answer: a node serves a few dozen models, and names are a line long.
@@ -28,8 +35,12 @@ pub(crate) const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 impl Directory {
     pub(crate) fn answer(&self) -> Vec<u8> {
-        let models = self.models.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
-        let served = Served { models, api: self.api.get().copied() };
+        let models = self.models.lock().unwrap_or_else(PoisonError::into_inner);
+        let of = |(name, model): (&String, &ModelHandle)| {
+            let (name, job, content) = (name.clone(), model.job.0, model.spec.content.0);
+            ServedModel { name, job, content, context: model.context }
+        };
+        let served = Served { models: models.iter().map(of).collect() };
         let bytes = serde_json::to_vec(&served).unwrap_or_default();
         if bytes.len() <= ANSWER_BYTES_MAX { bytes } else { Vec::new() }
     }
@@ -38,7 +49,7 @@ impl Directory {
 /// A member's answer; none if it cannot be parsed. Names with control characters are left out, because terminals obey them.
 pub(crate) fn decode(bytes: &[u8]) -> Option<Served> {
     let mut served: Served = serde_json::from_slice(bytes.get(..ANSWER_BYTES_MAX.min(bytes.len()))?).ok()?;
-    served.models.retain(|name| !name.chars().any(char::is_control));
+    served.models.retain(|model| !model.name.chars().any(char::is_control));
     Some(served)
 }
 
@@ -48,15 +59,13 @@ mod tests {
 
     #[test]
     fn an_answer_is_read_as_it_was_given_and_noise_is_none() {
-        let directory = Directory::default();
-        directory.api.set("127.0.0.1:9470".parse().unwrap()).unwrap();
-        let bytes = directory.answer();
-        let expected = Served { models: vec![], api: Some("127.0.0.1:9470".parse().unwrap()) };
-        assert_eq!(decode(&bytes), Some(expected));
+        assert_eq!(decode(&Directory::default().answer()), Some(Served::default()));
+        let model = |name: &str| ServedModel { name: name.into(), job: u64::MAX, content: [255; 32], context: 9 };
+        let served = Served { models: vec![model("a"), model("b\u{1b}[2J")] };
+        let bytes = serde_json::to_vec(&served).unwrap();
+        assert_eq!(decode(&bytes).unwrap().models, [model("a")], "no control characters reach a terminal");
         for noise in [&b""[..], b"{", b"[]x", &[0xff; 300], &bytes[..bytes.len() - 1]] {
             assert_eq!(decode(noise), None);
         }
-        let named = decode(br#"{"models": ["a", "b\u001b[2J"], "api": null}"#).unwrap();
-        assert_eq!(named.models, ["a"], "no control characters reach a terminal");
     }
 }

@@ -8,11 +8,11 @@ use crate::hub::{CallEvent, Hub};
 use crate::submissions::Submissions;
 use crate::transfer::Library;
 use crate::views::{Views, plan_report};
-use node_core::id::{JobId, NodeId};
+use node_core::id::{CallId, JobId, NodeId};
 use node_core::input::Input;
 use node_core::output::Event;
 use node_core::work::PlanSpec;
-use node_core::work::serve::{DoneReason, ModelSpec, Request, Sampling};
+use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampling};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,6 +25,7 @@ pub(crate) use demand::Recalled;
 use demand::Wanted;
 use opened::{CONTEXT_DEFAULT, Opened, work};
 use remembered::Entry;
+pub(crate) use members::Vocabularies;
 pub(crate) use remembered::Remembered;
 use serving::Unserved;
 pub(crate) use serving::{ServedModels, Serving};
@@ -69,6 +70,8 @@ pub(crate) struct Inner {
     pub(crate) endpoint: Arc<transport::Endpoint>,
     pub(crate) boundary: Arc<Boundary>,
     pub(crate) submissions: Arc<Submissions>,
+    /// Of models that other nodes serve.
+    pub(crate) vocabularies: Vocabularies,
     /// Says goodbye soon: no new work.
     pub(crate) leaving: AtomicBool,
 }
@@ -117,15 +120,29 @@ pub struct ModelHandle {
     /// The job behind it.
     pub job: JobId,
     /// Text to tokens and back.
-    pub tokenizer: Arc<kernels::tokenizer::Tokenizer>,
-    /// How a conversation becomes a prompt, if the model says so.
-    pub template: Option<Arc<kernels::chat_template::ChatTemplate>>,
+    pub words: Words,
     /// Tokens of context per request.
     pub context: u32,
     /// Unix seconds when it became ready.
     pub created: u64,
     pub(crate) spec: Arc<ModelSpec>,
     pub(crate) uses: Arc<Uses>,
+}
+
+/// Text to tokens of a model and back.
+#[derive(Clone)]
+pub struct Words {
+    /// Its vocabulary.
+    pub tokenizer: Arc<kernels::tokenizer::Tokenizer>,
+    /// How a conversation becomes a prompt, if the model says so.
+    pub template: Option<Arc<kernels::chat_template::ChatTemplate>>,
+}
+
+/// A served model that another node coordinates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Elsewhere {
+    pub(crate) node: NodeId,
+    pub(crate) job: JobId,
 }
 
 /// One generation request, in tokens.
@@ -139,6 +156,8 @@ pub struct GenerateRequest {
     pub sampling: Sampling,
     /// Go on after an end-of-sequence token.
     pub ignore_eos: bool,
+    /// Its name in the mesh.
+    pub key: RequestKey,
 }
 
 /// What a running request tells.
@@ -161,7 +180,7 @@ pub enum TokenEvent {
 /// The tokens of one request. Dropping it stops the work.
 pub struct TokenStream {
     events: mpsc::Receiver<TokenEvent>,
-    call: node_core::id::CallId,
+    call: CallId,
     driver: DriverHandle,
     hub: Arc<Hub>,
     done: bool,
@@ -430,16 +449,34 @@ impl NodeHandle {
     pub async fn submit(&self, model: &ModelHandle, request: GenerateRequest) -> Result<TokenStream, NodeError> {
         self.takes_work()?;
         model.uses.requested();
-        let room = (request.max_tokens.min(model.context) as usize) + 2;
+        Ok(self.call(model.context, request, |call, request| Input::Submit { call, job: model.job, request }))
+    }
+
+    /// Submits a request to a model that another node serves.
+    ///
+    /// # Errors
+    /// As for [`Self::submit`].
+    pub(crate) fn ask(
+        &self,
+        Elsewhere { node, job }: Elsewhere,
+        context: u32,
+        request: GenerateRequest,
+    ) -> Result<TokenStream, NodeError> {
+        self.takes_work()?;
+        Ok(self.call(context, request, |call, request| Input::Ask { call, to: node, job, request }))
+    }
+
+    fn call(
+        &self,
+        context: u32,
+        request: GenerateRequest,
+        input: impl FnOnce(CallId, Box<Request>) -> Input,
+    ) -> TokenStream {
+        let GenerateRequest { prompt, max_tokens, sampling, ignore_eos, key } = request;
+        let room = (max_tokens.min(context) as usize) + 2;
         let (call, events) = self.inner.hub.open_tokens(room);
-        let request = Request {
-            prompt: request.prompt,
-            max_tokens: request.max_tokens,
-            sampling: request.sampling,
-            ignore_eos: request.ignore_eos,
-        };
-        self.inner.driver.input(Input::Submit { call, job: model.job, request: Box::new(request) });
-        Ok(TokenStream { events, call, driver: self.inner.driver.clone(), hub: self.inner.hub.clone(), done: false })
+        self.inner.driver.input(input(call, Box::new(Request { prompt, max_tokens, sampling, ignore_eos, key })));
+        TokenStream { events, call, driver: self.inner.driver.clone(), hub: self.inner.hub.clone(), done: false }
     }
 
     /// Models being served, by name.

@@ -233,10 +233,12 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             endpoint: endpoint.clone(),
             boundary,
             submissions,
+            vocabularies: crate::handle::Vocabularies::default(),
             leaving: AtomicBool::new(false),
         }),
     };
     handle.serve_again();
+    handle.watch_successions();
     let running = Running {
         ticket,
         stopped,

@@ -223,6 +223,37 @@ impl Library {
         fetched.map_err(|e| TransferError::Model(format!("{changed}. Nor can it be fetched: {e}")))
     }
 
+    /// The header of a model, which has its vocabulary, fetched where it is missing.
+    ///
+    /// # Errors
+    /// As for [`Self::share`].
+    pub async fn header(
+        self: &Arc<Self>,
+        content: ContentId,
+        name: &str,
+        sources: &[NodeId],
+        ask: &Arc<impl Ask>,
+    ) -> Result<Arc<ModelFile>, TransferError> {
+        let whole = self.lock().get(&content).and_then(|known| known.whole_file().cloned());
+        if let Some(file) = whole {
+            return Ok(file);
+        }
+        let ongoing = self.ledger.begin(content, name, 0..0);
+        let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());
+        Ok(self.with_header(&mut swarm).await?.1)
+    }
+
+    async fn with_header(
+        self: &Arc<Self>,
+        swarm: &mut Swarm<impl Ask>,
+    ) -> Result<(Arc<Holding>, Arc<ModelFile>), TransferError> {
+        let holding = self.holding(swarm).await?;
+        let header = holding.index.chunks_for(&[0..holding.index.header_len()]);
+        self.complete(&holding, header, swarm).await?;
+        let file = holding.open()?;
+        Ok((holding, file))
+    }
+
     /// As [`Self::share`] of a model that is not here as a whole.
     async fn fetched(
         self: &Arc<Self>,
@@ -235,10 +266,7 @@ impl Library {
         // From here on it is not removed to make room.
         let ongoing = self.ledger.begin(content, name, layers.clone());
         let mut swarm = Swarm::new(content, sources, ask.clone(), self.ledger.clone(), ongoing.progress.clone());
-        let holding = self.holding(&mut swarm).await?;
-        let header = holding.index.chunks_for(&[0..holding.index.header_len()]);
-        self.complete(&holding, header, &mut swarm).await?;
-        let file = holding.open()?;
+        let (holding, file) = self.with_header(&mut swarm).await?;
         let needed = holding.index.chunks_for(&file.stage_ranges(layers));
         let fetched_bytes = self.complete(&holding, needed, &mut swarm).await?;
         self.cache.touch(content);

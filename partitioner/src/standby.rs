@@ -1,4 +1,4 @@
-//! Who steps in for whom: a standby for each stage that the head does not hold itself, on another machine where there is one.
+//! Who steps in for whom: a standby for each stage, on another machine where there is one.
 //!
 //! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
 //! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
@@ -60,11 +60,11 @@ const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
     let mut taken: BTreeSet<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
     taken.extend(kept.iter().map(|&(_, device)| device));
-    let open = |(at, stage): &(usize, &Stage)| {
-        stage.device != options.head && kept.iter().all(|&(covered, _)| usize::from(covered) != *at)
-    };
+    let open = |(at, _): &(usize, &Stage)| kept.iter().all(|&(covered, _)| usize::from(covered) != *at);
     let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
-    stages.sort_by_key(|(at, stage)| (Reverse(cost::weight_bytes(work, &stage.layers)), *at));
+    // The coordinator's own last: its loss costs a change of coordinator as well.
+    let own = |stage: &Stage| stage.device == options.head;
+    stages.sort_by_key(|(at, stage)| (own(stage), Reverse(cost::weight_bytes(work, &stage.layers)), *at));
     let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
     for (at, stage) in stages {
         let question = Question { plan, work, fleet, options, at, stage };
@@ -228,30 +228,32 @@ mod tests {
     }
 
     #[test]
-    fn another_machine_comes_first_and_the_heads_own_stage_needs_none() {
+    fn another_machine_comes_first_and_the_coordinators_own_stage_last() {
         let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
         let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
-        assert_eq!(found.len(), 1);
-        let standby = &found[0];
+        assert_eq!(found.iter().map(|standby| standby.stage).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(found[0].place.as_ref().unwrap().device, C, "what is left");
+        let standby = &found[1];
         assert_eq!((standby.stage, standby.tier, standby.same_machine), (1, Tier::Hot, false));
         assert_eq!(standby.place.as_ref().unwrap().device, D);
-        assert_eq!(standbys(&split(&fleet), &work(), &fleet, &options(), &[(1, C)]), vec![], "it has one");
+        let kept = [(1, C), (0, D)];
+        assert_eq!(standbys(&split(&fleet), &work(), &fleet, &options(), &kept), vec![], "each has one");
         let mut fleet = fleet;
         fleet.devices.pop();
-        let standby = &standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0];
+        let standby = &standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1];
         assert_eq!((standby.place.as_ref().unwrap().device, standby.same_machine), (C, true), "better than nobody");
     }
 
     #[test]
     fn a_link_that_cannot_carry_the_copy_makes_it_warm_and_no_memory_cold() {
         let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
-        let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         fleet.links.insert((A, C), Link { rtt_ns: 200_000, bytes_per_second: 1_000_000 });
-        let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((hot.tier, warm.tier), (Tier::Hot, Tier::Warm));
         assert!(warm.stall_ns > hot.stall_ns, "{warm:?} {hot:?}");
         fleet.devices[2].memory = 1 << 20;
-        let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
+        let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((cold.tier, cold.place), (Tier::Cold, None));
         let with_losses = crate::plan(&work(), &fleet, &Options { losses: true, ..options() }).unwrap();
         assert!(with_losses.stages().len() == 1, "one device holds all: nothing to stand by for");
@@ -264,7 +266,7 @@ mod tests {
         let found = standbys(&plan, &work(), &fleet, &options(), &[]);
         assert_eq!(
             found.iter().map(|standby| (standby.stage, standby.tier)).collect::<Vec<_>>(),
-            vec![(1, Tier::Cold), (2, Tier::Hot)]
+            vec![(0, Tier::Cold), (1, Tier::Cold), (2, Tier::Hot)]
         );
     }
 }

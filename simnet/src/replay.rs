@@ -119,7 +119,9 @@ fn worth_input(input: &Input, name: &dyn Fn(NodeId) -> String) -> Option<String>
             };
             Some(format!("> start {name} (call {})", call.0))
         }
-        Input::Submit { call, request, .. } => Some(format!("> request {} of {} tokens", call.0, request.prompt.len())),
+        Input::Submit { call, request, .. } | Input::Ask { call, request, .. } => {
+            Some(format!("> request {} of {} tokens", call.0, request.prompt.len()))
+        }
         Input::Connected { node, rtt_ns } => {
             Some(format!("> connected to {}, round trip {:.2} ms", name(*node), *rtt_ns as f64 / 1e6))
         }

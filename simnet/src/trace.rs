@@ -49,6 +49,7 @@ impl Trace {
             Input::Start { call, .. }
             | Input::Plan { call, .. }
             | Input::Submit { call, .. }
+            | Input::Ask { call, .. }
             | Input::Cancel { call }
             | Input::Survey { call, .. } => {
                 self.numbers(&[call.0]);
@@ -121,6 +122,7 @@ fn kind(input: &Input) -> u8 {
         Input::Start { .. } => 13,
         Input::Planned { .. } => 14,
         Input::Submit { .. } => 15,
+        Input::Ask { .. } => 30,
         Input::Cancel { .. } => 16,
         Input::End { .. } => 17,
         Input::Loaded { .. } => 18,

@@ -8,7 +8,7 @@ use node_core::input::Input;
 use node_core::output::Event;
 use node_core::time::{Duration, Instant};
 use node_core::work::JobSpec;
-use node_core::work::serve::{DoneReason, ModelSpec, Request, Sampling};
+use node_core::work::serve::{DoneReason, ModelSpec, Request, RequestKey, Sampling};
 use partitioner::{Layer, Work};
 use std::collections::BTreeMap;
 
@@ -126,6 +126,11 @@ impl Workload {
         .collect()
     }
 
+    /// Use the job at the host that coordinates it now.
+    pub fn follow(&mut self, head: HostId, job: JobId, epoch: Epoch) {
+        (self.head, self.job, self.epoch, self.waits_for) = (head, Some(job), Some(epoch), None);
+    }
+
     /// Ask another host (or the same in a new life) to serve the model from now on.
     pub fn turn_to(&mut self, world: &mut World, head: HostId) {
         self.next += 1;
@@ -137,8 +142,14 @@ impl Workload {
         world.inject(head, Input::Start { call, job: Box::new(JobSpec::Serve(model)) });
     }
 
-    /// A request, now.
+    /// A request, now, under a key of its own.
     pub fn submit(&mut self, world: &mut World, request: Request) -> CallId {
+        let key = RequestKey(u128::from(self.next + 1).to_be_bytes());
+        self.submit_again(world, Request { key, ..request })
+    }
+
+    /// A request that was sent before, under its key: what goes on with it answers.
+    pub fn submit_again(&mut self, world: &mut World, request: Request) -> CallId {
         self.next += 1;
         let call = CallId(self.next);
         let job = self.job.expect("requests are sent when the job is ready");
@@ -246,7 +257,8 @@ pub fn request(seed: u64, prompt: u32, max_tokens: u32) -> Request {
         let mixed = (seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(i.wrapping_mul(0xBF58_476D_1CE4_E5B9));
         (mixed >> 33) as u32 % crate::compute::VOCABULARY
     });
-    Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false }
+    let key = RequestKey([0; 16]);
+    Request { prompt: prompt.collect(), max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
 }
 
 /// Why a call ended whose host died.

@@ -124,7 +124,8 @@ fn a_false_death_heals_within_two_seconds_and_disturbs_no_job() {
             let node = world.host(**host).node.as_ref().unwrap();
             !node.membership().is_alive(world.host(victim).node_id)
         });
-        assert!(believed.count() >= 60, "round {round}: the lie is believed at first");
+        // Those that share the job with it hear it.
+        assert!(believed.count() >= 57, "round {round}: the lie is believed at first");
         let whole = work.run(&mut world, ms(10_000), |_, world| converged(world, &[]));
         assert!(whole, "round {round}: {:?}", divergences(&world, &[]).first());
         healed.push(world.now().since(told));

@@ -123,7 +123,7 @@ pub struct JobId(pub u64);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
 
-/// A local caller waiting for an answer (an HTTP request, a command): minted by the shell, never sent to a peer.
+/// A local caller waiting for an answer (an HTTP request, a command): issued by the shell. A peer only hands it back.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct CallId(pub u64);
 

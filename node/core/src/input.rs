@@ -62,6 +62,8 @@ pub enum Input {
     Planned { asked: Asked, answer: Answer },
     /// A local caller submits a request to a served model.
     Submit { call: CallId, job: JobId, request: Box<Request> },
+    /// A local caller submits a request to a model that another node serves.
+    Ask { call: CallId, to: NodeId, job: JobId, request: Box<Request> },
     /// The caller went away or has enough (stop string): stop its work.
     Cancel { call: CallId },
     /// A local caller ends a job.

@@ -3,6 +3,7 @@
 //! A job is parts joined by channels. The coordinator is the node whose API took the job, or a successor of that. It issues the
 //! job's epochs, places its parts, and keeps what is needed to go on after a loss. It may or may not hold a part itself.
 //! Next: `job/lifecycle.rs`, then `job/workload.rs`.
+mod gateway;
 mod lifecycle;
 mod output;
 mod part;
@@ -22,19 +23,20 @@ use crate::message::ToCoordinator;
 use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
-use crate::work::serve::{DoneReason, ModelSpec, Request};
+use crate::work::serve::{DoneReason, FromCaller, ModelSpec, Request, ToCaller};
 use crate::work::steps::{GridSpec, SaveKind};
 use crate::work::{Asked, Change, Ending, Inheritance, JobSpec, PlanSpec};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
+use gateway::Gateway;
 use lifecycle::{Job, Role};
 use output::Out;
 pub use output::{Ask, Holdings, JobOutput, Measured, What};
 use partitioner::tiles::{GridPlan, Paces};
 use partitioner::{Answer, ModelAnswer, Plan};
 pub use rebalance::Moved;
-use serve::Serve;
+use serve::{Caller, Serve, Submitted};
 use steps::Steps;
 pub use view::{JobState, JobView, PartView, ProgramView, StandbyView, WhatView};
 use workload::Workload;
@@ -51,6 +53,7 @@ pub struct Jobs {
     plans: BTreeMap<CallId, PlanCall>,
     jobs_made: u64,
     leaving: bool,
+    gateway: Gateway,
     out: Out,
 }
 
@@ -91,6 +94,7 @@ impl Jobs {
             plans: BTreeMap::new(),
             jobs_made: 0,
             leaving: false,
+            gateway: Gateway::default(),
             out: VecDeque::new(),
         }
     }
@@ -195,7 +199,7 @@ impl Jobs {
                 if let Some(job) = self.jobs.get_mut(&job) {
                     job.handle_answer(now, question, answer, &mut self.out);
                 }
-                self.sweep();
+                self.sweep(now);
             }
         }
     }
@@ -237,27 +241,62 @@ impl Jobs {
         }
     }
 
-    /// A caller submits a request.
+    /// A caller submits a request. Where another node took the job over from this one, that is asked.
     pub fn handle_submit(&mut self, now: Instant, call: CallId, job: JobId, request: Request) {
         let refusal = match self.jobs.get_mut(&job).and_then(Job::serve) {
-            None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
             Some(_) if self.leaving => DoneReason::Failed("this node is leaving the mesh: send it elsewhere".into()),
             Some(serve) => {
-                if serve.requests.submit(now, call, request, &mut self.out) {
+                if serve.requests.submit(now, Caller::Here(call), request, 0, &mut self.out) == Submitted::Taken {
                     self.calls.insert(call, job);
                 }
                 return;
             }
+            None => match self.gateway.moved_to(job) {
+                Some(to) => return self.handle_ask(now, call, to, job, request),
+                None => DoneReason::Invalid(format!("job {:x} is not served by this node", job.0)),
+            },
         };
         self.out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
+    }
+
+    /// A caller submits a request to a model that another node serves.
+    pub fn handle_ask(&mut self, now: Instant, call: CallId, to: NodeId, job: JobId, request: Request) {
+        self.gateway.ask(now, call, (to, job), (request, 0), &mut self.out);
+    }
+
+    /// A node that has a caller asks for a job's tokens.
+    pub fn handle_from_caller(&mut self, now: Instant, from: NodeId, job: JobId, call: CallId, say: FromCaller) {
+        let caller = Caller::Away(from, call);
+        let say = match (self.jobs.get_mut(&job).and_then(Job::serve), say) {
+            (Some(_), FromCaller::Ask { .. }) if self.leaving => {
+                ToCaller::Done(DoneReason::Failed("the node that serves the model is leaving the mesh: retry".into()))
+            }
+            (Some(serve), FromCaller::Ask { request, from }) => {
+                serve.requests.submit(now, caller, *request, from, &mut self.out);
+                return;
+            }
+            (Some(serve), FromCaller::Cancel) => return serve.requests.cancel(now, caller, &mut self.out),
+            (None, FromCaller::Cancel) => return,
+            (None, FromCaller::Ask { .. }) => match self.gateway.moved_to(job) {
+                Some(to) if to != from => ToCaller::Moved(to),
+                _ => ToCaller::Done(DoneReason::Invalid(format!("job {:x} is not served by node {}", job.0, self.me))),
+            },
+        };
+        self.out.push_back(JobOutput::Tell { to: from, call, say });
+    }
+
+    /// A node that was asked for a call's tokens answers.
+    pub fn handle_to_caller(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller) {
+        self.gateway.handle_said(now, from, call, say, &mut self.out);
     }
 
     /// A caller has enough, or went away. Also ends a caller's wait for a job or a plan.
     pub fn handle_cancel(&mut self, now: Instant, call: CallId) {
         self.plans.remove(&call);
         self.jobs.values_mut().for_each(|job| job.forget_caller(call));
+        self.gateway.cancel(call, &mut self.out);
         if let Some(serve) = self.calls.get(&call).and_then(|job| self.jobs.get_mut(job)).and_then(Job::serve) {
-            serve.requests.cancel(now, call, &mut self.out);
+            serve.requests.cancel(now, Caller::Here(call), &mut self.out);
         }
     }
 
@@ -313,7 +352,7 @@ impl Jobs {
         let out = &mut self.out;
         if let ToCoordinator::Prepared { part, result: Ok(ready) } = say {
             job.handle_prepared(now, from, epoch, part, ready, out);
-            self.sweep();
+            self.sweep(now);
             return None;
         }
         if job.epoch != epoch {
@@ -345,7 +384,7 @@ impl Jobs {
                 result.err().map(|reason| Complaint::Failed { held: true, reason })
             }
         };
-        self.sweep();
+        self.sweep(now);
         complaint
     }
 
@@ -360,7 +399,7 @@ impl Jobs {
         if let Some(job) = self.jobs.get_mut(&job) {
             job.handle_collected(now, state, result, &mut self.out);
         }
-        self.sweep();
+        self.sweep(now);
     }
 
     /// The checkpoint is the one to roll back to now, or could not be made that.
@@ -368,7 +407,7 @@ impl Jobs {
         if let Some(job) = self.jobs.get_mut(&job) {
             job.handle_kept(now, step, result, &mut self.out);
         }
-        self.sweep();
+        self.sweep(now);
     }
 
     /// A participant knows a higher epoch than this coordinator: one of its own that it has forgotten, or that of a successor. Only
@@ -386,9 +425,9 @@ impl Jobs {
             job.skip_epochs(theirs);
             job.replan(now, &BTreeSet::new(), &mut self.out);
         } else if job.may_succeed(theirs.issuer) {
-            job.stand_down(theirs.issuer);
+            job.handle_claim(now, from, theirs, &mut self.out);
         }
-        self.sweep();
+        self.sweep(now);
     }
 
     /// This node takes a job over; whether it had not done so before.
@@ -414,7 +453,7 @@ impl Jobs {
             }
             job.replan(now, lost, &mut self.out);
         }
-        self.sweep();
+        self.sweep(now);
     }
 
     /// A standby is lost.
@@ -439,6 +478,8 @@ impl Jobs {
     /// A member is gone, for whatever reason.
     pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
+        self.jobs.values_mut().filter_map(Job::serve).for_each(|serve| serve.requests.handle_gone(now, node));
+        self.gateway.handle_gone(node, &mut self.out);
     }
 
     /// A node is gone for good, with all it held. One that only fell silent may come back and hold it still: were that
@@ -473,12 +514,14 @@ impl Jobs {
     /// Watchdogs, retries and the end of patience.
     pub fn handle_wakeup(&mut self, now: Instant) {
         self.jobs.values_mut().for_each(|job| job.handle_wakeup(now, &mut self.out));
-        self.sweep();
+        self.gateway.handle_wakeup(now, &mut self.out);
+        self.sweep(now);
     }
 
     /// When the next of them is due.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
-        self.jobs.values().filter_map(Job::next_wakeup).min()
+        let jobs = self.jobs.values().filter_map(Job::next_wakeup);
+        jobs.chain(self.gateway.next_wakeup()).min()
     }
 
     /// The next thing to do.
@@ -491,9 +534,18 @@ impl Jobs {
         Some(output)
     }
 
-    /// Jobs that are over.
-    fn sweep(&mut self) {
-        for (_, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
+    /// Jobs that are over. Callers of one that another node coordinates now are answered from there.
+    fn sweep(&mut self, now: Instant) {
+        for (id, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
+            if let Some(to) = job.successor
+                && let Some(serve) = job.serve()
+            {
+                self.gateway.note_moved(now, id, to);
+                for (call, request, told) in serve.requests.hand_over() {
+                    self.calls.remove(&call);
+                    self.gateway.ask(now, call, (to, id), (request, told), &mut self.out);
+                }
+            }
             if let Some(ending) = job.ending.take() {
                 job.end(ending, &mut self.out);
             }

@@ -164,8 +164,29 @@ pub const SUCCESSORS_MAX: usize = 4;
 pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
 /// How long each successor leaves to the one before it, once a majority agrees.
 pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
-/// How long it counts that a participant said the coordinator is silent: it is said again five times within that.
-pub const VOTE_MAX: Duration = Duration::from_secs(1);
+/// How long a majority must have heard nothing of the coordinator of a model before a successor goes on: a coordinator that only
+/// stood still keeps its callers.
+pub const SERVE_SUCCESSION: Duration = Duration::from_secs(1);
+/// How often successors receive what was added to the token log: what is lost with the coordinator is computed once more.
+pub const LOG_EVERY: Duration = Duration::from_millis(50);
+/// Tokens in one message of the log: a long prompt goes in pieces.
+pub const LOG_TOKENS_MAX: usize = 1 << 14;
+/// Tokens that a successor keeps of all requests of a job: the contexts of 64 requests of 64 k. A request beyond that is computed
+/// from its prompt if its caller asks again.
+pub const LOG_KEPT_MAX: usize = 1 << 22;
+/// How long a request goes on, and its end is kept, without a caller: its caller may be on its way to another node.
+pub const DETACHED_MAX: Duration = Duration::from_secs(30);
+/// How long a served model that a successor took over stays without a caller.
+pub const UNUSED_MAX: Duration = Duration::from_secs(60);
+/// Calls of this node whose requests another node coordinates.
+pub const CALLS_AWAY_MAX: usize = 1024;
+/// How long a node waits for a token from another coordinator before it asks again, in case the answer was lost.
+pub const ASK_AGAIN: Duration = Duration::from_secs(2);
+/// How long it counts that a participant said the coordinator is silent: it is said again three times within that. Less than
+/// [`SERVE_SUCCESSION`], so that a moment in which many heard nothing costs no coordinator its model.
+pub const VOTE_MAX: Duration = Duration::from_millis(600);
+/// How long a participant keeps the orders of a successor while it hears the coordinator: the successor repeats them.
+pub const DEFERRED_MAX: Duration = PREPARE_RETRY;
 /// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// And how soon, where a newer one has replaced it meanwhile.

@@ -1,6 +1,6 @@
 //! What nodes send each other: headers of frames on the data plane, and control messages.
-use crate::id::{ContentId, Epoch, JobId, NodeId, PartId, RequestId};
-use crate::work::serve::Sampling;
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::work::serve::{FromCaller, Logged, Sampling, ToCaller};
 use crate::work::steps::{Report, SaveKind, TileFigures};
 use crate::work::{Cursors, Order, Ready, Record, Resume};
 use alloc::{boxed::Box, string::String, vec::Vec};
@@ -51,6 +51,10 @@ pub enum Message {
     ToParticipant { job: JobId, epoch: Epoch, say: ToParticipant },
     /// To the coordinator of a job.
     ToCoordinator { job: JobId, epoch: Epoch, say: ToCoordinator },
+    /// From a node that has a caller, to the coordinator of a served model. `call` is the sender's.
+    FromCaller { job: JobId, call: CallId, say: FromCaller },
+    /// The answer, to the node that has the caller.
+    ToCaller { call: CallId, say: ToCaller },
 }
 
 /// What participants of a job receive, from its coordinator unless a variant says otherwise.
@@ -73,6 +77,8 @@ pub enum ToParticipant {
     Standby { part: PartId, node: Option<NodeId> },
     /// To successors: what they need to take the job over.
     Record(Box<Record>),
+    /// To successors: what happened to requests since the last of these.
+    Log(Vec<(RequestId, Logged)>),
     /// From a participant, to successors: it does not hear the coordinator.
     CoordinatorSilent,
     /// From the holder of part `part` to a holder of part `to`, which feeds it: how far it is. What came before need not be kept

@@ -240,6 +240,10 @@ impl Node {
             Input::Plan { call, what, standbys } => self.jobs.handle_plan(call, *what, standbys),
             Input::Planned { asked, answer } => self.jobs.handle_planned(now, asked, answer),
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
+            Input::Ask { call, to, job, request } => {
+                self.membership.connect(now, to);
+                self.jobs.handle_ask(now, call, to, job, *request);
+            }
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
             Input::End { job } => self.jobs.handle_end(job),
             Input::Survey { call, job } => self.survey(call, job),
@@ -317,6 +321,8 @@ impl Node {
                 }
                 None => {}
             },
+            Message::FromCaller { job, call, say } => self.jobs.handle_from_caller(now, from, job, call, say),
+            Message::ToCaller { call, say } => self.jobs.handle_to_caller(now, from, call, say),
         }
     }
 
@@ -394,7 +400,7 @@ impl Node {
             self.jobs.handle_peer_left(node);
         }
         if reason == DownReason::Left || !heard {
-            self.parts.handle_coordinator_gone(self.now, node);
+            self.parts.handle_coordinator_gone(self.now, node, reason == DownReason::Left);
         }
         self.fleet_changed();
         self.notify(Event::PeerDown { node, reason });
@@ -439,6 +445,8 @@ impl Node {
                 self.out.push_back(Output::Plan { asked, question });
             }
             JobOutput::Message { to, job, epoch, say } => self.send(to, Message::ToParticipant { job, epoch, say }),
+            JobOutput::Tell { to, call, say } => self.send(to, Message::ToCaller { call, say }),
+            JobOutput::Call { to, job, call, say } => self.send(to, Message::FromCaller { job, call, say }),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
             JobOutput::Watch { job, epoch, nodes, standbys } => {
                 self.failover.handle_placed(job, epoch, nodes.iter().copied());
@@ -446,11 +454,11 @@ impl Node {
                 let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
                 self.liveness.handle_watch(self.now, job, epoch, &others);
             }
-            JobOutput::Unwatch { job } => {
+            JobOutput::Unwatch { job, successor } => {
                 self.failover.handle_ended(job);
                 self.speeds.forget_job(job);
                 self.liveness.handle_unwatch(job);
-                self.parts.handle_left(self.now, job);
+                self.parts.handle_left(self.now, job, successor);
             }
             JobOutput::Measured { job, node, work, layers, measured } => {
                 self.measured(job, node, &work, &layers, measured);

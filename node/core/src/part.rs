@@ -62,6 +62,8 @@ struct HeldJob {
     gone: bool,
     /// This node issued the epoch, and does not coordinate the job any more.
     left: bool,
+    /// The node that does, if that is known.
+    successor: Option<NodeId>,
     /// Until when progress is reported often: the job has just begun, or goes on after a loss.
     begins_until: Instant,
     coordinator_heard: Instant,
@@ -118,7 +120,16 @@ struct Flight {
 impl HeldJob {
     fn new(now: Instant, epoch: Epoch) -> Self {
         let (succession, parts) = (Succession::default(), BTreeMap::new());
-        HeldJob { epoch, gone: false, left: false, begins_until: now, coordinator_heard: now, succession, parts }
+        HeldJob {
+            epoch,
+            gone: false,
+            left: false,
+            successor: None,
+            begins_until: now,
+            coordinator_heard: now,
+            succession,
+            parts,
+        }
     }
 
     /// The coordinator gave a sign of life.
@@ -132,9 +143,19 @@ impl HeldJob {
         (self.epoch.issuer != me || self.left).then_some(self.coordinator_heard)
     }
 
+    /// Whether another coordinator than this one is heard, or is this node itself. A successor is obeyed once it is not: whatever
+    /// majority it claims, this node is not among those that miss the coordinator.
+    fn hears_another(&self, me: NodeId, from: NodeId) -> bool {
+        let coordinates = self.epoch.issuer == me && !self.left;
+        let another = self.epoch.issuer != from && from != me;
+        another && (coordinates || self.epoch.issuer != me && !self.succession.is_silent())
+    }
+
     /// Whether a node may issue epochs of the job, as far as its parts here know.
     fn obeys(&self, node: NodeId) -> bool {
-        self.epoch.issuer == node || self.parts.values().any(|held| held.order.may_coordinate(node))
+        self.epoch.issuer == node
+            || self.successor == Some(node)
+            || self.parts.values().any(|held| held.order.may_coordinate(node))
     }
 
     /// Gives parts up.
@@ -469,10 +490,11 @@ impl Parts {
 
     /// This node does not coordinate a job any more. What it holds under its own epochs stays for a while: the next coordinator may
     /// ask for it.
-    pub fn handle_left(&mut self, now: Instant, job: JobId) {
+    pub fn handle_left(&mut self, now: Instant, job: JobId, successor: Option<NodeId>) {
         if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == self.me) {
-            (held.left, held.coordinator_heard) = (true, now);
+            (held.left, held.successor, held.coordinator_heard) = (true, successor, now);
         }
+        self.obey_deferred(now, job);
     }
 
     // ---- time

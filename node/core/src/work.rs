@@ -3,6 +3,7 @@
 //!
 //! A job is parts joined by channels. A part is a stage of a model or a tile of a grid; on each channel into it a cursor counts
 //! what it has: positions of a request, steps of a neighbour. Next: `work/serve.rs`, `work/steps.rs`.
+pub mod log;
 pub mod serve;
 pub mod steps;
 
@@ -12,6 +13,7 @@ use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::net::SocketAddr;
 use core::ops::Range;
+use log::TokenLog;
 use partitioner::Tier;
 use partitioner::tiles::{Block, GridWork};
 use serde::{Deserialize, Serialize};
@@ -333,6 +335,8 @@ pub struct Inheritance {
     pub record: Box<Record>,
     /// The step of the coordinator's checkpoint of which the successor has a copy.
     pub checkpoint: Option<u32>,
+    /// The requests of a served model.
+    pub log: TokenLog,
 }
 
 /// A peer to announce to after a restart. The shell stores it.

@@ -1,7 +1,7 @@
 //! What the API needs of a node, narrow enough that its tests can drive the API without a mesh.
 use crate::handle::{
-    BanReport, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView,
-    TokenEvent, TokenStream,
+    BanReport, Elsewhere, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView,
+    TokenEvent, TokenStream, Words,
 };
 use crate::submissions::Submissions;
 use kernels::chat_template::ChatMessage;
@@ -17,10 +17,10 @@ pub trait Engine: Clone + Send + Sync + 'static {
 
     /// Served models.
     fn models(&self) -> Vec<Served>;
-    /// Starts a request on the served model of that name.
+    /// Starts a request on a served model.
     fn submit(
         &self,
-        model: &str,
+        model: &Served,
         request: GenerateRequest,
     ) -> impl Future<Output = Result<Self::Tokens, NodeError>> + Send;
     /// Serves a model and waits until it is ready.
@@ -42,10 +42,10 @@ pub trait Engine: Clone + Send + Sync + 'static {
         let _ = name;
         std::future::ready(Vec::new())
     }
-    /// Where a model is served that is not served here, human-readable.
-    fn served_elsewhere(&self, name: &str) -> impl Future<Output = Option<String>> + Send {
+    /// A model of that name as another member serves it.
+    fn attach(&self, name: &str) -> impl Future<Output = Result<Option<Served>, NodeError>> + Send {
         let _ = name;
-        std::future::ready(None)
+        std::future::ready(Ok(None))
     }
     /// Models that are to be served again after a restart, and are not yet.
     fn starting(&self) -> Vec<Starting> {
@@ -99,6 +99,8 @@ pub struct Served {
     pub created: u64,
     /// Text to tokens and back.
     pub text: Arc<dyn Text>,
+    /// Where it is served, unless here.
+    pub elsewhere: Option<Elsewhere>,
 }
 
 /// A model that will be served as soon as it is placed.
@@ -131,28 +133,26 @@ pub trait Text: Send + Sync {
     fn vocabulary(&self) -> u32;
 }
 
-struct ModelText(ModelHandle);
-
-impl Text for ModelText {
+impl Text for Words {
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        self.0.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
+        self.tokenizer.encode_prompt(text).map_err(|e| e.to_string())
     }
 
     fn chat(&self, messages: &[ChatMessage]) -> Option<Result<Vec<u32>, String>> {
-        let template = self.0.template.as_ref().filter(|_| self.chats())?;
-        Some(template.encode(&self.0.tokenizer, messages, true).map_err(|e| e.to_string()))
+        let template = self.template.as_ref().filter(|_| self.chats())?;
+        Some(template.encode(&self.tokenizer, messages, true).map_err(|e| e.to_string()))
     }
 
     fn chats(&self) -> bool {
-        self.0.template.as_ref().is_some_and(|t| !t.is_fallback())
+        self.template.as_ref().is_some_and(|t| !t.is_fallback())
     }
 
     fn bytes(&self, token: u32) -> Vec<u8> {
-        self.0.tokenizer.text_bytes(token).to_vec()
+        self.tokenizer.text_bytes(token).to_vec()
     }
 
     fn vocabulary(&self) -> u32 {
-        u32::try_from(self.0.tokenizer.len()).unwrap_or(u32::MAX)
+        u32::try_from(self.tokenizer.len()).unwrap_or(u32::MAX)
     }
 }
 
@@ -161,7 +161,8 @@ fn served(model: ModelHandle) -> Served {
         name: model.name.clone(),
         context: model.context,
         created: model.created,
-        text: Arc::new(ModelText(model)),
+        text: Arc::new(model.words),
+        elsewhere: None,
     }
 }
 
@@ -172,9 +173,12 @@ impl Engine for NodeHandle {
         NodeHandle::models(self).into_iter().map(served).collect()
     }
 
-    async fn submit(&self, model: &str, request: GenerateRequest) -> Result<TokenStream, NodeError> {
-        let handle =
-            self.served(model).ok_or_else(|| NodeError::NotFound(format!("`{model}` is not served any more")))?;
+    async fn submit(&self, model: &Served, request: GenerateRequest) -> Result<TokenStream, NodeError> {
+        if let Some(elsewhere) = model.elsewhere {
+            return self.ask(elsewhere, model.context, request);
+        }
+        let name = &model.name;
+        let handle = self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is not served any more")))?;
         NodeHandle::submit(self, &handle, request).await
     }
 
@@ -195,11 +199,11 @@ impl Engine for NodeHandle {
     }
 
     async fn also_served_by(&self, name: &str) -> Vec<String> {
-        self.serving_members(name).await.into_iter().map(|(member, _)| member).collect()
+        self.serving_members(name).await.into_iter().map(|member| member.name).collect()
     }
 
-    async fn served_elsewhere(&self, name: &str) -> Option<String> {
-        NodeHandle::served_elsewhere(self, name).await
+    async fn attach(&self, name: &str) -> Result<Option<Served>, NodeError> {
+        NodeHandle::attach(self, name).await
     }
 
     fn starting(&self) -> Vec<Starting> {

@@ -4,7 +4,7 @@ use super::error::ApiError;
 use super::pieces::Pieces;
 use crate::handle::{GenerateRequest, TokenEvent};
 use crate::telemetry::Metrics;
-use node_core::work::serve::{DoneReason, Sampling};
+use node_core::work::serve::{DoneReason, RequestKey, Sampling};
 use std::time::{Duration, Instant};
 
 /// What is wanted, checked.
@@ -70,7 +70,7 @@ impl Figures {
 }
 
 impl<T: Tokens> Generation<T> {
-    /// Submits the order and waits for its first event, so that a refusal still becomes the answer's status.
+    /// Submits the order under its name in the mesh and waits for its first event, so that a refusal still becomes the answer's status.
     ///
     /// # Errors
     /// Refused, or failed before the first token.
@@ -78,6 +78,7 @@ impl<T: Tokens> Generation<T> {
         engine: &E,
         model: Served,
         order: Order,
+        key: RequestKey,
         metrics: &Metrics,
     ) -> Result<Self, ApiError> {
         let started = Instant::now();
@@ -87,8 +88,9 @@ impl<T: Tokens> Generation<T> {
             max_tokens: order.max_tokens,
             sampling: order.sampling,
             ignore_eos: order.ignore_eos,
+            key,
         };
-        let tokens = engine.submit(&model.name, request).await?;
+        let tokens = engine.submit(&model, request).await?;
         let mut generation = Self {
             tokens: Some(tokens),
             first: None,

@@ -1,11 +1,12 @@
 //! Requests that may be sent twice: an `Idempotency-Key` names one, so that a client that lost its answer may ask again,
-//! here or on another node, and gets one and the same.
+//! here or on another node, and gets one and the same. A stream goes on after the event that `Last-Event-ID` names.
 //!
-//! Here, the answer is kept. On a node that does not know the key the request runs; its seed, unless the client gave one,
-//! comes from the key, so that it samples the same tokens.
+//! Here, the answer is kept. A successor of the node that ran the request goes on with it. On a node that does not know the key the
+//! request runs; its seed, unless the client gave one, comes from the key, so that it samples the same tokens.
 use super::error::ApiError;
 use super::openai::Finished;
 use axum::http::HeaderMap;
+use node_core::work::serve::RequestKey;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,6 +14,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) const HEADER: &str = "idempotency-key";
 /// Said with an answer that was given before.
 pub(crate) const REPLAYED: &str = "idempotent-replayed";
+/// Says under which key a request can be sent again: that of its client, or one that the node made.
+pub(crate) const REQUEST_ID: &str = "x-request-id";
+/// The id of the last event that a client has.
+const LAST_EVENT: &str = "last-event-id";
 /// Bytes of a key: room for several UUIDs.
 const KEY_BYTES_MAX: usize = 255;
 /// Answers kept: an hour of a client that asks every few seconds.
@@ -45,11 +50,44 @@ impl Key {
         }
     }
 
+    /// A new key, for a request that came without one.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub(crate) fn random() -> Result<Self, ApiError> {
+        let random = getrandom::u64().map_err(|e| ApiError::failed(format!("no random id: {e}")))?;
+        Ok(Self(format!("req-{random:016x}")))
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// What names the request in the mesh. `secret` is the API key of the caller: without it no other caller gets the answer.
+    pub(crate) fn request_key(&self, secret: &str) -> RequestKey {
+        let mut hasher = blake3::Hasher::new_derive_key("meshnode 2026 name of a request in the mesh");
+        hasher.update(&(secret.len() as u64).to_le_bytes()).update(secret.as_bytes()).update(self.0.as_bytes());
+        let mut key = [0; 16];
+        hasher.finalize_xof().fill(&mut key);
+        RequestKey(key)
+    }
+
     /// The seed of a request whose client gave none: the same on every node.
     pub(crate) fn seed(&self) -> u64 {
         let hash = blake3::derive_key("meshnode 2025 seed of a request by its Idempotency-Key", self.0.as_bytes());
         u64::from_le_bytes(hash[..8].try_into().unwrap_or_default())
     }
+}
+
+/// The id of the last event that the client has, if it says one.
+///
+/// # Errors
+/// It is no id that events have.
+pub(crate) fn last_event(headers: &HeaderMap) -> Result<Option<u64>, ApiError> {
+    let Some(value) = headers.get(LAST_EVENT) else { return Ok(None) };
+    let id = value.to_str().ok().and_then(|text| text.parse().ok());
+    let wrong = || ApiError::invalid("Last-Event-ID", "`Last-Event-ID` is the number in `id:` of the last event that came");
+    id.ok_or_else(wrong).map(Some)
 }
 
 /// What was asked with a key: the same key with anything else is a mistake.
@@ -73,9 +111,17 @@ pub(crate) struct Answers(Arc<Mutex<Kept>>);
 /// Those that run are as many as there are connections at most.
 #[derive(Default)]
 struct Kept {
-    by_key: BTreeMap<Key, (Fingerprint, Option<Arc<Finished>>)>,
-    done: VecDeque<Key>,
+    by_key: BTreeMap<RequestKey, Known>,
+    done: VecDeque<RequestKey>,
     bytes: usize,
+    turns: u64,
+}
+
+struct Known {
+    request: Fingerprint,
+    /// Which of the turns runs it, or ran it.
+    turn: u64,
+    answer: Option<Arc<Finished>>,
 }
 
 /// What a key leads to.
@@ -87,21 +133,22 @@ pub(crate) enum Begun {
 }
 
 impl Answers {
-    /// Begins a request, or finds its answer.
+    /// Begins a request, or finds its answer. A client that `resumes` takes the place of its own connection that broke.
     ///
     /// # Errors
     /// The key's first request still runs, or was another one.
-    pub(crate) fn begin(&self, key: &Key, request: Fingerprint) -> Result<Begun, ApiError> {
+    pub(crate) fn begin(&self, key: RequestKey, request: Fingerprint, resumes: bool) -> Result<Begun, ApiError> {
         let mut kept = self.lock();
-        match kept.by_key.get(key) {
-            Some((first, _)) if *first != request => Err(ApiError::key_reused()),
-            Some((_, None)) => Err(ApiError::key_running()),
-            Some((_, Some(answer))) => Ok(Begun::Again(answer.clone())),
-            None => {
-                kept.by_key.insert(key.clone(), (request, None));
-                Ok(Begun::New(Turn { answers: self.clone(), key: Some(key.clone()) }))
-            }
+        match kept.by_key.get(&key) {
+            Some(known) if known.request != request => return Err(ApiError::key_reused()),
+            Some(Known { answer: Some(answer), .. }) => return Ok(Begun::Again(answer.clone())),
+            Some(_) if !resumes => return Err(ApiError::key_running()),
+            Some(_) | None => {}
         }
+        kept.turns += 1;
+        let turn = kept.turns;
+        kept.by_key.insert(key, Known { request, turn, answer: None });
+        Ok(Begun::New(Turn { answers: self.clone(), turn, key: Some(key) }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Kept> {
@@ -110,14 +157,14 @@ impl Answers {
 }
 
 impl Kept {
-    fn keep(&mut self, key: Key, answer: Finished) {
-        let Some(entry) = self.by_key.get_mut(&key) else { return };
+    fn keep(&mut self, key: RequestKey, turn: u64, answer: Finished) {
+        let Some(known) = self.by_key.get_mut(&key).filter(|known| known.turn == turn) else { return };
         self.bytes += answer.bytes();
-        entry.1 = Some(Arc::new(answer));
+        known.answer = Some(Arc::new(answer));
         self.done.push_back(key);
         while self.done.len() > ANSWERS_MAX || self.bytes > ANSWER_BYTES_MAX {
             let Some(oldest) = self.done.pop_front() else { return };
-            if let Some((_, Some(answer))) = self.by_key.remove(&oldest) {
+            if let Some(Known { answer: Some(answer), .. }) = self.by_key.remove(&oldest) {
                 self.bytes -= answer.bytes();
             }
         }
@@ -127,23 +174,26 @@ impl Kept {
 /// A request that runs under its key. Dropped before its end (it failed, or its client went away), the key is free again.
 pub(crate) struct Turn {
     answers: Answers,
+    turn: u64,
     /// Until the end.
-    key: Option<Key>,
+    key: Option<RequestKey>,
 }
 
 impl Turn {
     /// The whole answer was made.
     pub(crate) fn finish(mut self, answer: Finished) {
         if let Some(key) = self.key.take() {
-            self.answers.lock().keep(key, answer);
+            self.answers.lock().keep(key, self.turn, answer);
         }
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        if let Some(key) = &self.key {
-            self.answers.lock().by_key.remove(key);
+        let Some(key) = &self.key else { return };
+        let mut kept = self.answers.lock();
+        if kept.by_key.get(key).is_some_and(|known| known.turn == self.turn) {
+            kept.by_key.remove(key);
         }
     }
 }
@@ -157,7 +207,7 @@ mod tests {
     }
 
     fn run(answers: &Answers, name: &str, text: &str) {
-        match answers.begin(&key(name), Fingerprint::of("/", b"x")) {
+        match answers.begin(key(name).request_key(""), Fingerprint::of("/", b"x"), false) {
             Ok(Begun::New(turn)) => turn.finish(Finished::pretended(text)),
             Ok(Begun::Again(_)) => panic!("{name} was known"),
             Err(error) => panic!("{error:?}"),
@@ -165,7 +215,7 @@ mod tests {
     }
 
     fn known(answers: &Answers, name: &str) -> bool {
-        matches!(answers.begin(&key(name), Fingerprint::of("/", b"x")), Ok(Begun::Again(_)))
+        matches!(answers.begin(key(name).request_key(""), Fingerprint::of("/", b"x"), false), Ok(Begun::Again(_)))
     }
 
     #[test]
@@ -183,6 +233,27 @@ mod tests {
         run(&answers, "longer than all", &"x".repeat(ANSWER_BYTES_MAX + 1));
         let kept = answers.lock();
         assert_eq!((kept.by_key.len(), kept.done.len(), kept.bytes), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_client_that_resumes_takes_its_own_place() {
+        let answers = Answers::default();
+        let begin = |resumes| answers.begin(key("k").request_key(""), Fingerprint::of("/", b"x"), resumes);
+        let Ok(Begun::New(broken)) = begin(true) else { panic!("the key is free") };
+        assert!(begin(false).is_err());
+        let Ok(Begun::New(turn)) = begin(true) else { panic!("it may resume") };
+        drop(broken);
+        assert!(begin(false).is_err(), "the second connection has the key");
+        turn.finish(Finished::pretended("x"));
+        assert!(known(&answers, "k"));
+    }
+
+    #[test]
+    fn callers_with_other_secrets_have_other_requests() {
+        let (a, b) = (key("k").request_key("a"), key("k").request_key("b"));
+        assert_ne!(a, b);
+        assert_ne!(key("ab").request_key(""), key("b").request_key("a"));
+        assert_eq!(key("k").request_key("a"), a);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
+use super::idempotency::Key;
 use super::generation::{Figures, Generation, Order, Step};
 use super::guard::Caller;
 use super::openai::{find, find_or_serve};
@@ -227,7 +228,7 @@ struct GenerateBody {
 /// Answers in JSON lines: one for the start, one for each token, one for the end or the error.
 pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Request) -> Result<Response, ApiError> {
     let wanted: GenerateBody = body(request, request::BODY).await?;
-    let model = find_or_serve(&app, Some(&wanted.model)).await?;
+    let model = find_or_serve(&app, Some(&wanted.model), false).await?;
     let for_order = model.clone();
     let (order, templated): (Order, bool) = off_thread(move || {
         let templated = !wanted.raw && for_order.text.chats();
@@ -246,7 +247,8 @@ pub(crate) async fn generate<E: Engine>(State(app): State<App<E>>, request: Requ
         "model": model.name, "templated": templated, "prompt_token_ids": order.prompt, "max_tokens": order.max_tokens,
         "seed": order.sampling.seed,
     });
-    let generation = Generation::start(&app.engine, model, order, &app.metrics).await?;
+    let key = Key::random()?.request_key("");
+    let generation = Generation::start(&app.engine, model, order, key, &app.metrics).await?;
     let lines = stream::unfold((Some(begin), Some(generation)), |(begin, generation)| async move {
         let mut generation = generation?;
         let (line, left) = match begin {

@@ -2,7 +2,8 @@
 use super::engine::{Engine, Served, Tokens};
 use super::error::ApiError;
 use super::generation::{Figures, Generation, Order, Step};
-use super::idempotency::{self, Begun, Fingerprint, Key, Turn};
+use super::guard;
+use super::idempotency::{self, Begun, Fingerprint, Key, Turn, last_event};
 use super::request::{self, Body};
 use super::{App, body_bytes, fields, off_thread};
 use axum::Json;
@@ -10,13 +11,18 @@ use axum::extract::{Path, Request, State};
 use axum::http::HeaderValue;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use futures::stream;
+use futures::{StreamExt, stream};
 use serde_json::{Value, json};
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Comments sent while no token comes (a long prefill, a stage being replaced), so that clients and proxies wait on.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long a client that resumes a stream waits for a successor of the node that it used: the first of them comes after about two
+/// seconds, each further one a second later.
+const SUCCESSOR_MAX: Duration = Duration::from_secs(6);
+/// How often it is looked for.
+const LOOK: Duration = Duration::from_millis(250);
 
 pub(crate) async fn models<E: Engine>(State(app): State<App<E>>) -> Json<Value> {
     Json(json!({"object": "list", "data": listed(&app).await}))
@@ -74,16 +80,29 @@ pub(crate) fn find<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served
     Err(ApiError::no_model(format!("the model `{name}` is not served by this node: {served}")))
 }
 
-/// As [`find`]; a model that is not served but could be is served first. This is how another member takes over the
-/// requests of a node that is gone.
-pub(crate) async fn find_or_serve<E: Engine>(app: &App<E>, name: Option<&str>) -> Result<Served, ApiError> {
-    match (find(app, name), name) {
-        (Err(_), Some(name)) if app.engine.has(name) => Ok(app.engine.serve_on_demand(name).await?),
-        (Err(error), Some(name)) => match app.engine.served_elsewhere(name).await {
-            Some(message) => Err(ApiError { message, ..error }),
-            None => Err(error),
-        },
-        (found, _) => found,
+/// As [`find`]; a model that another member serves is used there, and one that could be served here is served first. So any member
+/// takes the requests of a node that is gone. For a client that `resumes`, a successor of that node is waited for.
+pub(crate) async fn find_or_serve<E: Engine>(
+    app: &App<E>,
+    name: Option<&str>,
+    resumes: bool,
+) -> Result<Served, ApiError> {
+    let until = Instant::now() + if resumes { SUCCESSOR_MAX } else { Duration::ZERO };
+    loop {
+        let (error, name) = match (find(app, name), name) {
+            (Err(error), Some(name)) => (error, name),
+            (found, _) => return found,
+        };
+        if let Some(found) = app.engine.attach(name).await? {
+            return Ok(found);
+        }
+        if Instant::now() < until {
+            tokio::time::sleep(LOOK).await;
+        } else if app.engine.has(name) {
+            return Ok(app.engine.serve_on_demand(name).await?);
+        } else {
+            return Err(error);
+        }
     }
 }
 
@@ -103,32 +122,37 @@ impl Shape {
 }
 
 async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Result<Response, ApiError> {
-    let key = Key::of(request.headers())?;
+    let (key, after) = (Key::of(request.headers())?, last_event(request.headers())?);
+    let secret = guard::bearer(request.headers()).unwrap_or_default().to_owned();
     let bytes = body_bytes(request).await?;
     let mut body: Body = fields::read(&bytes, request::BODY)?;
     let (streaming, include_usage) = (body.stream.unwrap_or(false), body.include_usage());
     let mut record = Record::default();
-    if let Some(key) = key {
-        match app.answers.begin(&key, Fingerprint::of(shape.path(), &bytes))? {
-            Begun::Again(finished) => return Ok(finished.again(streaming.then_some(include_usage))),
+    let id = key.clone().map_or_else(Key::random, Ok)?;
+    let name = id.request_key(&secret);
+    if key.is_some() {
+        match app.answers.begin(name, Fingerprint::of(shape.path(), &bytes), after.is_some())? {
+            Begun::Again(finished) => return Ok(finished.again(streaming.then_some(include_usage), after)),
             Begun::New(turn) => record.turn = Some(turn),
         }
-        body.seed_or(key.seed());
     }
-    let model = find_or_serve(&app, body.model.as_deref()).await?;
+    body.seed_or(id.seed());
+    let model = find_or_serve(&app, body.model.as_deref(), after.is_some()).await?;
     let for_order = model.clone();
     let order: Order = off_thread(move || match shape {
         Shape::Chat => body.chat(&for_order),
         Shape::Completion => body.completion(&for_order),
     })
     .await?;
-    let answer = Answer::new(shape, &model)?;
-    let generation = Generation::start(&app.engine, model, order, &app.metrics).await?;
-    if streaming {
-        Ok(stream_answer(Running { generation, answer, record }, include_usage))
-    } else {
-        whole_answer(Running { generation, answer, record }).await
+    let answer = Answer::new(shape, &id, &model);
+    let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
+    let running = Running { generation, answer, record, after };
+    let mut response =
+        if streaming { stream_answer(running, include_usage) } else { whole_answer(running).await? };
+    if let Ok(id) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(idempotency::REQUEST_ID, id);
     }
+    Ok(response)
 }
 
 /// An answer that is being made.
@@ -136,6 +160,8 @@ struct Running<T> {
     generation: Generation<T>,
     answer: Answer,
     record: Record,
+    /// The last event that the client has.
+    after: Option<u64>,
 }
 
 /// The text so far of an answer that may be asked for again; nothing for others.
@@ -143,18 +169,22 @@ struct Running<T> {
 struct Record {
     turn: Option<Turn>,
     text: String,
+    /// The events that brought text, and how much of it there was after each.
+    marks: Vec<(u64, usize)>,
 }
 
 impl Record {
-    fn push(&mut self, text: &str) {
+    fn push(&mut self, event: u64, text: &str) {
         if self.turn.is_some() {
             self.text.push_str(text);
+            self.marks.push((event, self.text.len()));
         }
     }
 
     fn finish(self, answer: Answer, finish: &'static str, figures: &Figures) {
         if let Some(turn) = self.turn {
-            turn.finish(Finished { answer, text: self.text, finish, figures: figures.clone() });
+            let (text, marks) = (self.text, self.marks);
+            turn.finish(Finished { answer, text, marks, finish, figures: figures.clone() });
         }
     }
 }
@@ -163,6 +193,7 @@ impl Record {
 pub(crate) struct Finished {
     answer: Answer,
     text: String,
+    marks: Vec<(u64, usize)>,
     finish: &'static str,
     figures: Figures,
 }
@@ -170,18 +201,21 @@ pub(crate) struct Finished {
 impl Finished {
     /// What it takes of the memory.
     pub(crate) fn bytes(&self) -> usize {
-        self.text.len() + self.answer.id.len() + self.answer.model.len() + size_of::<Self>()
+        let marks = self.marks.len() * size_of::<(u64, usize)>();
+        self.text.len() + marks + self.answer.id.len() + self.answer.model.len() + size_of::<Self>()
     }
 
-    /// The same answer once more; `Some` streams it, with or without a count of tokens at the end.
-    fn again(&self, stream: Option<bool>) -> Response {
+    /// The same answer once more; `Some` streams it, with or without a count of tokens at the end, from the event after `after` on.
+    fn again(&self, stream: Option<bool>, after: Option<u64>) -> Response {
         let mut response = match stream {
             None => Json(self.answer.whole(&self.text, self.finish, &self.figures)).into_response(),
             Some(include_usage) => {
+                let known = self.marks.iter().rev().find(|(event, _)| after.is_some_and(|after| *event <= after));
+                let rest = self.text.get(known.map_or(0, |(_, length)| *length)..).unwrap_or_default();
                 let begin = self.answer.begin(include_usage);
-                let rest = self.answer.end(&self.text, self.finish, &self.figures, include_usage);
-                let chunks: Vec<_> = begin.into_iter().chain(rest).map(event).collect();
-                Sse::new(stream::iter(chunks)).into_response()
+                let end = self.answer.end(rest, self.finish, &self.figures, include_usage);
+                let events = begin.into_iter().chain(end).filter(|said| is_new(said, after));
+                Sse::new(stream::iter(events.map(event).collect::<Vec<_>>())).into_response()
             }
         };
         response.headers_mut().insert(idempotency::REPLAYED, HeaderValue::from_static("true"));
@@ -191,12 +225,12 @@ impl Finished {
     #[cfg(test)]
     pub(crate) fn pretended(text: &str) -> Self {
         let answer = Answer { shape: Shape::Chat, id: String::new(), created: 0, model: String::new() };
-        Self { answer, text: text.to_owned(), finish: "stop", figures: Figures::none() }
+        Self { answer, text: text.to_owned(), marks: Vec::new(), finish: "stop", figures: Figures::none() }
     }
 }
 
 async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiError> {
-    let Running { mut generation, answer, mut record } = running;
+    let Running { mut generation, answer, mut record, .. } = running;
     let mut whole = String::new();
     loop {
         match generation.next().await {
@@ -204,7 +238,7 @@ async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiErr
             Step::End { text, finish } => {
                 whole.push_str(&text);
                 let response = Json(answer.whole(&whole, finish, generation.figures())).into_response();
-                record.push(&whole);
+                record.push(u64::from(generation.figures().tokens), &whole);
                 record.finish(answer, finish, generation.figures());
                 return Ok(response);
             }
@@ -213,54 +247,71 @@ async fn whole_answer<T: Tokens>(running: Running<T>) -> Result<Response, ApiErr
     }
 }
 
+/// An event of a stream: its id, which grows, and its data. A token's is the number of tokens so far, so that it is the same
+/// whichever node streams the answer.
+type Said = (u64, String);
+
+/// Whether a client lacks an event.
+fn is_new(said: &Said, after: Option<u64>) -> bool {
+    after.is_none_or(|after| said.0 > after)
+}
+
 /// Where a stream is.
 enum Phase<T> {
-    Begin(Running<T>, String),
     Running(Running<T>),
-    /// Chunks still to be sent.
-    Ending(std::vec::IntoIter<String>),
+    /// Events still to be sent.
+    Ending(std::vec::IntoIter<Said>),
 }
 
 fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Response {
-    let begin = match running.answer.begin(include_usage) {
-        Some(chunk) => Phase::Begin(running, chunk),
-        None => Phase::Running(running),
-    };
-    let chunks = stream::unfold(begin, move |phase| async move {
-        let (data, phase) = match phase {
-            Phase::Begin(running, chunk) => (chunk, Phase::Running(running)),
-            Phase::Running(running) => advance(running, include_usage).await,
-            Phase::Ending(mut rest) => (rest.next()?, Phase::Ending(rest)),
-        };
-        Some((event(data), phase))
+    let after = running.after;
+    let begin = stream::iter(running.answer.begin(include_usage));
+    let rest = stream::unfold(Phase::Running(running), move |phase| async move {
+        match phase {
+            Phase::Running(running) => Some(advance(running, include_usage).await),
+            Phase::Ending(mut rest) => Some((rest.next()?, Phase::Ending(rest))),
+        }
     });
-    Sse::new(chunks).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
+    let new = begin.chain(rest).filter(move |said| std::future::ready(is_new(said, after)));
+    Sse::new(new.map(event)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("waiting")).into_response()
 }
 
-fn event(data: String) -> Result<Event, Infallible> {
-    Ok(Event::default().data(data))
+fn event((id, data): Said) -> Result<Event, Infallible> {
+    Ok(Event::default().id(id.to_string()).data(data))
 }
 
-/// The next chunk that has something to say.
-async fn advance<T: Tokens>(mut running: Running<T>, include_usage: bool) -> (String, Phase<T>) {
+/// The next event that has something to say.
+async fn advance<T: Tokens>(mut running: Running<T>, include_usage: bool) -> (Said, Phase<T>) {
     loop {
         match running.generation.next().await {
             Step::Token { text, .. } if text.is_empty() => {}
             Step::Token { text, .. } => {
-                running.record.push(&text);
-                return (running.answer.chunk(Some(&text), None, include_usage, false), Phase::Running(running));
+                let id = u64::from(running.generation.figures().tokens);
+                running.record.push(id, &text);
+                let data = running.answer.chunk(Some(&text), None, include_usage, false);
+                return ((id, data), Phase::Running(running));
             }
             Step::End { text, finish } => {
-                let Running { generation, answer, mut record } = running;
-                let mut rest = answer.end(&text, finish, generation.figures(), include_usage).into_iter();
-                record.push(&text);
-                record.finish(answer, finish, generation.figures());
+                let Running { generation, answer, mut record, .. } = running;
+                let figures = generation.figures();
+                let mut rest = answer.end(&text, finish, figures, include_usage).into_iter();
+                record.push(u64::from(figures.tokens) + END_TEXT, &text);
+                record.finish(answer, finish, figures);
                 return (rest.next().unwrap_or_default(), Phase::Ending(rest));
             }
-            Step::Failed(error) => return (error.body().to_string(), Phase::Ending(Vec::new().into_iter())),
+            Step::Failed(error) => {
+                let id = u64::from(running.generation.figures().tokens);
+                return ((id, error.body().to_string()), Phase::Ending(Vec::new().into_iter()));
+            }
         }
     }
 }
+
+/// The events at the end follow the number of tokens: the text that was held back, the reason, the counts, the end mark.
+const END_TEXT: u64 = 1;
+const END_REASON: u64 = 2;
+const END_USAGE: u64 = 3;
+const END_MARK: u64 = 4;
 
 /// What all chunks of an answer share.
 struct Answer {
@@ -271,14 +322,13 @@ struct Answer {
 }
 
 impl Answer {
-    fn new(shape: Shape, model: &Served) -> Result<Self, ApiError> {
-        let random = getrandom::u64().map_err(|e| ApiError::failed(format!("no random id: {e}")))?;
+    fn new(shape: Shape, id: &Key, model: &Served) -> Self {
         let prefix = match shape {
             Shape::Chat => "chatcmpl",
             Shape::Completion => "cmpl",
         };
         let created = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        Ok(Self { shape, id: format!("{prefix}-{random:016x}"), created, model: model.name.clone() })
+        Self { shape, id: format!("{prefix}-{:016x}", id.seed()), created, model: model.name.clone() }
     }
 
     fn whole(&self, text: &str, finish: &str, figures: &Figures) -> Value {
@@ -297,25 +347,26 @@ impl Answer {
     }
 
     /// What a stream begins with.
-    fn begin(&self, include_usage: bool) -> Option<String> {
+    fn begin(&self, include_usage: bool) -> Option<Said> {
         match self.shape {
-            Shape::Chat => Some(self.chunk(Some(""), None, include_usage, true)),
+            Shape::Chat => Some((0, self.chunk(Some(""), None, include_usage, true))),
             Shape::Completion => None,
         }
     }
 
     /// What a stream ends with, after `text` that is left.
-    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<String> {
-        let mut chunks = Vec::new();
+    fn end(&self, text: &str, finish: &str, figures: &Figures, include_usage: bool) -> Vec<Said> {
+        let tokens = u64::from(figures.tokens);
+        let mut events = Vec::new();
         if !text.is_empty() {
-            chunks.push(self.chunk(Some(text), None, include_usage, false));
+            events.push((tokens + END_TEXT, self.chunk(Some(text), None, include_usage, false)));
         }
-        chunks.push(self.chunk(None, Some(finish), include_usage, false));
+        events.push((tokens + END_REASON, self.chunk(None, Some(finish), include_usage, false)));
         if include_usage {
-            chunks.push(self.usage_chunk(figures));
+            events.push((tokens + END_USAGE, self.usage_chunk(figures)));
         }
-        chunks.push("[DONE]".into());
-        chunks
+        events.push((tokens + END_MARK, "[DONE]".into()));
+        events
     }
 
     fn chunk(&self, text: Option<&str>, finish: Option<&str>, include_usage: bool, begin: bool) -> String {

@@ -68,7 +68,7 @@ impl Pretended {
     }
 
     fn served() -> Served {
-        Served { name: "tiny".into(), context: 64, created: 7, text: Arc::new(Bytes) }
+        Served { name: "tiny".into(), context: 64, created: 7, text: Arc::new(Bytes), elsewhere: None }
     }
 }
 
@@ -96,7 +96,7 @@ impl Engine for Pretended {
         vec![Self::served()]
     }
 
-    async fn submit(&self, _: &str, request: GenerateRequest) -> Result<Running, NodeError> {
+    async fn submit(&self, _: &Served, request: GenerateRequest) -> Result<Running, NodeError> {
         let (sender, events) = mpsc::channel(4);
         self.running.fetch_add(1, Ordering::SeqCst);
         let position = request.prompt.len() as u32;

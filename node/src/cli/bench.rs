@@ -1,4 +1,5 @@
 //! Commands that measure or prove something on this machine: `bench`, `selftest`, `demo`.
+use crate::demo::Kills;
 use super::interrupt::Interrupts;
 use super::model::fetch;
 use super::progress::Spinner;
@@ -165,8 +166,11 @@ pub(super) struct DemoArgs {
     #[arg(long)]
     chaos: bool,
     /// How many to kill, with --chaos
-    #[arg(long, value_name = "N", default_value_t = 100, requires = "chaos", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, value_name = "N", default_value_t = 100, requires = "chaos", value_parser = clap::value_parser!(u32).range(0..=100_000))]
     kills: u32,
+    /// How often to kill the coordinator after that, with --chaos: the client goes on at another node
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "chaos", value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    coordinator_kills: u32,
     /// Which tokens to kill at, with --chaos: drawn from this
     #[arg(long, value_name = "S", requires = "chaos")]
     seed: Option<u64>,
@@ -182,7 +186,8 @@ pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
         quiet: args.chaos,
     };
     if args.chaos {
-        let (kills, seed) = (args.kills as usize, args.seed.unwrap_or_else(|| u64::from(std::process::id())));
+        let kills = Kills { stages: args.kills as usize, coordinators: args.coordinator_kills as usize };
+        let seed = args.seed.unwrap_or_else(|| u64::from(std::process::id()));
         let show = move || crate::demo::chaos(&program, &model, &options, kills, seed).map_err(Failure::failed);
         let summary = Interrupts::listen()?.during(show)?;
         return verdict(summary.tokens_equal_solo && summary.requests_lost == 0);

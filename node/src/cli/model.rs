@@ -261,7 +261,6 @@ impl Service {
         let api = api.administered_with(key.clone()).writing_below(folders);
         let address = api.address().map_err(Failure::failed)?;
         let (handle, running) = runtime.block_on(crate::node::start(options))?;
-        handle.listens_on(address);
         runtime.spawn(api.serve(handle, Metrics::default(), std::future::pending()));
         // Other commands are to find a node on the usual address.
         let announced = public.then(|| Announced::new(address, data_dir.path())).flatten();

@@ -185,7 +185,6 @@ fn live(global: &Global, args: &NodeArgs, join: Vec<String>) -> Result<(), Failu
         let _announced = Announced::new(address, &data_dir);
         let mut signals = Signals::listen()?;
         let metrics = Metrics::default();
-        handle.listens_on(address);
         let mut serving = tokio::spawn(api.serve(handle.clone(), metrics, std::future::pending()));
         let state = handle.state().await;
         let ticket = running.ticket.clone();

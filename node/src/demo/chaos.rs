@@ -1,5 +1,5 @@
 //! `meshnode demo --chaos`: a stage is killed in the middle of each of many generations, and the client's stalls are measured.
-use super::{Demo, HeadLoss, JOIN_MAX, Run, mib};
+use super::{Demo, JOIN_MAX, Run, mib};
 use crate::cluster::LocalNode;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -48,24 +48,35 @@ pub struct ChaosSummary {
     /// How much slower the standbys make the answer, the middle of the pairs. On a machine with fewer cores than nodes they
     /// take their computing from the stages.
     pub standby_cost_percent: f64,
-    /// The head killed once, after all that; none if that could not be measured.
-    pub head_loss: Option<HeadLoss>,
+    /// Times that the coordinator was killed, after all that, each in the middle of an answer.
+    pub coordinator_kills: usize,
+    /// From such a kill to the next event that the client got, from another node, milliseconds: the middle one.
+    pub coordinator_pause_ms_p50: f64,
+    /// The longest.
+    pub coordinator_pause_ms_max: f64,
+}
+
+/// How many nodes are killed.
+#[derive(Clone, Copy, Debug)]
+pub struct Kills {
+    /// Nodes with a stage that do not coordinate.
+    pub stages: usize,
+    /// The node that coordinates and has the client.
+    pub coordinators: usize,
 }
 
 /// Nodes of the mesh: two hold the model, one stands by, and one may be starting again.
 const NAMES: [&str; 4] = ["ada", "bea", "cem", "dov"];
-/// Who is asked when the head is gone: besides the head it has the model's file.
-const HEIR: &str = "bea";
 
 impl Demo {
-    /// Kills one stage in each of `kills` generations.
-    pub(super) fn chaos(&self, kills: usize, seed: u64) -> Result<ChaosSummary> {
+    /// Kills one node in each generation.
+    pub(super) fn chaos(&self, kills: Kills, seed: u64) -> Result<ChaosSummary> {
+        let Kills { stages: kills, coordinators } = kills;
         let solo = self.solo()?;
         // As for three nodes: any two hold the model, so that two stand by or start again.
         let memory = solo.bytes * 8 / 10;
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
-        self.give_model(HEIR)?;
         // Two of them first, so that both have a stage and the others are there to stand by.
         let (first, spares) = NAMES.split_at(2);
         first.iter().try_for_each(|name| mesh.add(name))?;
@@ -74,7 +85,7 @@ impl Demo {
         spares.iter().try_for_each(|name| mesh.add(name))?;
         let speeds = mesh.speeds()?;
         self.screen.event("speeds", &json!({"with_standbys": speeds.with, "without_standbys": speeds.without}));
-        let bar = self.screen.progress(kills as u64);
+        let bar = self.screen.progress((kills + coordinators) as u64);
         let mut dice = Dice(seed);
         let (mut stalls, mut lost, mut equal) = (Vec::with_capacity(kills), 0, true);
         for _ in 0..kills {
@@ -97,18 +108,34 @@ impl Demo {
             mesh.restart(victim)?;
             bar.inc(1);
         }
-        bar.finish_and_clear();
-        mesh.wait_hot()?;
-        let (head, others) = mesh.nodes.split_first_mut().ok_or_else(|| Error::other("no nodes"))?;
-        let heir = others.iter().find(|node| node.name == HEIR).ok_or_else(|| Error::other("no heir"))?;
-        // What was measured so far is worth telling, whatever comes of this.
-        let head_loss = self.lose_head(head, heir, self.options.tokens as usize / 3, &solo.run.text);
-        if let Err(error) = &head_loss {
-            self.screen.event("head_loss_failed", &json!({"error": error.to_string()}));
+        let mut pauses = Vec::with_capacity(coordinators);
+        for number in 0..coordinators {
+            let (coordinator, job) = mesh.wait_guarded()?;
+            let moment = MARGIN + dice.next() % u64::from(self.options.tokens / 2).max(1);
+            let model = job["model"].as_str().unwrap_or_default();
+            let key = format!("demo-{seed}-{number}");
+            let resumed = self.resumed(&mut mesh.nodes, coordinator, moment as usize, model, &key)?;
+            let same = resumed.text == solo.run.text;
+            lost += usize::from(!resumed.complete);
+            equal &= same;
+            pauses.push(resumed.pause.as_secs_f64() * 1e3);
+            self.screen.event(
+                "coordinator_kill",
+                &json!({
+                    "name": mesh.nodes[coordinator].name, "at_token": moment, "pause_ms": resumed.pause.as_secs_f64() * 1e3,
+                    "complete": resumed.complete, "text_equal_solo": same,
+                }),
+            );
+            mesh.restart(coordinator)?;
+            bar.inc(1);
         }
-        let head_loss = head_loss.ok();
+        bar.finish_and_clear();
+        pauses.sort_by(f64::total_cmp);
         stalls.sort_by(f64::total_cmp);
-        let of_100 = |percent: usize| stalls[(stalls.len() * percent).div_ceil(100).max(1) - 1];
+        let of_100 = |percent: usize| {
+            let at = (stalls.len() * percent).div_ceil(100).max(1) - 1;
+            stalls.get(at).copied().unwrap_or_default()
+        };
         Ok(ChaosSummary {
             kills,
             requests_lost: lost,
@@ -122,7 +149,9 @@ impl Demo {
             tokens_per_s: middle(&speeds.with),
             tokens_per_s_without_standbys: middle(&speeds.without),
             standby_cost_percent: speeds.cost_percent(),
-            head_loss,
+            coordinator_kills: coordinators,
+            coordinator_pause_ms_p50: middle(&pauses),
+            coordinator_pause_ms_max: pauses.last().copied().unwrap_or_default(),
         })
     }
 }
@@ -177,6 +206,30 @@ impl Mesh<'_> {
             return Err(Error::other(format!("the job uses no node but the head: {}", state["jobs"])));
         }
         Ok(victims)
+    }
+
+    /// Waits until the job runs with a current standby of each stage that has one, and every node is a member; returns the node
+    /// that coordinates it, and the job.
+    fn wait_guarded(&self) -> Result<(usize, Value)> {
+        let end = Instant::now() + STANDBY_MAX;
+        loop {
+            for at in 0..self.nodes.len() {
+                let Ok(state) = self.nodes[at].get("/api/v1/state") else { continue };
+                let alive = list(&state["peers"]).filter(|peer| peer["state"] == "alive").count() == NAMES.len();
+                let guarded = |job: &&Value| {
+                    let settled = |standby: &Value| standby["state"] == "current" || standby["state"] == "none";
+                    job["head"] == true && job["state"] == "ready" && list(&job["standbys"]).all(settled)
+                };
+                if let Some(job) = list(&state["jobs"]).find(guarded).filter(|_| alive) {
+                    return Ok((at, job.clone()));
+                }
+            }
+            if Instant::now() > end {
+                let jobs: Vec<_> = self.nodes.iter().map(|node| node.get("/api/v1/jobs").unwrap_or_default()).collect();
+                return Err(Error::other(format!("no node coordinates the job with its standbys: {jobs:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     /// Undisturbed generations in pairs, one with hot standbys and one without any: the spare nodes are there all the time,

@@ -32,6 +32,11 @@ impl NodeHandle {
     }
 
     async fn start_again(&self, entry: &Entry) {
+        // A successor has taken the job over: requests for the model go there, and a second copy would take memory for nothing.
+        if let Some(member) = self.serving_members(&entry.name).await.into_iter().next() {
+            let reason = format!("{} serves it since this node was gone, and requests for it go there", member.name);
+            return self.inner.remembered.set_starting(&entry.name, Some(reason));
+        }
         match self.deploy_in_turn(ModelRef(entry.name.clone()), Wanted::Again).await {
             Ok(_) => {
                 self.inner.remembered.set_started(&entry.name);

@@ -1,55 +1,123 @@
-//! What other members serve: asked of those that are connected.
-use super::NodeHandle;
+//! What other members serve: asked of those that are connected. Requests for such a model go to the member that serves it.
+use super::{Elsewhere, ModelHandle, NodeError, NodeHandle, Words};
+use crate::api::engine::Served;
 use crate::bulk::BulkRequest;
-use crate::directory::{self, Served};
+use crate::directory::{self, ServedModel};
 use crate::shell::EndpointAsk;
 use crate::transfer::Ask;
 use crate::views::PeerView;
-use node_core::id::NodeId;
+use kernels::weights::ModelFile;
+use node_core::id::{ContentId, JobId, NodeId};
+use node_core::output::Event;
+use node_core::work::Inherited;
+use node_core::work::serve::ModelSpec;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use tokio::sync::broadcast::error::RecvError;
 
 /// Longest wait for the members' answers: a person waits for the sum of them.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// Members that are asked at once: one of them serves it in any mesh that people oversee.
 const ASKED_MAX: usize = 64;
+/// Vocabularies kept, some megabytes each.
+const VOCABULARIES_MAX: usize = 8;
+
+/// Vocabularies of models that other nodes serve: reading one takes a good part of a second.
+pub(crate) type Vocabularies = Mutex<BTreeMap<ContentId, Words>>;
+
+/// A member that serves a model.
+pub(crate) struct ServingMember {
+    /// Its name.
+    pub(crate) name: String,
+    node: NodeId,
+    model: ServedModel,
+}
 
 impl NodeHandle {
-    /// Names of members that serve a model of that name, each with where its API listens as it sees it.
-    pub(crate) async fn serving_members(&self, model: &str) -> Vec<(String, Served)> {
+    /// Members that serve a model of that name.
+    pub(crate) async fn serving_members(&self, model: &str) -> Vec<ServingMember> {
         let peers = self.inner.driver.views().await.peers;
         let others = peers.into_iter().filter(|peer| !peer.this_node && peer.connected && peer.state == "alive");
-        let asked = others.take(ASKED_MAX).map(|peer| self.ask_served(peer));
-        let answers = futures::future::join_all(asked).await.into_iter().flatten();
-        answers.filter(|(_, served)| served.models.iter().any(|name| name == model)).collect()
+        let asked = others.take(ASKED_MAX).map(|peer| self.ask_served(peer, model));
+        futures::future::join_all(asked).await.into_iter().flatten().collect()
     }
 
-    async fn ask_served(&self, peer: PeerView) -> Option<(String, Served)> {
+    async fn ask_served(&self, peer: PeerView, model: &str) -> Option<ServingMember> {
         let node = NodeId(u128::from_str_radix(&peer.node, 16).ok()?.to_be_bytes());
         let ask = EndpointAsk(self.inner.endpoint.clone());
         let answer = ask.ask(node, BulkRequest::Served.encode(), directory::ANSWER_BYTES_MAX);
         let bytes = tokio::time::timeout(ANSWER_MAX, answer).await.ok()?.ok()?;
-        Some((peer.name, directory::decode(&bytes)?))
+        let model = directory::decode(&bytes)?.models.into_iter().find(|served| served.name == model)?;
+        Some(ServingMember { name: peer.name, node, model })
     }
 
-    /// Where a model is served that is not served here, human-readable; none if no member that answers serves it.
-    pub async fn served_elsewhere(&self, model: &str) -> Option<String> {
-        let members = self.serving_members(model).await;
-        let (name, first) = members.first()?;
-        let api = first.api.map_or_else(String::new, |api| match api.ip().is_loopback() {
-            true => format!(" (on that machine: http://{api}/v1)"),
-            false => format!(" (http://{api}/v1)"),
+    /// A model of that name as another member serves it; none if no member that answers does.
+    ///
+    /// # Errors
+    /// Its vocabulary cannot be had.
+    pub(crate) async fn attach(&self, name: &str) -> Result<Option<Served>, NodeError> {
+        let stem = name.strip_suffix(".gguf").and_then(|name| name.rsplit('/').next()).unwrap_or(name);
+        let Some(ServingMember { node, model, .. }) = self.serving_members(stem).await.into_iter().next() else {
+            return Ok(None);
+        };
+        let words = self.vocabulary(ContentId(model.content), &model.name, &[node]).await?;
+        let elsewhere = Some(Elsewhere { node, job: JobId(model.job) });
+        let (name, context, created) = (model.name, model.context, super::unix_seconds());
+        Ok(Some(Served { name, context, created, text: Arc::new(words), elsewhere }))
+    }
+
+    /// The vocabulary of a model, from its header on this node's disk or from nodes that hold it.
+    async fn vocabulary(&self, content: ContentId, name: &str, sources: &[NodeId]) -> Result<Words, NodeError> {
+        let kept = || self.inner.vocabularies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(words) = kept().get(&content) {
+            return Ok(words.clone());
+        }
+        let ask = Arc::new(EndpointAsk(self.inner.endpoint.clone()));
+        let file = self.inner.library.header(content, name, sources, &ask).await;
+        let file = file.map_err(|e| NodeError::Failed(format!("the vocabulary of {name} cannot be had: {e}")))?;
+        let words = tokio::task::spawn_blocking(move || words_of(&file)).await;
+        let words = words.map_err(|e| NodeError::Failed(format!("reading the vocabulary was interrupted: {e}")))??;
+        let mut kept = kept();
+        if kept.len() >= VOCABULARIES_MAX {
+            kept.pop_first();
+        }
+        kept.insert(content, words.clone());
+        Ok(words)
+    }
+
+    /// Serves models whose jobs this node takes over, as long as it has the jobs. To be called once, within a runtime.
+    pub(crate) fn watch_successions(&self) {
+        let (node, mut events) = (self.clone(), self.inner.hub.listen());
+        tokio::spawn(async move {
+            loop {
+                match events.recv().await {
+                    Ok(Event::JobInherited { job, inherited, .. }) => {
+                        if let Inherited::Serve { model } = *inherited {
+                            let node = node.clone();
+                            tokio::spawn(async move { node.serve_inherited(job, model).await });
+                        }
+                    }
+                    Ok(Event::JobEnded { job, .. }) => node.inner.serving.forget(job),
+                    Ok(_) | Err(RecvError::Lagged(_)) => {}
+                    Err(RecvError::Closed) => return,
+                }
+            }
         });
-        let others = members.len() - 1;
-        let others =
-            if others == 0 { String::new() } else { format!(" and {}", crate::views::count(others, "other member")) };
-        Some(format!(
-            "the model `{model}` is not served by this node, but by the member {name}{others}: send the request to its \
-             API{api}, or serve the model here, too, with `meshnode serve {model}`"
-        ))
     }
 
-    /// Where the local API listens: members name this address to users who ask for a model that is served here.
-    pub fn listens_on(&self, api: std::net::SocketAddr) {
-        let _ = self.inner.directory.api.set(api);
+    async fn serve_inherited(&self, job: JobId, spec: ModelSpec) {
+        match self.vocabulary(spec.content, &spec.name, &[]).await {
+            Ok(words) => {
+                tracing::warn!("{} is served here now: the node that served it is silent", spec.name);
+                self.inner.serving.adopt(ModelHandle::new(job, words, spec, false));
+            }
+            Err(error) => tracing::warn!("{} is not served here, though its job is: {error}", spec.name),
+        }
     }
+}
+
+fn words_of(file: &ModelFile) -> Result<Words, NodeError> {
+    let tokenizer = Arc::new(file.tokenizer().map_err(|e| NodeError::Invalid(e.to_string()))?);
+    Ok(Words { tokenizer, template: file.chat_template().ok().map(Arc::new) })
 }

@@ -1,6 +1,6 @@
 //! Opening a model for serving: the file, what the planner has to know of it, and the name it is served under.
 use super::temporary::Uses;
-use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, unix_seconds};
+use super::{ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, Words, unix_seconds};
 use crate::transfer::{Held, Library};
 use kernels::recipe::Recipe;
 use kernels::stage::Activations;
@@ -44,29 +44,34 @@ impl NodeHandle {
     }
 }
 
+impl ModelHandle {
+    /// A model under the name in its description.
+    pub(super) fn new(job: JobId, words: Words, spec: ModelSpec, temporary: bool) -> Self {
+        ModelHandle {
+            name: spec.name.clone(),
+            job,
+            words,
+            context: spec.work.context,
+            created: unix_seconds(),
+            spec: Arc::new(spec),
+            uses: Uses::new(temporary),
+        }
+    }
+}
+
 /// A model file that was read, and what it is called.
 pub(super) struct Opened {
     pub(super) name: String,
     /// Absolute.
     pub(super) path: PathBuf,
     pub(super) held: Held,
-    tokenizer: Arc<kernels::tokenizer::Tokenizer>,
-    template: Option<Arc<kernels::chat_template::ChatTemplate>>,
+    words: Words,
 }
 
 impl Opened {
     /// What is to be served, without a job yet.
     pub(super) fn handle(&self, spec: ModelSpec, temporary: bool) -> ModelHandle {
-        ModelHandle {
-            name: self.name.clone(),
-            job: JobId(0),
-            tokenizer: self.tokenizer.clone(),
-            template: self.template.clone(),
-            context: spec.work.context,
-            created: unix_seconds(),
-            spec: Arc::new(spec),
-            uses: Uses::new(temporary),
-        }
+        ModelHandle { name: self.name.clone(), ..ModelHandle::new(JobId(0), self.words.clone(), spec, temporary) }
     }
 
     pub(super) fn spec(&self, options: &ModelOptions) -> ModelSpec {
@@ -76,7 +81,7 @@ impl Opened {
             work: work(&self.held.file, options),
             width: self.held.file.config().width as u32,
             int8: options.is_int8(),
-            eos: self.tokenizer.eos().to_vec(),
+            eos: self.words.tokenizer.eos().to_vec(),
         }
     }
 }
@@ -89,10 +94,10 @@ fn open_model(library: &Library, path: &std::path::Path, name: String) -> Result
     let no_words = |e| if names_itself(&e) { NodeError::Invalid(e.to_string()) } else { invalid(&e) };
     let tokenizer = named.tokenizer().map_err(no_words)?;
     let template = named.chat_template().ok().map(Arc::new);
+    let words = Words { tokenizer: Arc::new(tokenizer), template };
     let held = library.add(path).map_err(|e| invalid(&e))?;
-    let tokenizer = Arc::new(tokenizer);
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    Ok(Opened { name, path, held, tokenizer, template })
+    Ok(Opened { name, path, held, words })
 }
 
 /// The default context: enough for a conversation, small enough that caches of four requests stay below small models'

@@ -189,6 +189,16 @@ impl Serving {
         }
     }
 
+    /// A job that this node took over serves this model from now on, unless another one is served under that name.
+    pub(super) fn adopt(&self, model: ModelHandle) {
+        self.lock().entry(model.name.clone()).or_insert(model);
+    }
+
+    /// A job is over here: its models are not served any more.
+    pub(super) fn forget(&self, job: JobId) {
+        self.lock().retain(|_, model| model.job != job);
+    }
+
     fn insert(&self, name: String, model: &ModelHandle) {
         self.lock().insert(name.clone(), ModelHandle { name, ..model.clone() });
     }

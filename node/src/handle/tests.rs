@@ -42,7 +42,7 @@ impl Bench {
     }
 
     async fn ask(&self, model: &ModelHandle, max_tokens: u32) -> TokenStream {
-        let prompt = model.tokenizer.encode_prompt("hello world").unwrap();
+        let prompt = model.words.tokenizer.encode_prompt("hello world").unwrap();
         let request = GenerateRequest { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: true };
         self.node.submit(model, request).await.unwrap()
     }

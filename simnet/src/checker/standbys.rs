@@ -1,4 +1,4 @@
-//! Each stage but the coordinator's has a standby if a host has memory for one, and standbys that are current stay current while a
+//! Each stage has a standby if a host has memory for one, and standbys that are current stay current while a
 //! request runs. The same holds for the tiles of a guarded simulation, at any time at which nothing goes wrong.
 use crate::case::Guarded;
 use crate::checker::survival::Survival;
@@ -105,19 +105,17 @@ impl Seen {
 
 /// Stages without a standby although a host outside the job has memory for one. Empty while the job is not ready.
 pub fn missing(world: &World, work: &Workload) -> Vec<String> {
-    let head = work.head;
     let Some(view) = job(world, work) else { return Vec::new() };
     let listed = view.parts.iter().filter_map(|part| part.standby.as_ref().filter(|s| s.resident)?.node);
     let owners: BTreeSet<NodeId> = view.parts.iter().map(|part| part.owner).collect();
     let part: BTreeSet<NodeId> = owners.iter().copied().chain(listed).collect();
-    let head_node = world.host(head).node_id;
     let idle = |bytes: u64| {
         let free = world.hosts().filter(|host| host.runs() && !host.leaves && !part.contains(&host.node_id));
         free.map(|host| host.executor.memory_free()).any(|free| free >= bytes + bytes / MARGIN)
     };
     let covered =
         |part: &PartView| part.standby.as_ref().is_some_and(|standby| standby.node.is_some() && standby.resident);
-    let open = view.parts.iter().enumerate().filter(|(_, part)| part.owner != head_node && !covered(part));
+    let open = view.parts.iter().enumerate().filter(|(_, part)| !covered(part));
     let lacks = open.filter(|(_, part)| part.bytes.is_some_and(idle));
     lacks.map(|(at, part)| format!("part {at}, {:?}, has no standby, though a host has room", part.what)).collect()
 }

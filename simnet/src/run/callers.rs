@@ -1,11 +1,11 @@
 //! The callers of one entry node: they ask, cancel, and turn to another host when theirs is gone.
 use crate::case::{Ask, Case};
 use crate::checker::survival::Survival;
-use crate::host::HostId;
+use crate::host::{Host, HostId};
 use crate::timeline::{Timeline, name};
-use crate::workload::{HEAD_DIED, Workload, request, wide_model};
+use crate::workload::{Call, HEAD_DIED, Workload, request, wide_model};
 use crate::world::{Told, World};
-use node_core::id::{CallId, ContentId};
+use node_core::id::{CallId, ContentId, Epoch, JobId};
 use node_core::time::{Duration, Instant};
 use node_core::work::serve::{DoneReason, Sampling};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -27,6 +27,8 @@ pub(super) struct Callers {
     /// The life of the host that the callers use, and when they may look for another.
     life: u32,
     turn_at: Option<Instant>,
+    /// The job that their host coordinated, and until when they wait for its successor.
+    before: Option<(JobId, Instant)>,
 }
 
 impl Callers {
@@ -54,6 +56,7 @@ impl Callers {
             again: VecDeque::new(),
             life: 1,
             turn_at: None,
+            before: None,
         }
     }
 
@@ -116,7 +119,7 @@ impl Callers {
             }
             while let Some(call) = self.again.pop_front() {
                 let request = self.work.calls[&call].request.clone();
-                self.work.submit(world, request);
+                self.work.submit_again(world, request);
             }
         }
         let due: Vec<CallId> = self.cancels.extract_if(.., |(at, _)| *at <= now).map(|(_, call)| call).collect();
@@ -146,14 +149,35 @@ impl Callers {
     pub(super) fn look_after_head(&mut self, world: &mut World, count: u32, others: &[HostId], timeline: &Timeline) {
         let now = world.now();
         let head = world.host(self.work.head);
-        let gone = !head.runs() || head.life != self.life;
+        let lost = |call: &Call| call.ends.first().is_some_and(|(_, reason)| is_lost_elsewhere(reason));
+        let elsewhere = self.work.calls.values().any(lost);
+        let gone = !head.runs() || head.life != self.life || elsewhere;
         if gone && self.turn_at.is_none() {
+            self.before = self.work.job.map(|job| (job, now + SUCCESSOR_MAX));
+            // The node that the host passed them on to is gone: for their callers the same.
+            for call in self.work.calls.values_mut().filter(|call| lost(call)) {
+                call.ends.clear();
+            }
             let broken = self.work.head_died(now);
             timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
             self.again.extend(broken.into_iter().filter(|call| !self.work.calls[call].cancelled));
             self.turn_at = Some(now + TURN);
         }
         if self.turn_at.is_some_and(|at| at <= now) {
+            if let Some((job, until)) = self.before {
+                if let Some((host, epoch)) = coordinator(world, job) {
+                    (self.turn_at, self.before) = (None, None);
+                    self.life = world.host(host).life;
+                    self.work.follow(host, job, epoch);
+                    return timeline.note(now, format!("callers turn to host {}, which took the job over", host.0));
+                }
+                let held =
+                    |host: &Host| host.node.as_ref().is_some_and(|node| node.parts().any(|held| held.job == job));
+                if now < until && world.hosts().any(held) {
+                    return;
+                }
+            }
+            self.before = None;
             let here = self.work.head.0;
             let all = (1..=count).map(|step| HostId((here + step) % count));
             let usable: Vec<HostId> = all.filter(|host| is_usable(world, *host)).collect();
@@ -176,6 +200,22 @@ impl Callers {
     }
 }
 
+/// The host that coordinates a job and that a person could ask.
+fn coordinator(world: &World, job: JobId) -> Option<(HostId, Epoch)> {
+    let hosts = world.hosts().filter(|host| is_usable(world, host.id));
+    let jobs = hosts.filter_map(|host| Some((host.id, host.node.as_ref()?.jobs().find(|view| view.job == job)?.epoch)));
+    jobs.max_by_key(|(_, epoch)| *epoch)
+}
+
+/// Whether a call ended because the node to which its host had passed it on is gone, or does not serve the model any more.
+fn is_lost_elsewhere(reason: &DoneReason) -> bool {
+    match reason {
+        DoneReason::Failed(why) => why.contains("which ran this request, is gone"),
+        DoneReason::Invalid(why) => why.contains("is not served by"),
+        DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled | DoneReason::Busy => false,
+    }
+}
+
 /// Whether a person at this host could ask its node for something.
 pub(super) fn is_usable(world: &World, host: HostId) -> bool {
     let host = world.host(host);
@@ -186,5 +226,7 @@ pub(super) fn is_usable(world: &World, host: HostId) -> bool {
 const LAYER_BYTES: u64 = 20 << 20;
 /// Callers whose host is gone look for another after this.
 const TURN: Duration = Duration::from_millis(500);
+/// How long they wait for a successor of it while its parts are held.
+const SUCCESSOR_MAX: Duration = Duration::from_secs(8);
 /// A cancelled call ends within this time.
 pub(super) const CANCEL_MAX: Duration = Duration::from_secs(1);

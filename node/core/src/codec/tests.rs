@@ -1,9 +1,12 @@
 //! Golden bytes, garbage and mutations: what the codec takes and what it refuses.
 use super::*;
 use crate::config::Capacity;
-use crate::id::{ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
+use crate::id::{CallId, ContentId, Epoch, Generation, JobId, NodeId, PartId, RequestId};
 use crate::message::{FromStage, FromTile, ToCoordinator, ToParticipant, ToStage, ToTile};
-use crate::work::serve::{ModelSpec, Position, Sampling, ServeRecord, StageOrder};
+use crate::work::serve::{
+    DoneReason, FromCaller, Logged, ModelSpec, Position, Request, RequestKey, Sampling, ServeRecord, StageOrder,
+    ToCaller,
+};
 use crate::work::steps::{Report, SaveKind, Schedule, SimulationId, StepsRecord, TileFigures, TileOrder, TileStart};
 use crate::work::{Cursors, Has, Order, PartRecord, PartWork, ProgramRecord, Ready, Record, Resume, StandbyRecord};
 use alloc::boxed::Box;
@@ -33,20 +36,41 @@ fn messages() -> Vec<Message> {
         Message::Stale { job, mine: epoch },
     ]
     .into_iter()
+    .chain(of_callers())
     .chain(to_participants().into_iter().map(|say| Message::ToParticipant { job, epoch, say }))
     .chain(to_coordinator().into_iter().map(|say| Message::ToCoordinator { job, epoch, say }))
     .collect()
 }
 
-fn to_participants() -> Vec<ToParticipant> {
-    let sampling = Sampling {
+fn of_callers() -> Vec<Message> {
+    let (call, key) = (CallId(77), RequestKey([8; 16]));
+    let request = Request { prompt: vec![1, 300], max_tokens: 9, sampling: sampling(), ignore_eos: true, key };
+    let ask = FromCaller::Ask { request: Box::new(request), from: 12 };
+    let asked = [ask, FromCaller::Cancel].map(|say| Message::FromCaller { job: JOB, call, say });
+    let told = [
+        ToCaller::Token { position: 41, token: 49_151 },
+        ToCaller::Done(DoneReason::Invalid(String::from("too long"))),
+        ToCaller::Moved(NodeId([5; 16])),
+    ];
+    asked.into_iter().chain(told.map(|say| Message::ToCaller { call, say })).collect()
+}
+
+fn sampling() -> Sampling {
+    Sampling {
         temperature_e6: 700_000,
         presence_penalty_e6: -2_000_000,
         frequency_penalty_e6: 300_000,
         logit_bias_e6: vec![(7, -100_000_000), (u32::MAX, 1)],
         seed: u64::MAX,
         ..Sampling::GREEDY
-    };
+    }
+}
+
+fn to_participants() -> Vec<ToParticipant> {
+    let sampling = sampling();
+    let key = RequestKey([8; 16]);
+    let opened = Logged::Opened { key, prompt: 3, max_tokens: 9, sampling: sampling.clone(), ignore_eos: true };
+    let tokens = Logged::Tokens { from: 5, tokens: vec![7, 70_000] };
     let (part, request) = (PartId(1), REQUEST);
     vec![
         ToParticipant::Prepare(Box::new(order(stage()))),
@@ -60,6 +84,7 @@ fn to_participants() -> Vec<ToParticipant> {
         ToParticipant::Standby { part, node: Some(NodeId([6; 16])) },
         ToParticipant::Record(Box::new(record(steps_record()))),
         ToParticipant::Record(Box::new(record(serve_record()))),
+        ToParticipant::Log(vec![(request, opened), (request, tokens), (request, Logged::Over)]),
         ToParticipant::CoordinatorSilent,
         ToParticipant::Held { part, to: PartId(0), cursors: Cursors::All(12), live: true, again: false },
         ToParticipant::Held { part, to: PartId(0), cursors: Cursors::Each(vec![(300, 9)]), live: true, again: true },
@@ -189,7 +214,7 @@ fn serve_record() -> ProgramRecord {
     };
     let (content, name) = (ContentId([3; 32]), String::from("model"));
     let model = ModelSpec { content, name, work, width: 576, int8: true, eos: vec![2] };
-    ProgramRecord::Serve(Box::new(ServeRecord { model }))
+    ProgramRecord::Serve(Box::new(ServeRecord { model, plan: None }))
 }
 
 fn advert() -> Advert {

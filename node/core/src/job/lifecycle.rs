@@ -10,6 +10,7 @@ use super::part::Part;
 use super::rebalance::Rebalance;
 use super::refusals::Refusals;
 use super::serve::Serve;
+use super::succession::Claims;
 use super::timeout::PrepareTimeout;
 use super::workload::{Found, Workload};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
@@ -79,6 +80,12 @@ pub(super) struct Job {
     pub(super) inherited: bool,
     /// How it ended, once it has.
     pub(super) ending: Option<Ending>,
+    /// The node that coordinates it from now on, where this one stands down.
+    pub(super) successor: Option<NodeId>,
+    /// What participants say of another coordinator.
+    pub(super) claims: Claims,
+    /// Since when an inherited job has had no caller.
+    pub(super) unused_since: Option<Instant>,
 }
 
 /// Where a job stands.
@@ -138,6 +145,9 @@ impl Job {
             named: BTreeSet::new(),
             inherited: false,
             ending: None,
+            successor: None,
+            claims: Claims::default(),
+            unused_since: None,
         }
     }
 
@@ -316,6 +326,10 @@ impl Job {
         self.timeout.end();
         self.workload.begin(now, &self.parts, out);
         self.publish_record(out);
+        if let Workload::Serve(serve) = &mut self.workload {
+            serve.requests.log_again(now);
+        }
+        self.publish_log(now, out);
         self.announce_standbys(out);
         // What nodes say of their memory still counts what they had before.
         self.standbys_due = Some(if again { now + STANDBY_RETRY } else { now });
@@ -366,7 +380,9 @@ impl Job {
                 }
                 if let Workload::Serve(serve) = &mut self.workload {
                     serve.requests.handle_reconnected(now, node, out);
+                    serve.requests.log_again(now);
                 }
+                self.publish_record(out);
                 self.announce_standbys(out);
             }
             Phase::Planning { .. } | Phase::Degraded { .. } => {}
@@ -511,7 +527,7 @@ impl Job {
             self.dismiss_all(out);
         }
         let job = self.id;
-        out.push_back(JobOutput::Unwatch { job });
+        out.push_back(JobOutput::Unwatch { job, successor: self.successor });
         for call in core::mem::take(&mut self.callers) {
             out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.clone() }));
         }
@@ -577,6 +593,8 @@ impl Job {
     }
 
     fn running_wakeup(&mut self, now: Instant, out: &mut Out) {
+        self.publish_log(now, out);
+        self.end_unused(now);
         if let Workload::Serve(serve) = &mut self.workload
             && let Some(reason) = serve.requests.handle_wakeup(now, out)
         {

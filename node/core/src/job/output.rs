@@ -1,9 +1,10 @@
 //! What the jobs of this node want done: for the shell as it is, or for the router to pass on.
-use crate::id::{Epoch, JobId, NodeId};
+use crate::id::{CallId, Epoch, JobId, NodeId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::output::{Event, Output};
 use crate::time::Duration;
 use crate::work::Asked;
+use crate::work::serve::{FromCaller, ToCaller};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeSet, VecDeque};
 use alloc::vec::Vec;
@@ -28,8 +29,12 @@ pub enum JobOutput {
     Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
     /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
     Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
-    /// The job is over.
-    Unwatch { job: JobId },
+    /// The job is over here, or goes on at `successor`.
+    Unwatch { job: JobId, successor: Option<NodeId> },
+    /// A node that has a caller learns of its request.
+    Tell { to: NodeId, call: CallId, say: ToCaller },
+    /// The coordinator of a job learns of a caller of this node.
+    Call { to: NodeId, job: JobId, call: CallId, say: FromCaller },
     /// A node answered challenges.
     Measured { job: JobId, node: NodeId, work: Box<Work>, layers: Range<u32>, measured: Measured },
     /// For callers and logs.

@@ -9,6 +9,7 @@ use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX, STANDBY_LAG_MAX};
 use crate::message::{FromStage, ToParticipant};
 use crate::time::Instant;
+use crate::work::log::TokenLog;
 use crate::work::serve::{DoneReason, ModelSpec, Position, ServeRecord, StageOrder};
 use crate::work::{Change, Has, PartWork, Placement, ProgramRecord, Resume};
 use alloc::boxed::Box;
@@ -16,8 +17,9 @@ use alloc::collections::BTreeMap;
 use alloc::{string::String, vec::Vec};
 use calibration::{Calibration, Found};
 use partitioner::{DeviceId, ModelAnswer, Plan, Stage, Tier};
-pub(in crate::job) use requests::Requests;
 use requests::Track;
+pub(in crate::job) use requests::{Requests, Submitted};
+pub(in crate::job) use stream::Caller;
 
 /// A model that is served, or on the way there.
 #[derive(Debug)]
@@ -47,6 +49,26 @@ impl Serve {
             calibration: Calibration::default(),
             tiers: BTreeMap::new(),
         }
+    }
+
+    /// A model that another node served, with its requests. `counter` is that of the first epoch of this node. The placement of the
+    /// record counts where it is that of the orders.
+    pub(super) fn inherited(
+        job: JobId,
+        counter: u32,
+        (order, owners): (&StageOrder, &[NodeId]),
+        record: ServeRecord,
+        log: TokenLog,
+    ) -> Self {
+        let ServeRecord { model, plan } = record;
+        let ordered = |plan: &Plan| {
+            let placed = plan.stages().iter().map(|stage| (NodeId::from(stage.device), stage.layers.clone()));
+            placed.eq(owners.iter().copied().zip(order.layers.iter().cloned()))
+        };
+        let plan = plan.filter(|plan| ordered(plan));
+        let mut serve = Serve { last_ready: plan.clone(), plan, ..Serve::new(job, model) };
+        serve.requests.inherit(Instant::default(), u64::from(counter) << 32, log);
+        serve
     }
 
     /// Where it runs, if it is the model that is asked about.
@@ -84,11 +106,10 @@ impl Serve {
     }
 
     /// Takes a placement. Returns its parts; none if it has none.
-    pub(super) fn adopt(&mut self, plan: Plan, me: NodeId) -> Vec<Part> {
+    pub(super) fn adopt(&mut self, plan: Plan) -> Vec<Part> {
         let part = |stage: &Stage| Part::new(stage.device.into(), stage.bytes, stage.step_ns);
         let parts: Vec<Part> = plan.stages().iter().map(part).collect();
-        let own = |part: &PartId| parts.get(part.index()).is_some_and(|known| known.owner != me);
-        self.tiers.retain(|part, _| own(part));
+        self.tiers.retain(|part, _| part.index() < parts.len());
         self.plan = Some(Box::new(plan));
         parts
     }
@@ -144,7 +165,7 @@ impl Serve {
     }
 
     pub(super) fn record(&self) -> ProgramRecord {
-        ProgramRecord::Serve(Box::new(ServeRecord { model: self.model.clone() }))
+        ProgramRecord::Serve(Box::new(ServeRecord { model: self.model.clone(), plan: self.plan.clone() }))
     }
 
     // ---- running

@@ -19,8 +19,7 @@ use partitioner::{DeviceId, Tier};
 impl Job {
     /// Parts that lack a standby.
     fn lacks_standbys(&self) -> bool {
-        let lacks = |part: &Part| part.standby.is_none() && self.workload.wants_standby(part, self.me);
-        self.parts.iter().any(lacks)
+        self.workload.wants_standbys() && self.parts.iter().any(|part| part.standby.is_none())
     }
 
     /// Asks the planner for the standbys that are missing.
@@ -93,6 +92,9 @@ impl Job {
         if added {
             self.watch(out);
             self.publish_record(out);
+            if let Workload::Serve(serve) = &mut self.workload {
+                serve.requests.log_again(now);
+            }
         }
     }
 

@@ -2,24 +2,23 @@
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, Out};
 use super::part::{Part, Standby};
+use super::serve::Serve;
 use super::steps::Steps;
 use super::workload::Workload;
 use crate::id::{Epoch, NodeId, PartId};
-use crate::limits::{PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX};
+use crate::limits::{PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX, UNUSED_MAX};
 use crate::message::ToParticipant;
 use crate::output::Event;
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::work::{Ending, Inheritance, Inherited, PartRecord, PartWork, ProgramRecord, Record, StandbyRecord};
+use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl Job {
-    /// Nodes that may take the job over, in order: its owners, which have its data.
+    /// Nodes that may take the job over, in order: its owners, then its standbys.
     pub(super) fn successors(&self) -> Vec<NodeId> {
         let mut successors = Vec::new();
-        if !self.workload.has_successors() {
-            return successors;
-        }
-        for owner in self.owners() {
+        for owner in self.owners().into_iter().chain(self.standby_nodes()) {
             if owner != self.me && !successors.contains(&owner) && successors.len() < SUCCESSORS_MAX {
                 successors.push(owner);
             }
@@ -38,21 +37,68 @@ impl Job {
         if successors.is_empty() || self.parts.is_empty() {
             return;
         }
-        let record = Record { parts: self.parts.iter().map(part_record).collect(), program: self.workload.record() };
+        let record = self.record();
         for to in successors {
             self.send(to, ToParticipant::Record(Box::new(record.clone())), out);
         }
     }
 
+    fn record(&self) -> Record {
+        Record { parts: self.parts.iter().map(part_record).collect(), program: self.workload.record() }
+    }
+
+    /// Sends the successors what happened to requests since it did so last.
+    pub(super) fn publish_log(&mut self, now: Instant, out: &mut Out) {
+        let successors = self.successors();
+        let Workload::Serve(serve) = &mut self.workload else { return };
+        if successors.is_empty() {
+            return serve.requests.drop_log();
+        }
+        let news = serve.requests.take_log(now);
+        if !news.is_empty() {
+            for to in successors {
+                self.send(to, ToParticipant::Log(news.clone()), out);
+            }
+        }
+    }
+
+    /// A job that this node took over ends once nobody has used it for a while: its first coordinator may serve it again.
+    pub(super) fn end_unused(&mut self, now: Instant) {
+        let Workload::Serve(serve) = &self.workload else { return };
+        if self.previous.is_empty() || serve.requests.has_callers() {
+            self.unused_since = None;
+        } else if now.since(*self.unused_since.get_or_insert(now)) >= UNUSED_MAX {
+            self.ending = Some(Ending::Completed);
+        }
+    }
+
     /// A job whose coordinator is silent, as this node goes on with it. Nothing is asked of any node yet.
     pub(super) fn inherited(me: NodeId, inheritance: Inheritance, out: &mut Out) -> Option<Self> {
-        let Inheritance { job: id, epoch, order, record, checkpoint } = inheritance;
-        let (PartWork::Tile(tile), ProgramRecord::Steps(steps)) = (&order.work, &record.program) else { return None };
-        let inherited = Inherited::Steps { simulation: tile.simulation, schedule: tile.schedule.clone() };
-        let workload = Workload::Steps(Steps::inherited(me, (order.name.clone(), id, checkpoint), tile, steps));
-        let mut job = Job::new(id, me, order.name.clone(), workload, None);
+        let Inheritance { job: id, epoch, order, record, checkpoint, log } = inheritance;
         // One number is left out, so that a coordinator that was only paused comes too late instead of taking it back.
-        job.epoch = Epoch { counter: epoch.counter.saturating_add(1), issuer: me };
+        let counter = epoch.counter.saturating_add(1);
+        let (workload, inherited) = match (&order.work, &record.program) {
+            (PartWork::Tile(tile), ProgramRecord::Steps(steps)) => {
+                let inherited = Inherited::Steps { simulation: tile.simulation, schedule: tile.schedule.clone() };
+                let steps = Steps::inherited(me, (order.name.clone(), id, checkpoint), tile, steps);
+                (Workload::Steps(steps), inherited)
+            }
+            (PartWork::Stage(stage), ProgramRecord::Serve(serve)) => {
+                if serve.model.content != stage.content {
+                    return None;
+                }
+                let inherited = Inherited::Serve { model: serve.model.clone() };
+                (
+                    Workload::Serve(Serve::inherited(id, counter, (stage, &order.owners), (**serve).clone(), log)),
+                    inherited,
+                )
+            }
+            (PartWork::Tile(_), ProgramRecord::Serve(_)) | (PartWork::Stage(_), ProgramRecord::Steps(_)) => {
+                return None;
+            }
+        };
+        let mut job = Job::new(id, me, order.name.clone(), workload, None);
+        job.epoch = Epoch { counter, issuer: me };
         job.phase = Phase::Running;
         let previous = core::iter::once(epoch.issuer).chain(order.previous.iter().copied());
         job.previous = previous.take(PREVIOUS_COORDINATORS_MAX).collect();
@@ -92,8 +138,33 @@ impl Job {
         );
     }
 
+    /// A participant says that it obeys a successor, or is one. More than half of them are believed: so many had to miss this node.
+    /// The others are made to say what they know.
+    pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
+        let participants = self.participants();
+        if self.claims.epoch < Some(theirs) {
+            self.claims = Claims { epoch: Some(theirs), by: BTreeSet::new(), asked: None };
+        }
+        if participants.contains(&from) {
+            self.claims.by.insert(from);
+        }
+        let by = self.claims.by.intersection(&participants).count();
+        if 2 * by > participants.len() {
+            return self.stand_down(theirs.issuer);
+        }
+        if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
+            self.claims.asked = Some(now);
+            // Of no use to those that do not succeed this node; those that obey another answer with its epoch.
+            let record = self.record();
+            for &to in participants.iter().filter(|node| **node != self.me && !self.claims.by.contains(node)) {
+                self.send(to, ToParticipant::Record(Box::new(record.clone())), out);
+            }
+        }
+    }
+
     /// Another node goes on with it.
     pub(super) fn stand_down(&mut self, successor: NodeId) {
+        self.successor = Some(successor);
         self.ending = Some(Ending::Moved(format!(
             "this node was silent for too long, and node {successor} has taken the job over: results from now on are kept there; \
              `meshnode jobs` and `meshnode watch {:016x}` there show it",
@@ -101,6 +172,20 @@ impl Job {
         )));
     }
 }
+
+/// What participants say of another coordinator.
+#[derive(Debug, Default)]
+pub(super) struct Claims {
+    /// The highest epoch that was claimed.
+    epoch: Option<Epoch>,
+    /// Which participants claim it.
+    by: BTreeSet<NodeId>,
+    /// When the others were asked.
+    asked: Option<Instant>,
+}
+
+/// How long participants are not asked again.
+const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 
 fn part_record(part: &Part) -> PartRecord {
     let standby = part.standby.as_ref().map(|standby| StandbyRecord {

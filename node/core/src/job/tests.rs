@@ -3,6 +3,7 @@ use super::*;
 use crate::id::{ContentId, Generation};
 use crate::message::{FromTile, ToParticipant};
 use crate::output::Output;
+use crate::work::log::TokenLog;
 use crate::work::steps::TileFigures;
 use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileOrder, TileStart};
 use crate::work::{Has, Order, PartRecord, PartWork, ProgramRecord, Ready, Record, StandbyRecord};
@@ -74,7 +75,14 @@ fn inherited(standbys: [Option<NodeId>; 4]) -> (Jobs, Epoch) {
     let epoch = Epoch { counter: 1, issuer: NodeId([99; 16]) };
     let (order, record) = (Box::new(order), Box::new(record));
     let mut jobs = Jobs::new(ME, Generation(1));
-    assert!(jobs.handle_inherited(Inheritance { job: JOB, epoch, order, record, checkpoint: None }));
+    assert!(jobs.handle_inherited(Inheritance {
+        job: JOB,
+        epoch,
+        order,
+        record,
+        checkpoint: None,
+        log: TokenLog::default()
+    }));
     let epoch = jobs.epoch_of(JOB).unwrap();
     assert_eq!(epoch.issuer, ME);
     (jobs, epoch)
@@ -218,6 +226,8 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
         JobOutput::Ask { ask, .. } => Some(ask.resident),
         JobOutput::Message { .. }
         | JobOutput::Frame { .. }
+        | JobOutput::Tell { .. }
+        | JobOutput::Call { .. }
         | JobOutput::Measured { .. }
         | JobOutput::Shell(_)
         | JobOutput::Notify(_)

@@ -53,9 +53,9 @@ impl Workload {
     }
 
     /// Takes a placement. Returns its parts; none if it has none.
-    pub(super) fn adopt(&mut self, found: Found, me: NodeId) -> Vec<Part> {
+    pub(super) fn adopt(&mut self, found: Found) -> Vec<Part> {
         match (self, found) {
-            (Workload::Serve(serve), Found::Model(plan)) => serve.adopt(plan, me),
+            (Workload::Serve(serve), Found::Model(plan)) => serve.adopt(plan),
             (Workload::Steps(steps), Found::Grid(plan)) => steps.adopt(&plan),
             (Workload::Serve(_), Found::Grid(_)) | (Workload::Steps(_), Found::Model(_)) => Vec::new(),
         }
@@ -173,19 +173,11 @@ impl Workload {
         }
     }
 
-    /// Whether a part is to have a standby. The coordinator of a model is lost with its callers, so its own stage needs none.
-    pub(super) fn wants_standby(&self, part: &Part, me: NodeId) -> bool {
+    /// Whether the parts are to have standbys.
+    pub(super) fn wants_standbys(&self) -> bool {
         match self {
-            Workload::Serve(_) => part.owner != me,
+            Workload::Serve(_) => true,
             Workload::Steps(steps) => steps.wants_standbys(),
-        }
-    }
-
-    /// Whether the job outlives its coordinator.
-    pub(super) fn has_successors(&self) -> bool {
-        match self {
-            Workload::Serve(_) => false,
-            Workload::Steps(_) => true,
         }
     }
 

@@ -6,12 +6,14 @@ use crate::config::Capacity;
 use crate::id::{CallId, ContentId, Epoch, Generation, PartId, RequestId, TensorId};
 use crate::job::WhatView;
 use crate::message::ToParticipant;
-use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, Sampling, StageOrder};
+use crate::work::serve::{DoneReason, Item, ItemResult, ModelSpec, Request, RequestKey, Sampling, StageOrder};
 use crate::work::{JobSpec, Loaded, Made, Order, PartWork, Run, Task};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec;
 use partitioner::{Layer, Work};
+
+mod succession;
 
 const CALL: CallId = CallId(1);
 const LAYERS: u32 = 6;
@@ -335,8 +337,7 @@ impl Mesh {
     }
 
     fn submit(&mut self, call: CallId, job: JobId, prompt: Vec<u32>, max_tokens: u32) {
-        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false };
-        self.give(id(1), Input::Submit { call, job, request: Box::new(request) });
+        self.give(id(1), Input::Submit { call, job, request: Box::new(request(call, prompt, max_tokens)) });
     }
 
     /// Tokens told to a call, checked to come once each and in order.
@@ -383,6 +384,12 @@ impl Mesh {
     fn stages(&self) -> Vec<NodeId> {
         self.nodes[&id(1)].node.jobs().next().unwrap().parts.iter().map(|part| part.owner).collect()
     }
+}
+
+/// A request under a key of the call's.
+fn request(call: CallId, prompt: Vec<u32>, max_tokens: u32) -> Request {
+    let key = RequestKey(u128::from(call.0).to_be_bytes());
+    Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key }
 }
 
 fn stage(order: &Order) -> &StageOrder {
@@ -546,16 +553,6 @@ fn a_stage_that_went_deaf_is_replaced_before_the_watchdog_wakes() {
     assert_eq!(mesh.finish(CALL, crate::limits::WATCHDOG_MIN), DoneReason::Length);
     assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 20));
     assert!(!mesh.stages().contains(&deaf));
-}
-
-/// The memory is wanted by whoever serves the model next.
-#[test]
-fn the_stages_of_a_dead_head_are_let_go_when_the_mesh_knows_that_it_is_dead() {
-    let mut mesh = Mesh::new(&[225, 225, 225, 225]);
-    mesh.deploy();
-    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
-    mesh.run_for(crate::limits::ORPHAN_MAX / 3);
-    assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
 }
 
 /// A head that stood still for a moment is not heard by anybody meanwhile, and loses nobody for it.

@@ -1,6 +1,6 @@
 //! What a participant does on messages and frames of a job: the fence first, then the part.
 use super::output::{discard, discard_payload};
-use super::{Load, PartOutput, Parts, Program, tile};
+use super::{HeldJob, Load, PartOutput, Parts, Program, leaps, tile};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::message::{FrameHeader, ToParticipant, ToTile};
 use crate::output::Output;
@@ -16,7 +16,11 @@ impl Parts {
             ToParticipant::Fetch(order) => return self.fetch(from, job, epoch, order),
             ToParticipant::End => {
                 self.fetches.retain(|(fetched, _), fetch| *fetched != job || fetch.epoch.issuer != from);
-                if self.jobs.get(&job).is_some_and(|held| held.epoch.issuer == from && epoch >= held.epoch) {
+                // From its coordinator, or from a successor of that which does without this node.
+                let may_end = |held: &HeldJob| {
+                    epoch >= held.epoch && epoch.issuer == from && held.obeys(from) && !leaps(held.epoch, epoch)
+                };
+                if self.jobs.get(&job).is_some_and(may_end) {
                     self.drop_job(job);
                 }
                 return;
@@ -26,6 +30,7 @@ impl Parts {
             | ToParticipant::Challenge { .. }
             | ToParticipant::Standby { .. }
             | ToParticipant::Record(_)
+            | ToParticipant::Log(_)
             | ToParticipant::CoordinatorSilent
             | ToParticipant::Held { .. }
             | ToParticipant::Gap { .. }
@@ -53,6 +58,7 @@ impl Parts {
             | ToParticipant::Release { .. }
             | ToParticipant::Standby { .. }
             | ToParticipant::Record(_)
+            | ToParticipant::Log(_)
             | ToParticipant::CoordinatorSilent
             | ToParticipant::Gap { .. }
             | ToParticipant::Stage(_)
@@ -74,6 +80,7 @@ impl Parts {
             ToParticipant::Go { part, resume } if coordinator => self.go(now, job, part, &resume),
             ToParticipant::Release { part } if coordinator => self.release(job, part),
             ToParticipant::Record(record) if coordinator => self.handle_record(now, job, record),
+            ToParticipant::Log(news) if coordinator => self.handle_log(job, news),
             ToParticipant::Standby { part, node } if coordinator => self.handle_standby(job, part, node),
             ToParticipant::Challenge { part, nonce } if coordinator => {
                 if self.is_resident(from, job, epoch, part) {
@@ -109,6 +116,7 @@ impl Parts {
             ToParticipant::Go { .. }
             | ToParticipant::Release { .. }
             | ToParticipant::Record(_)
+            | ToParticipant::Log(_)
             | ToParticipant::Standby { .. }
             | ToParticipant::Challenge { .. }
             | ToParticipant::Stage(_)
@@ -189,6 +197,7 @@ fn says_coordinator(say: &ToParticipant) -> bool {
         | ToParticipant::Challenge { .. }
         | ToParticipant::Standby { .. }
         | ToParticipant::Record(_)
+        | ToParticipant::Log(_)
         | ToParticipant::Stage(_) => true,
         ToParticipant::CoordinatorSilent
         | ToParticipant::Held { .. }

@@ -38,7 +38,13 @@ impl Parts {
         if let Some(mine) = self.jobs.get(&job).map(|held| held.epoch).filter(|mine| epoch < *mine) {
             return self.out.push_back(PartOutput::Stale { to: from, job, mine });
         }
-        if let Some(what) = self.refusal(from, job, epoch, &order) {
+        let refusal = self.refusal(from, job, epoch, &order);
+        if refusal.is_none()
+            && let Some(held) = self.jobs.get_mut(&job).filter(|held| held.hears_another(self.me, from))
+        {
+            return held.succession.defer(now, from, epoch, order);
+        }
+        if let Some(what) = refusal {
             self.out.push_back(PartOutput::Refused { from, what: what.clone() });
             // A coordinator that did not ask would take the answer for a refusal of this node's part.
             if from == epoch.issuer {
@@ -78,7 +84,7 @@ impl Parts {
         let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
         held.heard(now);
         if held.epoch < epoch {
-            (held.epoch, held.gone, held.left) = (epoch, false, false);
+            (held.epoch, held.gone, held.left, held.successor) = (epoch, false, false, None);
             held.succession.replaced();
             if !planted::has(Planted::NoFence) {
                 held.parts.values_mut().for_each(|part| part.pause(&mut self.out));

@@ -5,12 +5,14 @@
 //! goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
 //! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
 use super::{HeldJob, PartOutput, Parts};
-use crate::id::{JobId, NodeId};
-use crate::limits::{MIRROR_NEWER, MIRROR_RETRY, SUCCESSION_TURN, VOTE_MAX};
+use crate::id::{Epoch, JobId, NodeId, RequestId};
+use crate::limits::{DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, PARTS_MAX, SERVE_SUCCESSION, SUCCESSION_TURN, VOTE_MAX};
 use crate::message::ToParticipant;
 use crate::output::Output;
 use crate::planted::{self, Planted};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
+use crate::work::log::TokenLog;
+use crate::work::serve::Logged;
 use crate::work::{Inheritance, Order, PartWork, ProgramRecord, Record};
 use alloc::collections::BTreeMap;
 use alloc::{boxed::Box, string::String, vec::Vec};
@@ -21,10 +23,16 @@ pub(super) struct Succession {
     record: Option<Box<Record>>,
     /// This node's own lease on the coordinator ran out.
     silent: bool,
+    /// The coordinator said that it leaves: what it still sends is no sign that it coordinates.
+    left: bool,
     /// Who said the same, and when last.
     votes: BTreeMap<NodeId, Instant>,
     majority_since: Option<Instant>,
     mirror: Mirror,
+    /// The requests of a served model.
+    log: TokenLog,
+    /// Orders of a successor, which count once the coordinator is silent; at most [`PARTS_MAX`], of one epoch.
+    deferred: Vec<(Instant, NodeId, Epoch, Box<Order>)>,
 }
 
 /// The coordinator's checkpoint, at its first successor.
@@ -38,17 +46,32 @@ struct Mirror {
 impl Succession {
     /// The coordinator gave a sign of life, or there is another one.
     pub(super) fn heard(&mut self) {
-        if self.silent || !self.votes.is_empty() {
+        if !self.left && (self.silent || !self.votes.is_empty()) {
             self.silent = false;
             self.votes.clear();
             self.majority_since = None;
         }
     }
 
+    /// A successor orders a part, and this node still hears the coordinator.
+    pub(super) fn defer(&mut self, now: Instant, from: NodeId, epoch: Epoch, order: Box<Order>) {
+        self.deferred.retain(|(at, ..)| now.since(*at) < DEFERRED_MAX);
+        if self.deferred.iter().any(|(_, _, known, _)| *known > epoch) {
+            return;
+        }
+        self.deferred.retain(|(_, _, known, other)| *known == epoch && other.part != order.part);
+        if self.deferred.len() < PARTS_MAX {
+            self.deferred.push((now, from, epoch, order));
+        }
+    }
+
     /// A new placement: the record is out of date; the copy of the checkpoint is not.
     pub(super) fn replaced(&mut self) {
+        self.left = false;
         self.heard();
         self.record = None;
+        self.log = TokenLog::default();
+        self.deferred.clear();
     }
 
     pub(super) fn is_silent(&self) -> bool {
@@ -57,6 +80,16 @@ impl Succession {
 }
 
 impl HeldJob {
+    /// Whether a successor may still come: there are some, and of a served model enough participants are left for a majority, as far as
+    /// this node knows them. What it holds may be needed elsewhere.
+    fn may_be_succeeded(&self, coordinator: NodeId) -> bool {
+        let Some(order) = self.order().filter(|order| !order.successors.is_empty()) else { return false };
+        let Some(record) = &self.succession.record else { return true };
+        let all = record.participants(&order.owners);
+        let left = all.iter().filter(|node| **node != coordinator).count();
+        matches!(record.program, ProgramRecord::Steps(_)) || 2 * left > all.len()
+    }
+
     /// The order of a part under the present epoch.
     fn order(&self) -> Option<&Order> {
         self.parts.values().find(|held| held.epoch == self.epoch).map(|held| &*held.order)
@@ -72,11 +105,22 @@ impl Parts {
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == node) else { return };
         held.succession.silent = true;
         self.vote(now, job);
+        self.obey_deferred(now, job);
+    }
+
+    /// The coordinator is not heard any more: a successor may have sent its orders already.
+    pub(super) fn obey_deferred(&mut self, now: Instant, job: JobId) {
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        for (at, from, epoch, order) in core::mem::take(&mut held.succession.deferred) {
+            if now.since(at) < DEFERRED_MAX {
+                self.prepare(now, from, job, epoch, order);
+            }
+        }
     }
 
     /// A member of the mesh has left, or is gone as far as SWIM knows. Jobs that it coordinated are silent, and those that no
     /// node can take over are dropped: the next coordinator needs the memory.
-    pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId) {
+    pub fn handle_coordinator_gone(&mut self, now: Instant, node: NodeId, left: bool) {
         if planted::has(Planted::OrphansStay) {
             return;
         }
@@ -84,8 +128,9 @@ impl Parts {
         let jobs: Vec<JobId> =
             self.jobs.iter().filter(|(_, held)| held.epoch.issuer == node).map(|(&job, _)| job).collect();
         for job in jobs {
-            let succeeded = self.jobs.get(&job).and_then(HeldJob::order).is_some_and(|o| !o.successors.is_empty());
-            if succeeded {
+            let succeeded = self.jobs.get_mut(&job).filter(|held| held.may_be_succeeded(node));
+            if let Some(held) = succeeded {
+                held.succession.left |= left;
                 self.handle_coordinator_silent(now, job, node);
             } else {
                 self.drop_job(job);
@@ -122,6 +167,13 @@ impl Parts {
         if held.order().is_some_and(|order| order.owners.len() == record.parts.len()) {
             held.succession.record = Some(record);
             self.mirror(now, job);
+        }
+    }
+
+    /// What happened to the requests of a served model.
+    pub(super) fn handle_log(&mut self, job: JobId, news: Vec<(RequestId, Logged)>) {
+        if let Some(held) = self.jobs.get_mut(&job) {
+            held.succession.log.add(news);
         }
     }
 
@@ -189,13 +241,17 @@ impl Parts {
             return;
         }
         let since = *succession.majority_since.get_or_insert(now);
-        if now.since(since) < SUCCESSION_TURN * turn as u32 {
+        let wait = match &record.program {
+            ProgramRecord::Serve(_) => SERVE_SUCCESSION,
+            ProgramRecord::Steps(_) => Duration::ZERO,
+        };
+        if now.since(since) < wait + SUCCESSION_TURN * turn as u32 {
             return;
         }
-        let checkpoint = succession.mirror.have;
+        let (checkpoint, log) = (succession.mirror.have, succession.log.clone());
         // Once: from now on it is for the job to see that it goes on.
         succession.heard();
-        let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint };
+        let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint, log };
         self.out.push_back(PartOutput::Succeed(Box::new(inheritance)));
     }
 }

@@ -1,10 +1,10 @@
 //! The vocabulary of serving a model: the model, a stage's order, its work and results, requests and how they end.
 use super::Payload;
-use crate::id::{ContentId, PartId, RequestId, TensorId};
+use crate::id::{ContentId, NodeId, PartId, RequestId, TensorId};
 use crate::limits::{CONTEXT_MAX, SEQUENCES_MAX};
-use alloc::{format, string::String, vec::Vec};
+use alloc::{boxed::Box, format, string::String, vec::Vec};
 use core::ops::Range;
-use partitioner::Work;
+use partitioner::{Plan, Work};
 use serde::{Deserialize, Serialize};
 
 /// A model as the coordinator's shell describes it.
@@ -35,6 +35,70 @@ pub struct Request {
     pub sampling: Sampling,
     /// Go on after an end-of-sequence token.
     pub ignore_eos: bool,
+    /// Its name, by which its caller finds it again at whatever node goes on with it.
+    pub key: RequestKey,
+}
+
+/// Names a request across nodes: a digest of the caller's secret and of the name that the caller gave the request, so that no
+/// other caller can attach to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RequestKey(pub [u8; 16]);
+
+/// What successors learn of a request as it goes on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Logged {
+    /// It was taken.
+    Opened {
+        /// Its name.
+        key: RequestKey,
+        /// Tokens of its prompt, which follow as `Tokens`.
+        prompt: u32,
+        /// Most tokens to generate.
+        max_tokens: u32,
+        /// How to choose each token.
+        sampling: Sampling,
+        /// Go on after an end-of-sequence token.
+        ignore_eos: bool,
+    },
+    /// Tokens of the prompt and of the answer.
+    Tokens {
+        /// The position of the first of them.
+        from: u32,
+        /// At most [`LOG_TOKENS_MAX`](crate::limits::LOG_TOKENS_MAX).
+        tokens: Vec<u32>,
+    },
+    /// It is over.
+    Over,
+}
+
+/// What the coordinator of a request tells a node that has its caller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToCaller {
+    /// The token of a position.
+    Token {
+        /// Position in the sequence, prompt counted.
+        position: u32,
+        /// The token.
+        token: u32,
+    },
+    /// No more tokens.
+    Done(DoneReason),
+    /// Another node coordinates the job now: ask there.
+    Moved(NodeId),
+}
+
+/// What a node that has a caller asks of the node that coordinates the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromCaller {
+    /// Run this request, or go on with it if it is known by its key.
+    Ask {
+        /// The request.
+        request: Box<Request>,
+        /// Tokens are wanted from this position on.
+        from: u32,
+    },
+    /// The caller went away.
+    Cancel,
 }
 
 /// Sampler settings. Fixed-point so that equality and encoding are exact: value × 1,000,000.
@@ -86,7 +150,7 @@ impl Sampling {
 pub const LOGIT_BIASES_MAX: usize = 1024;
 
 /// Why a call ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoneReason {
     /// An end-of-sequence token.
     Stop,
@@ -162,6 +226,8 @@ impl StageOrder {
 pub struct ServeRecord {
     /// The model, with its costs.
     pub model: ModelSpec,
+    /// The present placement.
+    pub plan: Option<Box<Plan>>,
 }
 
 /// What a stage holds of one request.

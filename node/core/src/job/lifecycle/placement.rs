@@ -137,12 +137,11 @@ impl Job {
             (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
         let before = core::mem::take(&mut self.parts);
         self.cut = self.cut.wrapping_add(1);
-        self.parts = self.workload.adopt(found, self.me);
+        self.parts = self.workload.adopt(found);
         let owners: BTreeSet<NodeId> = self.owners().into_iter().collect();
         // Standbys of parts that stay the same stay.
         for ((part, old), _) in self.parts.iter_mut().zip(before).zip(kept).filter(|(_, kept)| *kept) {
-            let stays = part.owner != self.me;
-            part.standby = old.standby.filter(|standby| stays && !owners.contains(&standby.node));
+            part.standby = old.standby.filter(|standby| !owners.contains(&standby.node));
             if let Some(standby) = &mut part.standby {
                 standby.ask_again(now);
             }

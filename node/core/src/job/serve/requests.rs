@@ -1,13 +1,16 @@
 //! The requests of one served model at its coordinator: a bounded queue, the slots, and what goes to the first and the last stage.
-use super::stream::{Stream, Taken};
+use super::stream::{Caller, Stream, Taken};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
 use crate::job::output::{JobOutput, Out};
-use crate::limits::{QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX};
+use crate::limits::{
+    DETACHED_MAX, LOG_EVERY, LOG_TOKENS_MAX, QUEUE_MAX, REQUEST_STRIKES_MAX, RESENDS_MAX, SEQUENCES_MAX,
+};
 use crate::message::{ToParticipant, ToStage};
 use crate::output::Event;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
-use crate::work::serve::{DoneReason, Position, Request};
+use crate::work::log::TokenLog;
+use crate::work::serve::{DoneReason, Logged, Position, Request, ToCaller};
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{format, string::String, vec::Vec};
 
@@ -42,7 +45,7 @@ impl Track {
 /// Queue and slots.
 ///
 /// Invariants: at most `slots` streams and `QUEUE_MAX` waiting; every submitted call gets exactly one `Done`, the last
-/// thing told about it.
+/// thing told about it; ids of requests grow.
 #[derive(Debug)]
 pub(in crate::job) struct Requests {
     job: JobId,
@@ -50,8 +53,14 @@ pub(in crate::job) struct Requests {
     context: u32,
     eos: Vec<u32>,
     next: u64,
-    waiting: VecDeque<(CallId, Request)>,
+    waiting: VecDeque<Stream>,
     running: BTreeMap<RequestId, Stream>,
+    /// Requests that ended without a caller, which may ask for them; at most [`SEQUENCES_MAX`].
+    ended: VecDeque<(Instant, Stream, DoneReason)>,
+    /// Requests that are over, and successors do not know it yet.
+    over: Vec<RequestId>,
+    /// When successors are sent what they lack.
+    log_at: Option<Instant>,
     /// The last requests closed: a `Close` lost with a connection is repeated when it stands again.
     closed: VecDeque<RequestId>,
     /// None while the job is being placed.
@@ -68,6 +77,9 @@ impl Requests {
             next: 0,
             waiting: VecDeque::new(),
             running: BTreeMap::new(),
+            ended: VecDeque::new(),
+            over: Vec::new(),
+            log_at: None,
             closed: VecDeque::new(),
             track: None,
         }
@@ -86,8 +98,37 @@ impl Requests {
         self.running.is_empty() && self.waiting.is_empty()
     }
 
-    /// Takes a request, or says why not. True if it was taken.
-    pub(in crate::job) fn submit(&mut self, now: Instant, call: CallId, request: Request, out: &mut Out) -> bool {
+    /// The requests of a coordinator that is gone, which keep their ids: stages hold caches by them. `first` is above all ids that
+    /// the coordinator can have issued.
+    pub(in crate::job) fn inherit(&mut self, now: Instant, first: u64, log: TokenLog) {
+        for (id, request, answer) in log.into_requests() {
+            self.next = id.0.saturating_add(1);
+            let stream = Stream::inherited(now, id, request, &answer, &self.eos);
+            if self.running.len() < self.slots {
+                self.running.insert(stream.id, stream);
+            } else {
+                self.waiting.push_back(stream);
+            }
+        }
+        self.next = self.next.max(first);
+    }
+
+    fn next_id(&mut self) -> RequestId {
+        let id = RequestId(self.next);
+        self.next += 1;
+        id
+    }
+
+    /// Takes a request, goes on with it if it is known by its key, or says why not. Tokens are told from position `from` on.
+    pub(in crate::job) fn submit(
+        &mut self,
+        now: Instant,
+        caller: Caller,
+        request: Request,
+        from: u32,
+        out: &mut Out,
+    ) -> Submitted {
+        let Some(request) = self.attach(caller, request, from, out) else { return Submitted::Taken };
         let prompt_max = self.context.saturating_sub(1);
         let refusal = if request.prompt.is_empty() {
             DoneReason::Invalid("the prompt is empty: send at least one token".into())
@@ -103,43 +144,147 @@ impl Requests {
         } else if self.waiting.len() >= QUEUE_MAX {
             DoneReason::Busy
         } else {
-            self.waiting.push_back((call, request));
+            let id = self.next_id();
+            self.waiting.push_back(Stream::new(now, id, caller, request));
+            self.log_soon(now);
             self.fill_slots(now, out);
-            return true;
+            return Submitted::Taken;
         };
-        out.push_back(JobOutput::Notify(Event::Done { call, reason: refusal }));
-        false
+        done(caller, refusal, out);
+        Submitted::Refused
+    }
+
+    /// A caller that asks again for what runs, waits or has just ended is told what it lacks. A request that is not known comes
+    /// back.
+    fn attach(&mut self, caller: Caller, request: Request, from: u32, out: &mut Out) -> Option<Request> {
+        let known = |stream: &Stream| stream.request == request;
+        if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
+            let before = core::mem::replace(&mut stream.caller, caller);
+            if before != caller {
+                done(before, DoneReason::Failed("the same request was sent again, and is answered there".into()), out);
+            }
+            stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            return None;
+        }
+        let Some(at) = self.ended.iter().position(|(_, stream, _)| known(stream)) else { return Some(request) };
+        if let Some((_, stream, reason)) = self.ended.remove(at) {
+            stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
+            done(caller, reason, out);
+        }
+        None
     }
 
     /// The caller has enough.
-    pub(in crate::job) fn cancel(&mut self, now: Instant, call: CallId, out: &mut Out) {
-        if let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == call) {
-            self.waiting.remove(at);
-            done(call, DoneReason::Cancelled, out);
-        } else if let Some(id) = self.running.values().find(|stream| stream.call == call).map(|stream| stream.id)
+    pub(in crate::job) fn cancel(&mut self, now: Instant, caller: Caller, out: &mut Out) {
+        if let Some(at) = self.waiting.iter().position(|waiting| waiting.caller == caller) {
+            if let Some(stream) = self.waiting.remove(at) {
+                self.log_over(&stream);
+            }
+            done(caller, DoneReason::Cancelled, out);
+        } else if let Some(id) = self.running.values().find(|stream| stream.caller == caller).map(|stream| stream.id)
             && !planted::has(Planted::CancelDropped)
         {
             self.finish(now, id, DoneReason::Cancelled, out);
         }
     }
 
+    /// A node that has callers is gone. They may ask again elsewhere, and their requests go on.
+    pub(in crate::job) fn handle_gone(&mut self, now: Instant, node: NodeId) {
+        for stream in self.running.values_mut().chain(&mut self.waiting) {
+            if matches!(stream.caller, Caller::Away(at, _) if at == node) {
+                stream.caller = Caller::Gone(now);
+            }
+        }
+    }
+
+    /// Whether anyone has asked for a request, or may still do so.
+    pub(in crate::job) fn has_callers(&self) -> bool {
+        let mut all = self.running.values().chain(&self.waiting);
+        all.any(|stream| !matches!(stream.caller, Caller::Gone(_)))
+    }
+
+    /// Another node coordinates the job: the calls of this node's callers, with their requests and how far each was told.
+    pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {
+        let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
+        let here = |stream: Stream| match stream.caller {
+            Caller::Here(call) => Some((call, stream.told_to(), stream.request)),
+            Caller::Away(..) | Caller::Gone(_) => None,
+        };
+        all.filter_map(here).map(|(call, told, request)| (call, request, told)).collect()
+    }
+
     /// Ends a running request: its caches are freed on every stage, the next in the queue gets its slot.
     fn finish(&mut self, now: Instant, id: RequestId, reason: DoneReason, out: &mut Out) {
         let Some(stream) = self.running.remove(&id) else { return };
         self.close(id, out);
-        done(stream.call, reason, out);
+        self.log_over(&stream);
+        self.log_soon(now);
+        if let Caller::Gone(_) = stream.caller {
+            self.ended.push_back((now, stream, reason));
+            if self.ended.len() > SEQUENCES_MAX as usize {
+                self.ended.pop_front();
+            }
+        } else {
+            done(stream.caller, reason, out);
+        }
         self.fill_slots(now, out);
     }
 
     fn fill_slots(&mut self, now: Instant, out: &mut Out) {
         while self.running.len() < self.slots && self.track.is_some() {
-            let Some((call, request)) = self.waiting.pop_front() else { return };
-            let id = RequestId(self.next);
-            self.next += 1;
-            self.running.insert(id, Stream::new(now, id, call, request));
+            let Some(mut stream) = self.waiting.pop_front() else { return };
+            let id = stream.id;
+            stream.begin(now);
+            self.running.insert(id, stream);
             self.open(id, out);
             self.pump(id, out);
         }
+    }
+
+    // ---- the log of successors
+
+    /// Successors lack everything: there are others, or something sent to them is lost.
+    pub(in crate::job) fn log_again(&mut self, now: Instant) {
+        self.running.values_mut().chain(&mut self.waiting).for_each(Stream::forget_logged);
+        self.log_at = Some(now);
+    }
+
+    fn log_soon(&mut self, now: Instant) {
+        self.log_at = self.log_at.or(Some(now + LOG_EVERY));
+    }
+
+    fn log_over(&mut self, stream: &Stream) {
+        if stream.is_logged() {
+            self.over.push(stream.id);
+        }
+    }
+
+    /// What successors are sent now, if that is due.
+    pub(in crate::job) fn take_log(&mut self, now: Instant) -> Vec<(RequestId, Logged)> {
+        if self.log_at.is_none_or(|at| at > now) {
+            return Vec::new();
+        }
+        let mut news: Vec<_> = self.over.drain(..).map(|id| (id, Logged::Over)).collect();
+        let mut tokens = 0;
+        for stream in self.running.values_mut().chain(&mut self.waiting) {
+            while tokens < LOG_TOKENS_MAX
+                && let Some(what) = stream.news()
+            {
+                if let Logged::Tokens { tokens: new, .. } = &what {
+                    tokens += new.len();
+                }
+                news.push((stream.id, what));
+            }
+        }
+        let left = self.running.values().chain(&self.waiting).any(Stream::has_news);
+        self.log_at = left.then_some(now);
+        news
+    }
+
+    /// No node could succeed this one.
+    pub(in crate::job) fn drop_log(&mut self) {
+        self.over.clear();
+        self.log_at = None;
     }
 
     /// The job is ready under a new epoch, and `held` is what the stages' caches hold still. Returns for each stage, and for
@@ -236,11 +381,14 @@ impl Requests {
     pub(in crate::job) fn fail_all(&mut self, reason: &DoneReason, out: &mut Out) {
         for (id, stream) in core::mem::take(&mut self.running) {
             self.close(id, out);
-            done(stream.call, reason.clone(), out);
+            self.log_over(&stream);
+            done(stream.caller, reason.clone(), out);
         }
-        for (call, _) in core::mem::take(&mut self.waiting) {
-            done(call, reason.clone(), out);
+        for stream in core::mem::take(&mut self.waiting) {
+            self.log_over(&stream);
+            done(stream.caller, reason.clone(), out);
         }
+        self.ended.clear();
     }
 
     /// Frees a request's caches on every stage and standby. Without a track `start` frees them later.
@@ -297,14 +445,15 @@ impl Requests {
         out: &mut Out,
     ) {
         let Some(stream) = self.running.get_mut(&id) else { return };
-        let call = stream.call;
+        let caller = stream.caller;
         match stream.handle_token(now, position, token, &self.eos, self.context) {
             Taken::Next => {
-                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                tell(caller, position, token, out);
+                self.log_soon(now);
                 self.pump(id, out);
             }
             Taken::Last(reason) => {
-                out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
+                tell(caller, position, token, out);
                 self.finish(now, id, reason, out);
             }
             Taken::Known | Taken::Unasked => {}
@@ -364,6 +513,7 @@ impl Requests {
 
     /// Sends again what has been silent for too long. Returns a reason to place the job anew when that did not help.
     pub(in crate::job) fn handle_wakeup(&mut self, now: Instant, out: &mut Out) -> Option<String> {
+        self.give_up_detached(now, out);
         let token_ns = self.track.as_ref()?.token_ns;
         let sharers = self.sharers();
         let due = |stream: &&mut Stream| stream.resend_at(token_ns, sharers) <= now;
@@ -381,10 +531,30 @@ impl Requests {
         None
     }
 
+    /// Requests that no caller has asked for again.
+    fn give_up_detached(&mut self, now: Instant, out: &mut Out) {
+        self.ended.retain(|(since, ..)| now.since(*since) < DETACHED_MAX);
+        let late = |stream: &Stream| matches!(stream.caller, Caller::Gone(at) if now.since(at) >= DETACHED_MAX);
+        let (over, waiting) = core::mem::take(&mut self.waiting).into_iter().partition(late);
+        self.waiting = waiting;
+        let over: VecDeque<Stream> = over;
+        over.iter().for_each(|stream| self.log_over(stream));
+        let running: Vec<RequestId> = self.running.values().filter(|stream| late(stream)).map(|s| s.id).collect();
+        for id in running {
+            self.finish(now, id, DoneReason::Cancelled, out);
+        }
+        self.ended.retain(|(_, _, reason)| *reason != DoneReason::Cancelled);
+    }
+
     pub(in crate::job) fn next_wakeup(&self) -> Option<Instant> {
         let token_ns = self.track.as_ref()?.token_ns;
         let sharers = self.sharers();
-        self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min()
+        let resend = self.running.values().map(|stream| stream.resend_at(token_ns, sharers)).min();
+        let detached = self.running.values().chain(&self.waiting).filter_map(|stream| match stream.caller {
+            Caller::Gone(at) => Some(at + DETACHED_MAX),
+            Caller::Here(_) | Caller::Away(..) => None,
+        });
+        [resend, detached.min(), self.log_at].into_iter().flatten().min()
     }
 
     fn sharers(&self) -> u32 {
@@ -396,6 +566,30 @@ fn message(to: NodeId, job: JobId, epoch: Epoch, say: ToStage) -> JobOutput {
     JobOutput::Message { to, job, epoch, say: ToParticipant::Stage(say) }
 }
 
-fn done(call: CallId, reason: DoneReason, out: &mut Out) {
-    out.push_back(JobOutput::Notify(Event::Done { call, reason }));
+/// What became of a request that was submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::job) enum Submitted {
+    /// It runs, waits, or its answer was told.
+    Taken,
+    /// Its caller was told why not.
+    Refused,
+}
+
+/// A caller gets the token of a position.
+fn tell(caller: Caller, position: u32, token: u32, out: &mut Out) {
+    match caller {
+        Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Token { call, position, token })),
+        Caller::Away(to, call) => {
+            out.push_back(JobOutput::Tell { to, call, say: ToCaller::Token { position, token } });
+        }
+        Caller::Gone(_) => {}
+    }
+}
+
+fn done(caller: Caller, reason: DoneReason, out: &mut Out) {
+    match caller {
+        Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Done { call, reason })),
+        Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Done(reason) }),
+        Caller::Gone(_) => {}
+    }
 }

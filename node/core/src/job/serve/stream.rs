@@ -1,10 +1,10 @@
 //! One request at the head: its token log, what of it is on the way, and when to send it again.
-use crate::id::{CallId, Epoch, JobId, PartId, RequestId};
-use crate::limits::{CHUNK_POSITIONS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
+use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId};
+use crate::limits::{CHUNK_POSITIONS_MAX, LOG_TOKENS_MAX, WATCHDOG_MIN, chunk_positions, chunks_in_flight};
 use crate::message::FrameHeader;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
-use crate::work::serve::{DoneReason, Request};
+use crate::work::serve::{DoneReason, Logged, Request};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
@@ -15,7 +15,7 @@ use alloc::vec::Vec;
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) id: RequestId,
-    pub(super) call: CallId,
+    pub(super) caller: Caller,
     pub(super) request: Request,
     /// Prompt, then what was generated: all that is needed to go on anywhere.
     tokens: Vec<u32>,
@@ -33,6 +33,19 @@ pub(super) struct Stream {
     pub(super) resends: u32,
     /// Placements that failed since it last got further.
     pub(super) strikes: u32,
+    /// Tokens that successors were sent; none if they have not heard of the request.
+    logged: Option<u32>,
+}
+
+/// Who waits for the tokens of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::job) enum Caller {
+    /// A caller of this node.
+    Here(CallId),
+    /// A caller of another node.
+    Away(NodeId, CallId),
+    /// None since then: it may ask again.
+    Gone(Instant),
 }
 
 /// What a token from the last stage means.
@@ -51,10 +64,10 @@ pub(super) enum Taken {
 }
 
 impl Stream {
-    pub(super) fn new(now: Instant, id: RequestId, call: CallId, request: Request) -> Self {
+    pub(super) fn new(now: Instant, id: RequestId, caller: Caller, request: Request) -> Self {
         Stream {
             id,
-            call,
+            caller,
             tokens: request.prompt.clone(),
             request,
             sent: 0,
@@ -64,7 +77,67 @@ impl Stream {
             progress_at: now,
             resends: 0,
             strikes: 0,
+            logged: None,
         }
+    }
+
+    /// A request that another coordinator ran, as far as its successors know it.
+    pub(super) fn inherited(now: Instant, id: RequestId, request: Request, answer: &[u32], eos: &[u32]) -> Self {
+        let mut stream = Stream::new(now, id, Caller::Gone(now), request);
+        let ends = |token: &u32| eos.contains(token) && !stream.request.ignore_eos;
+        let whole = answer.len() >= stream.request.max_tokens as usize || answer.last().is_some_and(ends);
+        // Its last token is computed once more, so that it ends as every other.
+        let known = answer.len().saturating_sub(usize::from(whole));
+        stream.tokens.extend_from_slice(&answer[..known]);
+        stream
+    }
+
+    /// The request gets a slot.
+    pub(super) fn begin(&mut self, now: Instant) {
+        self.progress_at = now;
+    }
+
+    /// The tokens from `from` on that a caller is told, with their positions; never the prompt's.
+    pub(super) fn told_from(&self, from: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
+        (0..).zip(self.tokens.iter().copied()).skip(from.max(self.prompt_len()) as usize)
+    }
+
+    /// The position of the token that its caller is told next.
+    pub(super) fn told_to(&self) -> u32 {
+        self.len()
+    }
+
+    /// Successors have to be sent everything once more.
+    pub(super) fn forget_logged(&mut self) {
+        self.logged = None;
+    }
+
+    pub(super) fn is_logged(&self) -> bool {
+        self.logged.is_some()
+    }
+
+    /// Whether successors lack anything of it.
+    pub(super) fn has_news(&self) -> bool {
+        self.logged != Some(self.len())
+    }
+
+    /// The next that successors are sent of it.
+    pub(super) fn news(&mut self) -> Option<Logged> {
+        let Some(from) = self.logged else {
+            self.logged = Some(0);
+            let Request { max_tokens, ref sampling, ignore_eos, key, .. } = self.request;
+            return Some(Logged::Opened {
+                key,
+                prompt: self.prompt_len(),
+                max_tokens,
+                sampling: sampling.clone(),
+                ignore_eos,
+            });
+        };
+        let rest = self.tokens.get(from as usize..).filter(|rest| !rest.is_empty())?;
+        let tokens = rest[..rest.len().min(LOG_TOKENS_MAX)].to_vec();
+        self.logged = Some(from + u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        Some(Logged::Tokens { from, tokens })
     }
 
     /// Everything so far, for `Open`.
@@ -228,16 +301,16 @@ const GAP_QUIET: Duration = Duration::from_millis(200);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::id::NodeId;
-    use crate::work::serve::Sampling;
+    use crate::work::serve::{RequestKey, Sampling};
     use alloc::vec;
 
     const EPOCH: Epoch = Epoch { counter: 1, issuer: NodeId([1; 16]) };
 
     fn stream(prompt: u32, max_tokens: u32) -> Stream {
         let prompt = (0..prompt).collect();
-        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false };
-        Stream::new(Instant(0), RequestId(1), CallId(1), request)
+        let key = RequestKey([7; 16]);
+        let request = Request { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: false, key };
+        Stream::new(Instant(0), RequestId(1), Caller::Here(CallId(1)), request)
     }
 
     fn frames(stream: &mut Stream) -> Vec<(u32, u32, bool)> {
@@ -336,5 +409,23 @@ mod tests {
         let mut stream = stream(3, 9);
         frames(&mut stream);
         assert_eq!(stream.handle_token(Instant(1), 3, 9, &[], 4), Taken::Last(DoneReason::Length));
+    }
+
+    #[test]
+    fn a_successor_goes_on_where_the_log_ends() {
+        let mut before = stream(3, 9);
+        frames(&mut before);
+        before.handle_token(Instant(1), 3, 9, &[], 100);
+        let mut log = crate::work::log::TokenLog::default();
+        log.add(core::iter::from_fn(|| before.news()).map(|news| (RequestId(1), news)).collect());
+        assert!(!before.has_news());
+        let (_, request, answer) = log.into_requests().next().unwrap();
+        assert_eq!((&request, &answer), (&before.request, &vec![9]));
+        let mut after = Stream::inherited(Instant(2), RequestId(5), request.clone(), &answer, &[]);
+        assert_eq!(after.told_from(0).collect::<Vec<_>>(), [(3, 9)]);
+        // The stages are ahead of the log: they compute what it lacks once more.
+        assert_eq!(after.resume(Instant(2), &[(5, 0), (5, 0)]), vec![3]);
+        let whole = Stream::inherited(Instant(2), RequestId(5), request, &[9, 8], &[8]);
+        assert_eq!(whole.told_from(4).count(), 0, "its last token ends it once more");
     }
 }

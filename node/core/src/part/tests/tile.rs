@@ -169,7 +169,7 @@ fn what_a_coordinator_held_that_stood_down_is_dropped_unless_the_next_one_asks_f
         parts.handle_wakeup(NOW + ORPHAN_MAX * 2);
         assert!(!unloads(&outputs(&mut parts)), "it is coordinated here");
         let left = NOW + ORPHAN_MAX * 3;
-        parts.handle_left(left, JOB);
+        parts.handle_left(left, JOB, None);
         if asked_again {
             let next = Epoch { counter: 6, issuer: owner(1) };
             parts.handle_message(left, owner(1), JOB, next, ToParticipant::Prepare(order));

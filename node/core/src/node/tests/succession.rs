@@ -1,0 +1,118 @@
+//! A served model whose coordinator is lost: a successor goes on with it and its requests, and callers find them by their keys.
+use super::*;
+
+const AGAIN: CallId = CallId(2);
+
+fn started(mesh: &mut Mesh, prompt: &[u32], max_tokens: u32, told: usize) -> JobId {
+    let job = mesh.deploy();
+    mesh.run_for(Duration::from_secs(3)); // standbys follow
+    mesh.submit(CALL, job, prompt.to_vec(), max_tokens);
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| mesh.told(CALL).len() < told);
+    job
+}
+
+fn successor(mesh: &Mesh) -> Option<NodeId> {
+    mesh.events.iter().find_map(|(node, event)| matches!(event, Event::JobInherited { .. }).then_some(*node))
+}
+
+fn await_successor(mesh: &mut Mesh) -> NodeId {
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| successor(mesh).is_none());
+    successor(mesh).expect("a successor takes the job over")
+}
+
+#[test]
+fn a_request_goes_on_at_the_successor_and_its_caller_finds_it_by_its_key() {
+    for told in [0, 1, 30] {
+        let mut mesh = Mesh::new(&[225; 6]);
+        let prompt: Vec<u32> = (0..700).collect();
+        let job = started(&mut mesh, &prompt, 60, told);
+        mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+        let successor = await_successor(&mut mesh);
+        // Its caller needs a while to get there; the request goes on meanwhile.
+        mesh.run_for(Duration::from_secs(1));
+        mesh.events.clear();
+        let again = Request { key: request(CALL, Vec::new(), 0).key, ..request(AGAIN, prompt.clone(), 60) };
+        mesh.give(successor, Input::Submit { call: AGAIN, job, request: Box::new(again) });
+        assert_eq!(mesh.finish(AGAIN, Duration::from_secs(20)), DoneReason::Length, "killed after {told}");
+        assert_eq!(mesh.told(AGAIN), solo(&prompt, 60));
+        mesh.assert_clean();
+    }
+}
+
+#[test]
+fn another_member_asks_for_its_callers_token_by_token() {
+    let mut mesh = Mesh::new(&[225; 6]);
+    let job = started(&mut mesh, &[1, 2, 3], 60, 10);
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    let successor = await_successor(&mut mesh);
+    let member = (2..=6).map(id).find(|node| *node != successor).unwrap();
+    mesh.events.clear();
+    let again = Request { key: request(CALL, Vec::new(), 0).key, ..request(AGAIN, vec![1, 2, 3], 60) };
+    mesh.give(member, Input::Ask { call: AGAIN, to: successor, job, request: Box::new(again) });
+    assert_eq!(mesh.finish(AGAIN, Duration::from_secs(20)), DoneReason::Length);
+    assert_eq!(mesh.told(AGAIN), solo(&[1, 2, 3], 60));
+    // A new request, and one that is cancelled.
+    mesh.events.clear();
+    let ask = |call, tokens| Input::Ask { call, to: successor, job, request: Box::new(request(call, vec![4], tokens)) };
+    mesh.give(member, ask(CallId(3), 9));
+    mesh.give(member, ask(CallId(4), 4000));
+    mesh.run_for(Duration::from_millis(100));
+    mesh.give(member, Input::Cancel { call: CallId(4) });
+    assert_eq!(mesh.finish(CallId(3), Duration::from_secs(5)), DoneReason::Length);
+    assert_eq!(mesh.told(CallId(3)), solo(&[4], 9));
+    mesh.give(member, ask(CallId(5), 0));
+    assert_eq!(mesh.finish(CallId(5), Duration::from_secs(5)), DoneReason::Length);
+    let unknown = Input::Ask { call: CallId(6), to: member, job, request: Box::new(request(CallId(6), vec![4], 1)) };
+    mesh.give(successor, unknown);
+    let end = mesh.finish(CallId(6), Duration::from_secs(5));
+    assert!(matches!(&end, DoneReason::Invalid(why) if why.contains("is not served by node")), "{end:?}");
+    mesh.assert_clean();
+}
+
+/// A coordinator that only stood still hands its callers to its successor: each gets every token once.
+#[test]
+fn callers_of_a_coordinator_that_comes_back_are_answered_by_its_successor() {
+    let mut mesh = Mesh::new(&[225; 6]);
+    let job = started(&mut mesh, &[1, 2, 3], 600, 10);
+    let others = [2, 3, 4, 5, 6].map(id);
+    mesh.cut.extend(others.map(|other| (id(1), other)));
+    mesh.cut.extend(others.map(|other| (other, id(1))));
+    await_successor(&mut mesh);
+    mesh.run_for(Duration::from_millis(300));
+    mesh.cut.clear();
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(60)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 600));
+    assert_eq!(mesh.nodes[&id(1)].node.jobs().count(), 0, "it has stood down");
+    // What it is asked from now on goes there, too.
+    mesh.submit(AGAIN, job, vec![5], 9);
+    assert_eq!(mesh.finish(AGAIN, Duration::from_secs(5)), DoneReason::Length);
+    assert_eq!(mesh.told(AGAIN), solo(&[5], 9));
+    mesh.assert_clean();
+}
+
+#[test]
+fn a_job_that_was_taken_over_and_is_not_used_ends() {
+    let mut mesh = Mesh::new(&[225; 6]);
+    started(&mut mesh, &[1, 2, 3], 3000, 10);
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    await_successor(&mut mesh);
+    mesh.run_for(crate::limits::DETACHED_MAX - Duration::from_secs(5));
+    assert!(mesh.nodes.values().any(|host| host.stage.values().any(|stage| !stage.caches.is_empty())), "it goes on");
+    mesh.run_for(Duration::from_secs(10));
+    assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.values().all(|s| s.caches.is_empty())));
+    mesh.run_for(crate::limits::UNUSED_MAX);
+    assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
+}
+
+/// A node without a majority holds nothing for long: the memory is wanted where the model is served next.
+#[test]
+fn the_stage_of_a_dead_coordinator_of_two_is_let_go_when_the_mesh_knows_that_it_is_dead() {
+    let mut mesh = Mesh::new(&[325, 325]);
+    mesh.deploy();
+    assert_eq!(mesh.stages().len(), 2);
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    mesh.run_for(crate::limits::ORPHAN_MAX / 3);
+    assert!(mesh.nodes.values().filter(|host| !host.down).all(|host| host.stage.is_empty()));
+}
