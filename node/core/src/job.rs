@@ -418,7 +418,9 @@ impl Jobs {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);
             // No node can know a higher one of this coordinator's while it has answered under the present one.
             let known = if theirs.issuer == me { job.awaits(from) } else { job.knows(from) };
-            job.epoch < theirs && ahead <= EPOCHS_FORGOTTEN_MAX && known
+            // One that was away may have issued higher ones since, which its participants did not adopt.
+            let higher = job.epoch < theirs || theirs.issuer != me && job.was_absent;
+            higher && ahead <= EPOCHS_FORGOTTEN_MAX && known
         };
         let Some(job) = self.jobs.get_mut(&id).filter(believed) else { return };
         if theirs.issuer == me {
@@ -454,6 +456,11 @@ impl Jobs {
             job.replan(now, lost, &mut self.out);
         }
         self.sweep(now);
+    }
+
+    /// This node stood still for longer than a lease: others may have taken its jobs over.
+    pub fn handle_stood_still(&mut self) {
+        self.jobs.values_mut().for_each(|job| job.was_absent = true);
     }
 
     /// A standby is lost.

@@ -167,6 +167,9 @@ pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 /// How long a majority must have heard nothing of the coordinator of a model before a successor goes on: a coordinator that only
 /// stood still keeps its callers.
 pub const SERVE_SUCCESSION: Duration = Duration::from_secs(1);
+/// And for how long where the coordinator has a stage without a standby: its weights have to be loaded, perhaps from it alone. Less than
+/// [`ORPHAN_MAX`], so that the caches of the other stages are used.
+pub const SERVE_SUCCESSION_COLD: Duration = Duration::from_secs(7);
 /// How often successors receive what was added to the token log: what is lost with the coordinator is computed once more.
 pub const LOG_EVERY: Duration = Duration::from_millis(50);
 /// Tokens in one message of the log: a long prompt goes in pieces.

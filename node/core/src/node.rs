@@ -13,7 +13,7 @@ use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput};
-use crate::message::{FrameHeader, Message, ToCoordinator, ToParticipant};
+use crate::message::{FrameHeader, Message, ToCoordinator};
 use crate::output::{Event, Output};
 use crate::part::{PartOutput, Parts};
 use crate::speeds::Speeds;
@@ -79,6 +79,7 @@ impl Node {
         // lid), and may have been replaced.
         if now.since(self.now) >= LEASE {
             self.parts.withhold();
+            self.jobs.handle_stood_still();
             let late = self.next_wakeup().map_or(Duration::ZERO, |(due, _)| now.since(due));
             self.parts.excuse(late);
         }
@@ -298,9 +299,8 @@ impl Node {
                 self.jobs.handle_stale(now, from, job, mine);
             }
             Message::ToParticipant { job, epoch, say } => {
-                if matches!(say, ToParticipant::Prepare(_)) {
-                    // From another coordinator of the same job, under a higher epoch: this node's part is going to obey that one,
-                    // and nothing else may ever tell the one here.
+                // From another coordinator of the same job, under a higher epoch: nothing else may ever tell the one here.
+                if epoch.issuer == from && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch) {
                     self.jobs.handle_stale(now, from, job, epoch);
                 }
                 self.parts.handle_message(now, from, job, epoch, say);

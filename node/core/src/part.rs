@@ -62,8 +62,7 @@ struct HeldJob {
     gone: bool,
     /// This node issued the epoch, and does not coordinate the job any more.
     left: bool,
-    /// The node that does, if that is known.
-    successor: Option<NodeId>,
+
     /// Until when progress is reported often: the job has just begun, or goes on after a loss.
     begins_until: Instant,
     coordinator_heard: Instant,
@@ -120,16 +119,7 @@ struct Flight {
 impl HeldJob {
     fn new(now: Instant, epoch: Epoch) -> Self {
         let (succession, parts) = (Succession::default(), BTreeMap::new());
-        HeldJob {
-            epoch,
-            gone: false,
-            left: false,
-            successor: None,
-            begins_until: now,
-            coordinator_heard: now,
-            succession,
-            parts,
-        }
+        HeldJob { epoch, gone: false, left: false, begins_until: now, coordinator_heard: now, succession, parts }
     }
 
     /// The coordinator gave a sign of life.
@@ -153,9 +143,7 @@ impl HeldJob {
 
     /// Whether a node may issue epochs of the job, as far as its parts here know.
     fn obeys(&self, node: NodeId) -> bool {
-        self.epoch.issuer == node
-            || self.successor == Some(node)
-            || self.parts.values().any(|held| held.order.may_coordinate(node))
+        self.epoch.issuer == node || self.parts.values().any(|held| held.order.may_coordinate(node))
     }
 
     /// Gives parts up.
@@ -492,7 +480,13 @@ impl Parts {
     /// ask for it.
     pub fn handle_left(&mut self, now: Instant, job: JobId, successor: Option<NodeId>) {
         if let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == self.me) {
-            (held.left, held.successor, held.coordinator_heard) = (true, successor, now);
+            (held.left, held.coordinator_heard) = (true, now);
+            if let Some(issuer) = successor {
+                // Whatever epochs this node issued while it was away: its parts obey any of the successor's.
+                held.parts.values_mut().for_each(|part| part.pause(&mut self.out));
+                (held.epoch, held.left) = (Epoch { counter: 0, issuer }, false);
+                self.watch(job);
+            }
         }
         self.obey_deferred(now, job);
     }

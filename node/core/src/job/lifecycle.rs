@@ -84,6 +84,8 @@ pub(super) struct Job {
     pub(super) successor: Option<NodeId>,
     /// What participants say of another coordinator.
     pub(super) claims: Claims,
+    /// This node stood still, or lost half of the participants at once: a majority may have missed it.
+    pub(super) was_absent: bool,
     /// Since when an inherited job has had no caller.
     pub(super) unused_since: Option<Instant>,
 }
@@ -147,6 +149,7 @@ impl Job {
             ending: None,
             successor: None,
             claims: Claims::default(),
+            was_absent: false,
             unused_since: None,
         }
     }
@@ -358,7 +361,11 @@ impl Job {
 
     /// A node is back: if it still holds what it held before it was lost, it may drop that now.
     pub(super) fn handle_back(&mut self, node: NodeId, out: &mut Out) {
-        if self.is_running() && !self.participants().contains(&node) && self.asked.remove(&node) {
+        if !self.is_running() || self.participants().contains(&node) {
+            return;
+        }
+        // One that coordinated the job before may not know that it does so no more.
+        if self.asked.remove(&node) || self.previous.contains(&node) {
             self.send(node, ToParticipant::End, out);
         }
     }

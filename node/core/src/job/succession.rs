@@ -138,8 +138,8 @@ impl Job {
         );
     }
 
-    /// A participant says that it obeys a successor, or is one. More than half of them are believed: so many had to miss this node.
-    /// The others are made to say what they know.
+    /// A participant says that it obeys a successor, or is one. One is believed where this node stood still or was cut off, else more than
+    /// half of them: so many had to miss it. The others are made to say what they know.
     pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
         let participants = self.participants();
         if self.claims.epoch < Some(theirs) {
@@ -149,7 +149,9 @@ impl Job {
             self.claims.by.insert(from);
         }
         let by = self.claims.by.intersection(&participants).count();
-        if 2 * by > participants.len() {
+        // One that has no placement has nothing to lose.
+        let believed = self.was_absent || self.is_degraded() && from == theirs.issuer;
+        if believed || 2 * by > participants.len() {
             return self.stand_down(theirs.issuer);
         }
         if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {

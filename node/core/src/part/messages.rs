@@ -17,8 +17,10 @@ impl Parts {
             ToParticipant::End => {
                 self.fetches.retain(|(fetched, _), fetch| *fetched != job || fetch.epoch.issuer != from);
                 // From its coordinator, or from a successor of that which does without this node.
+                let me = self.me;
                 let may_end = |held: &HeldJob| {
-                    epoch >= held.epoch && epoch.issuer == from && held.obeys(from) && !leaps(held.epoch, epoch)
+                    let obeys = held.obeys(from) && !held.hears_another(me, from);
+                    epoch >= held.epoch && epoch.issuer == from && obeys && !leaps(held.epoch, epoch)
                 };
                 if self.jobs.get(&job).is_some_and(may_end) {
                     self.drop_job(job);

@@ -42,7 +42,10 @@ impl Parts {
         if refusal.is_none()
             && let Some(held) = self.jobs.get_mut(&job).filter(|held| held.hears_another(self.me, from))
         {
-            return held.succession.defer(now, from, epoch, order);
+            // A coordinator that was away learns that it has a successor.
+            let mine = held.epoch;
+            held.succession.defer(now, from, epoch, order);
+            return self.out.push_back(PartOutput::Stale { to: from, job, mine });
         }
         if let Some(what) = refusal {
             self.out.push_back(PartOutput::Refused { from, what: what.clone() });
@@ -84,7 +87,7 @@ impl Parts {
         let held = self.jobs.entry(job).or_insert_with(|| HeldJob::new(now, epoch));
         held.heard(now);
         if held.epoch < epoch {
-            (held.epoch, held.gone, held.left, held.successor) = (epoch, false, false, None);
+            (held.epoch, held.gone, held.left) = (epoch, false, false);
             held.succession.replaced();
             if !planted::has(Planted::NoFence) {
                 held.parts.values_mut().for_each(|part| part.pause(&mut self.out));

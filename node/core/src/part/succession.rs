@@ -6,7 +6,10 @@
 //! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
 use super::{HeldJob, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
-use crate::limits::{DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, PARTS_MAX, SERVE_SUCCESSION, SUCCESSION_TURN, VOTE_MAX};
+use crate::limits::{
+    DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, PARTS_MAX, SERVE_SUCCESSION, SERVE_SUCCESSION_COLD, SUCCESSION_TURN,
+    VOTE_MAX,
+};
 use crate::message::ToParticipant;
 use crate::output::Output;
 use crate::planted::{self, Planted};
@@ -242,7 +245,8 @@ impl Parts {
         }
         let since = *succession.majority_since.get_or_insert(now);
         let wait = match &record.program {
-            ProgramRecord::Serve(_) => SERVE_SUCCESSION,
+            ProgramRecord::Serve(_) if guarded(&record, &order.owners, epoch.issuer) => SERVE_SUCCESSION,
+            ProgramRecord::Serve(_) => SERVE_SUCCESSION_COLD,
             ProgramRecord::Steps(_) => Duration::ZERO,
         };
         if now.since(since) < wait + SUCCESSION_TURN * turn as u32 {
@@ -254,4 +258,10 @@ impl Parts {
         let inheritance = Inheritance { job, epoch, order: Box::new(order), record, checkpoint, log };
         self.out.push_back(PartOutput::Succeed(Box::new(inheritance)));
     }
+}
+
+/// Whether each part that a node has could go on at its standby.
+fn guarded(record: &Record, owners: &[NodeId], node: NodeId) -> bool {
+    let mut own = owners.iter().zip(&record.parts).filter(|(owner, _)| **owner == node);
+    own.all(|(_, part)| part.standby.is_some_and(|standby| standby.ready))
 }

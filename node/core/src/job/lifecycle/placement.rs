@@ -41,6 +41,8 @@ impl Job {
     pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
         self.workload.stop();
         self.forget_move(now, out);
+        let participants = self.participants();
+        self.was_absent |= 2 * participants.intersection(lost).count() >= participants.len().max(2);
         self.workload.lost(lost, out);
         if self.promote(now, lost, out) {
             return self.place(now, out);
