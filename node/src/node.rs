@@ -34,7 +34,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
 use transport::frame::{self, Dtype, FrameHead};
-use transport::{Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket};
+use transport::{
+    DialError, Disconnect, Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket,
+};
 
 /// What the ticket printed at start is good for.
 const FIRST_TICKET_TTL: Duration = Duration::from_secs(3600);
@@ -378,6 +380,8 @@ fn join_error(error: transport::JoinError) -> NodeError {
     use transport::JoinError;
     match error {
         JoinError::Refused { .. } | JoinError::Certificate(_) => NodeError::Unauthorised(error.to_string()),
+        // A node was reached: it is for the user to update one of the two.
+        JoinError::Dial(DialError::OtherVersion { .. }) => NodeError::Failed(error.to_string()),
         JoinError::Dial(_) | JoinError::Answer { .. } => NodeError::Unreachable(error.to_string()),
     }
 }
@@ -480,7 +484,18 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             }
         }
         Event::Disconnected { node, reason } => {
-            tracing::debug!("{} is disconnected: {reason}", NodeId(node));
+            match &reason {
+                Disconnect::Dial(error @ DialError::OtherVersion { .. }) => {
+                    if let Some(more) = ways_in.quiet.admit() {
+                        tracing::warn!("{} is not connected: {error}{more}", NodeId(node));
+                    }
+                }
+                Disconnect::Dial(_)
+                | Disconnect::ByPeer { .. }
+                | Disconnect::Here { .. }
+                | Disconnect::Lost
+                | Disconnect::Broken(_) => tracing::debug!("{} is disconnected: {reason}", NodeId(node)),
+            }
             driver.input(Input::Disconnected { node: NodeId(node) });
         }
         Event::Message { from, bytes } => {
@@ -548,9 +563,9 @@ async fn discover(
             let (node, peer_id) = (NodeId(node), peer_id.to_bytes());
             driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: false });
         }
-        DiscoveryEvent::OtherVersion { peer_id, found } => {
+        DiscoveryEvent::OtherVersion { peer_id, what } => {
             if let Some(more) = quiet.admit() {
-                tracing::warn!("{peer_id} speaks {found}, this node /meshnode/1: one of the two wants an update{more}");
+                tracing::warn!("{peer_id} {what}{more}");
             }
         }
     };
