@@ -667,3 +667,20 @@ impl From<AdmissionError> for NodeError {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `join` ends with exit code 5 and the line that says which side to update; code 3 is for nodes that do not answer.
+    #[test]
+    fn a_node_of_another_version_is_no_unreachable_node() {
+        let addr = SocketAddr::from(([192, 0, 2, 1], 9472));
+        let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
+        let error = join_error(DialError::OtherVersion { addr, what }.into());
+        let line = "192.0.2.1:9472 speaks meshnode/1, this node meshnode/2: update meshnode there";
+        assert!(matches!(&error, NodeError::Failed(said) if said == line), "{error}");
+        let silent = DialError::Unreachable { addrs: vec![addr], after: Duration::from_secs(5) };
+        assert!(matches!(join_error(silent.into()), NodeError::Unreachable(_)));
+    }
+}
