@@ -95,7 +95,7 @@ async fn an_older_node_that_is_dialled_is_named_and_refuses_the_greeting() {
     assert_eq!(said, expected);
     let (said, ()) = tokio::join!(joining(&older), refuse(&older));
     assert_eq!(said, expected);
-    // A node that never answers the greeting holds nobody up for long.
+    // A node that never answers the greeting does not keep the caller waiting.
     let (said, connection) = tokio::join!(dialling(&older), older.greeted());
     assert_eq!(said, expected);
     let there = "it speaks meshnode/2, this node meshnode/1: update meshnode here";
