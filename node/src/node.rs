@@ -34,7 +34,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use transport::discovery::{Discovery, DiscoveryEvent, DiscoveryOptions, PeerAddress};
 use transport::frame::{self, Dtype, FrameHead};
-use transport::{Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket};
+use transport::{
+    DialError, Disconnect, Endpoint, Event, GossipSocket, Identity, MeshCredentials, MeshId, PeerId, Reply, Ticket,
+};
 
 /// What the ticket printed at start is good for.
 const FIRST_TICKET_TTL: Duration = Duration::from_secs(3600);
@@ -380,6 +382,8 @@ fn join_error(error: transport::JoinError) -> NodeError {
     use transport::JoinError;
     match error {
         JoinError::Refused { .. } | JoinError::Certificate(_) => NodeError::Unauthorised(error.to_string()),
+        // A node was reached: it is for the user to update one of the two.
+        JoinError::Dial(DialError::OtherVersion { .. }) => NodeError::Failed(error.to_string()),
         JoinError::Dial(_) | JoinError::Answer { .. } => NodeError::Unreachable(error.to_string()),
     }
 }
@@ -482,7 +486,18 @@ fn arrive(event: Event, driver: &DriverHandle, tensors: &Tensors, ways_in: &Ways
             }
         }
         Event::Disconnected { node, reason } => {
-            tracing::debug!("{} is disconnected: {reason}", NodeId(node));
+            match &reason {
+                Disconnect::Dial(error @ DialError::OtherVersion { .. }) => {
+                    if let Some(more) = ways_in.quiet.admit() {
+                        tracing::warn!("{} is not connected: {error}{more}", NodeId(node));
+                    }
+                }
+                Disconnect::Dial(_)
+                | Disconnect::ByPeer { .. }
+                | Disconnect::Here { .. }
+                | Disconnect::Lost
+                | Disconnect::Broken(_) => tracing::debug!("{} is disconnected: {reason}", NodeId(node)),
+            }
             driver.input(Input::Disconnected { node: NodeId(node) });
         }
         Event::Message { from, bytes } => {
@@ -550,9 +565,9 @@ async fn discover(
             let (node, peer_id) = (NodeId(node), peer_id.to_bytes());
             driver.input(Input::PeerFound { node, peer_id, gossip, data, remembered: false });
         }
-        DiscoveryEvent::OtherVersion { peer_id, found } => {
+        DiscoveryEvent::OtherVersion { peer_id, what } => {
             if let Some(more) = quiet.admit() {
-                tracing::warn!("{peer_id} speaks {found}, this node /meshnode/1: one of the two wants an update{more}");
+                tracing::warn!("{peer_id} {what}{more}");
             }
         }
     };
@@ -652,5 +667,22 @@ impl From<AdmissionError> for NodeError {
             AdmissionError::Refused(_) => NodeError::Unauthorised(error.to_string()),
             AdmissionError::Storage(_) => NodeError::Failed(error.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `join` ends with exit code 5 and the line that says which side to update; code 3 is for nodes that do not answer.
+    #[test]
+    fn a_node_of_another_version_is_no_unreachable_node() {
+        let addr = SocketAddr::from(([192, 0, 2, 1], 9472));
+        let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
+        let error = join_error(DialError::OtherVersion { addr, what }.into());
+        let line = "192.0.2.1:9472 speaks meshnode/1, this node meshnode/2: update meshnode there";
+        assert!(matches!(&error, NodeError::Failed(said) if said == line), "{error}");
+        let silent = DialError::Unreachable { addrs: vec![addr], after: Duration::from_secs(5) };
+        assert!(matches!(join_error(silent.into()), NodeError::Unreachable(_)));
     }
 }

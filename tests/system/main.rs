@@ -10,6 +10,7 @@ mod faults;
 mod grids;
 mod harness;
 mod head;
+mod imports;
 mod joining;
 mod mesh;
 mod openai;

@@ -6,6 +6,7 @@
 use crate::certificate::MeshId;
 use crate::identity::{Identity, NodeId, PeerId, node_id};
 use crate::socket::BindError;
+use crate::version::{Mismatch, PROTOCOL_NAME};
 use crate::wire::printable;
 use futures::StreamExt;
 use libp2p::{
@@ -30,8 +31,6 @@ pub use address::{AddressError, PeerAddress};
 
 mod address;
 
-/// Sent in identify: only peers that send the same are reported.
-const PROTOCOL: &str = "/meshnode/1";
 /// mDNS asks this often, so that a peer whose first answer was lost is found in seconds (stock: 5 minutes).
 const MDNS_QUERY: Duration = Duration::from_secs(5);
 /// mDNS records live this long without being repeated (stock: 6 minutes, during which a dead peer is still "found").
@@ -85,8 +84,8 @@ pub enum DiscoveryEvent {
     OtherVersion {
         /// Its key.
         peer_id: PeerId,
-        /// What it speaks.
-        found: String,
+        /// What it speaks, and which side to update.
+        what: String,
     },
 }
 
@@ -187,7 +186,7 @@ fn build(options: &DiscoveryOptions) -> Result<Swarm<Behaviour>, String> {
         .with_behaviour(|key| Behaviour {
             limits: connection_limits::Behaviour::new(limits),
             identify: identify::Behaviour::new(
-                identify::Config::new(PROTOCOL.into(), key.public()).with_agent_version(agent),
+                identify::Config::new(protocol(), key.public()).with_agent_version(agent),
             ),
             ping: ping::Behaviour::default(),
             mdns: mdns.flatten().into(),
@@ -270,10 +269,10 @@ impl Finder {
     }
 
     fn identified(&mut self, connection: ConnectionId, peer_id: PeerId, info: &identify::Info) {
-        if info.protocol_version != PROTOCOL {
-            if info.protocol_version.starts_with("/meshnode/") {
-                let found = printable(&info.protocol_version, 64);
-                (self.told)(DiscoveryEvent::OtherVersion { peer_id, found });
+        if info.protocol_version != protocol() {
+            if let Some(name) = info.protocol_version.strip_prefix('/').filter(|name| name.starts_with("meshnode/")) {
+                let what = Mismatch::with(&printable(name, 64)).here;
+                (self.told)(DiscoveryEvent::OtherVersion { peer_id, what });
             }
             return;
         }
@@ -300,6 +299,11 @@ impl Finder {
             self.found.remove(peer_id);
         }
     }
+}
+
+/// Sent in identify: only peers that send the same are reported.
+fn protocol() -> String {
+    format!("/{PROTOCOL_NAME}")
 }
 
 /// What a node says of itself in identify's agent string.
@@ -424,6 +428,28 @@ mod tests {
         let options = DiscoveryOptions { listen: a.local_addr(), ..options(OURS, 1) };
         let error = Discovery::spawn(options, |_| {}).await.unwrap_err().to_string();
         assert!(error.contains("--port"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_peer_of_another_version_is_named() {
+        let (node, mut told) = node().await;
+        let mut swarm = SwarmBuilder::with_new_identity()
+            .with_tokio()
+            .with_tcp(tcp::Config::default(), noise::Config::new, yamux::Config::default)
+            .unwrap()
+            .with_behaviour(|key| identify::Behaviour::new(identify::Config::new("/meshnode/1".into(), key.public())))
+            .unwrap()
+            .build();
+        let peer = *swarm.local_peer_id();
+        swarm.dial(multiaddr(node.local_addr())).unwrap();
+        let calling = tokio::spawn(async move {
+            loop {
+                swarm.select_next_some().await;
+            }
+        });
+        let what = "speaks meshnode/1, this node meshnode/2: update meshnode there".to_owned();
+        assert_eq!(told.recv().await.unwrap(), DiscoveryEvent::OtherVersion { peer_id: peer, what });
+        calling.abort();
     }
 
     #[test]

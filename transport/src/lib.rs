@@ -22,6 +22,7 @@ mod socket;
 pub mod spare;
 mod throttle;
 pub mod ticket;
+mod version;
 mod wire;
 
 pub use bulk::{Reply, RequestError, Response, Serve};
@@ -39,4 +40,5 @@ pub use quic::{
 pub use revocation::Revocation;
 pub use socket::{BindError, Buffers};
 pub use ticket::{Ticket, TicketError, ticket_id};
+pub use version::PROTOCOL_NAME;
 pub use wire::printable;

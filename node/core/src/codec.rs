@@ -11,7 +11,8 @@ use bincode::config::{Configuration, Limit, LittleEndian, NoLimit, Varint};
 use bytes::{Buf, BufMut};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Version of every encoding in this file and of the protocol it serves. A change of meaning is a new number.
+/// Version of every encoding in this file and of the protocol it serves. A change of meaning is a new number, and a new name of
+/// the protocol between nodes (`transport/src/version.rs`): connections of another name are refused before a message is read.
 pub const PROTOCOL: u8 = 12;
 
 /// A datagram once opened. Its kind is its second byte.
@@ -39,7 +40,7 @@ pub enum CodecError {
     #[error("expected a protocol version byte, found no bytes")]
     Empty,
     /// Another version.
-    #[error("expected protocol {PROTOCOL}, found {0}: the peer runs another meshnode version, update the older one")]
+    #[error("expected protocol {PROTOCOL}, found {found}: update meshnode {side}", found = .0, side = older(*.0))]
     Version(u8),
     /// Longer than its kind may be.
     #[error("expected at most {max} bytes, found {found}")]
@@ -70,6 +71,11 @@ pub enum CodecError {
         /// Bytes left.
         extra: usize,
     },
+}
+
+/// Where the older of two meshnodes runs, for this node's user.
+fn older(found: u8) -> &'static str {
+    if found < PROTOCOL { "there" } else { "here" }
 }
 
 /// Encode a control message. Fails only when it is longer than any peer would accept.

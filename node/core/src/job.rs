@@ -185,9 +185,9 @@ impl Jobs {
 
     /// The job that serves a model, what nodes hold for it, and its placement.
     fn served(&self, model: &ModelSpec) -> Option<(JobId, Holdings, &Plan)> {
-        self.jobs.values().find_map(|job| match &job.workload {
-            Workload::Serve(serve) => serve.present(model).map(|plan| (job.id, job.holdings(), plan)),
-            Workload::Steps(_) => None,
+        self.jobs.values().find_map(|job| {
+            let Workload::Serve(serve) = &job.workload else { return None };
+            serve.present(model).map(|plan| (job.id, job.holdings(), plan))
         })
     }
 
@@ -316,8 +316,7 @@ impl Jobs {
     /// majority to succeed this node; else they end, and their checkpoints stay.
     pub fn handle_leave(&mut self) {
         self.leaving = true;
-        let stepped = |job: &Job| matches!(job.workload, Workload::Steps(_));
-        for (_, mut job) in self.jobs.extract_if(.., |_, job| stepped(job)) {
+        for (_, mut job) in self.jobs.extract_if(.., |_, job| job.workload.goes_on_without_callers()) {
             if job.can_be_left() {
                 job.leave(&mut self.out);
             } else {

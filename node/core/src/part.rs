@@ -2,12 +2,13 @@
 //!
 //! A higher epoch is adopted, and everything under the lower one pauses before anything else is done. A lower one is refused
 //! with `Stale`. A part that is the same under the new epoch stays with all it has; another one is loaded. Whatever a part is, it
-//! is fed by channels, keeps what it sent, and reports how far it is. Next: `part/sent.rs`, `part/stage.rs`, `part/tile.rs`, then
+//! is fed by channels, keeps what it sent, and reports how far it is. Next: `part/program.rs`, `part/sent.rs`, `part/stage.rs`, `part/tile.rs`, then
 //! `part/succession.rs`.
 mod messages;
 mod orders;
 mod output;
 mod pace;
+mod program;
 mod queue;
 mod sent;
 mod stage;
@@ -22,13 +23,13 @@ use crate::message::ToCoordinator;
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::{Duration, Instant};
-use crate::work::steps::{SaveKind, TileStart};
-use crate::work::{HeldPart, HeldWork, Loaded, Made, Order, PartWork, Run};
+use crate::work::steps::SaveKind;
+use crate::work::{HeldPart, Loaded, Made, Order, Run};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::{string::String, vec::Vec};
 use output::{Names, Out, Started, discard};
-use stage::StageRun;
+use program::Program;
 use succession::Succession;
 use tile::{Collected, TileRun};
 
@@ -83,12 +84,6 @@ struct Held {
     /// A stage that stays takes its new route once no batch of the one before runs.
     reroute: bool,
     run: Program,
-}
-
-#[derive(Debug)]
-enum Program {
-    Stage(StageRun),
-    Tile(TileRun),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,52 +144,21 @@ impl HeldJob {
     /// Gives parts up.
     fn drop_parts(&mut self, job: JobId, gone: impl Fn(PartId, &Held) -> bool, out: &mut Out) {
         for (part, mut held) in self.parts.extract_if(.., |part, held| gone(*part, held)) {
-            held.end(out);
+            held.run.end(out);
             out.push_back(PartOutput::Shell(Output::Drop { job, part }));
         }
     }
 }
 
 impl Held {
-    fn is_busy(&self) -> bool {
-        match &self.run {
-            Program::Stage(stage) => stage.is_busy(),
-            Program::Tile(tile) => tile.is_busy(),
-        }
-    }
-
-    fn pause(&mut self, out: &mut Out) {
-        match &mut self.run {
-            Program::Stage(stage) => stage.pause(out),
-            Program::Tile(tile) => tile.pause(out),
-        }
-    }
-
-    fn end(&mut self, out: &mut Out) {
-        match &mut self.run {
-            Program::Stage(stage) => stage.drop_everything(out),
-            Program::Tile(tile) => tile.end(out),
-        }
-    }
-
     /// Whether the part that is here is what is ordered now, whatever the neighbours.
     fn may_stay(&self, order: &Order) -> bool {
-        let fits = match &self.run {
-            Program::Stage(_) => self.load == Load::Resident,
-            Program::Tile(tile) => !matches!(self.load, Load::Failed(_)) && tile.may_stay(order),
-        };
-        fits && self.order.is_same_part(order)
+        let failed = matches!(self.load, Load::Failed(_));
+        !failed && self.run.may_stay(self.load == Load::Resident, order) && self.order.is_same_part(order)
     }
 
     fn view(&self, job: JobId, part: PartId) -> HeldPart {
-        let what = match (&self.run, &self.order.work) {
-            (Program::Tile(tile), _) => {
-                let (step, steps) = tile.steps();
-                HeldWork::Tile { step, steps }
-            }
-            (Program::Stage(_), PartWork::Stage(stage)) => HeldWork::Stage { layers: stage.layers_of(part) },
-            (Program::Stage(_), PartWork::Tile(_)) => HeldWork::Stage { layers: 0..0 },
-        };
+        let what = self.run.view(&self.order, part);
         let bytes = (self.load == Load::Resident).then_some(self.bytes);
         let standby = self.order.standby.is_some();
         HeldPart { job, name: self.order.name.clone(), epoch: self.epoch, part, standby, bytes, what }
@@ -301,11 +265,10 @@ impl Parts {
         }
         let is_owner = held.parts.values().any(|part| part.order.owners.contains(&from));
         for part in held.parts.values_mut() {
-            match &mut part.run {
-                _ if from == theirs.issuer => part.pause(&mut self.out),
-                Program::Stage(stage) if is_owner => stage.withhold(),
-                // Nothing of a tile goes to a caller before all other tiles agree.
-                Program::Stage(_) | Program::Tile(_) => {}
+            if from == theirs.issuer {
+                part.run.pause(&mut self.out);
+            } else if is_owner {
+                part.run.withhold();
             }
         }
     }
@@ -329,11 +292,7 @@ impl Parts {
         match result {
             Ok(Loaded { bytes, step }) => {
                 (held.bytes, held.load) = (bytes, Load::Resident);
-                match (&mut held.run, step) {
-                    (Program::Stage(_), _) => {}
-                    (Program::Tile(run), Some(step)) => run.loaded(step, &mut self.out),
-                    (Program::Tile(run), None) => run.wait_for_snapshot(now),
-                }
+                held.run.loaded(now, step, &mut self.out);
             }
             Err(reason) => held.load = Load::Failed(reason),
         }
@@ -357,24 +316,13 @@ impl Parts {
         let Some(flight) = self.in_flight.remove(&work) else { return };
         let job = flight.job;
         self.out.push_back(PartOutput::WorkDone { job });
-        let held = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)).filter(|held| held.runs(work));
+        let held =
+            self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)).filter(|held| held.run.runs(work));
         let Some(held) = held else {
             return self.out.extend(flight.makes.into_iter().map(discard));
         };
-        let (epoch, out) = (held.epoch, &mut self.out);
-        let ended = match (&mut held.run, result) {
-            (Program::Stage(run), Ok(Made::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
-            (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
-            (Program::Stage(run), Ok(Made::Steps(_))) => {
-                run.ran(now, Err("the executor made steps of a stage".into()), out).map(|()| false)
-            }
-            (Program::Tile(run), Ok(Made::Steps(made))) => Ok(run.ran(now, made, out)),
-            (Program::Tile(run), result) => {
-                run.failed(out);
-                Err(result.err().unwrap_or_else(|| "the executor ran a batch of a tile".into()))
-            }
-        };
-        match ended {
+        let epoch = held.epoch;
+        match held.run.ran(now, result, &mut self.out) {
             Ok(true) => self.report_progress(job),
             Ok(false) => {}
             Err(reason) => {
@@ -394,7 +342,7 @@ impl Parts {
             let kind = SaveKind::Snapshot;
             return self.out.push_back(PartOutput::Shell(Output::Forget { job, part, step, kind }));
         };
-        let Program::Tile(tile) = &mut held.run else { return };
+        let Some(tile) = held.run.tile() else { return };
         if tile.handle_collected(now, step, result, &mut self.out) == Collected::Restore {
             let load = self.names.load();
             held.load = Load::Loading(load);
@@ -404,14 +352,13 @@ impl Parts {
 
     // ---- runs
 
-    /// Starts a run of every stage where work waits and none runs. Called when the shell has reported everything that has
+    /// Starts a run of every part whose work is gathered, where some waits and none runs. Called when the shell has reported everything that has
     /// happened, so that the decode steps of several requests meet in one batch.
     pub fn poll_runs(&mut self, now: Instant) -> Option<PartOutput> {
         for (&job, held) in &mut self.jobs {
             for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
-                if let Program::Stage(run) = &mut known.run
-                    && !known.answer_due
-                    && let Some(started) = run.start(now, &mut self.names)
+                if !known.answer_due
+                    && let Some(started) = known.run.start_batch(now, &mut self.names)
                 {
                     let epoch = held.epoch;
                     start(now, (job, epoch, part), started, &mut self.in_flight, &mut self.out);
@@ -422,12 +369,12 @@ impl Parts {
         None
     }
 
-    /// Begins what can begin of a job's tiles.
+    /// Begins what can begin at once of a job's parts.
     fn start(&mut self, now: Instant, job: JobId) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         for (&part, known) in held.parts.iter_mut().filter(|(_, known)| known.load == Load::Resident) {
-            let Program::Tile(run) = &mut known.run else { continue };
-            if let Some(started) = run.start(now, known.answer_due, &mut self.names, &mut self.out) {
+            let paused = known.answer_due;
+            if let Some(started) = known.run.start(now, paused, &mut self.names, &mut self.out) {
                 start(now, (job, held.epoch, part), started, &mut self.in_flight, &mut self.out);
             }
         }
@@ -455,11 +402,7 @@ impl Parts {
     /// This node was paused: of stages that others coordinate nothing leaves before their coordinator is heard.
     pub fn withhold(&mut self) {
         for held in self.jobs.values_mut().filter(|held| held.epoch.issuer != self.me) {
-            for known in held.parts.values_mut() {
-                if let Program::Stage(run) = &mut known.run {
-                    run.withhold();
-                }
-            }
+            held.parts.values_mut().for_each(|known| known.run.withhold());
         }
     }
 
@@ -468,11 +411,7 @@ impl Parts {
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == from) else { return };
         held.heard(now);
         if held.epoch == epoch {
-            for known in held.parts.values_mut() {
-                if let Program::Stage(run) = &mut known.run {
-                    run.release(true, &mut self.out);
-                }
-            }
+            held.parts.values_mut().for_each(|known| known.run.release(&mut self.out));
         }
     }
 
@@ -483,7 +422,7 @@ impl Parts {
             (held.left, held.coordinator_heard) = (true, now);
             if let Some(issuer) = successor {
                 // Whatever epochs this node issued while it was away: its parts obey any of the successor's.
-                held.parts.values_mut().for_each(|part| part.pause(&mut self.out));
+                held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
                 (held.epoch, held.left) = (Epoch { counter: 0, issuer }, false);
                 self.watch(job);
             }
@@ -500,18 +439,14 @@ impl Parts {
         let orphans: Vec<JobId> = self.jobs.iter().filter(|(_, held)| orphaned(held)).map(|(&job, _)| job).collect();
         orphans.into_iter().filter(|_| drops).for_each(|job| self.drop_job(job));
         for known in self.jobs.values_mut().flat_map(|held| held.parts.values_mut()) {
-            if let Program::Stage(run) = &mut known.run {
-                run.report_held(now, &mut self.out);
-            }
+            known.run.report_due(now, &mut self.out);
         }
         let jobs: Vec<JobId> = self.jobs.keys().copied().collect();
         if now >= self.held_at && !jobs.is_empty() {
             self.held_at = now + TILE_HELD;
             for held in self.jobs.values_mut() {
                 for known in held.parts.values_mut().filter(|known| known.load == Load::Resident) {
-                    if let Program::Tile(run) = &mut known.run {
-                        run.report_held(now, &mut self.out);
-                    }
+                    known.run.report_held(now, &mut self.out);
                 }
             }
             let begins = |job: &&JobId| self.jobs.get(job).is_some_and(|held| now < held.begins_until);
@@ -524,11 +459,7 @@ impl Parts {
                 self.report_progress(job);
                 self.succession_wakeup(now, job);
                 let Some(held) = self.jobs.get_mut(&job) else { continue };
-                for known in held.parts.values_mut() {
-                    if let Program::Tile(run) = &mut known.run {
-                        run.ask_again(now, &mut self.out);
-                    }
-                }
+                held.parts.values_mut().for_each(|known| known.run.ask_again(now, &mut self.out));
             }
         }
     }
@@ -536,17 +467,15 @@ impl Parts {
     /// When to come back, and why.
     pub fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
         let all = || self.jobs.values().flat_map(|held| held.parts.values());
-        let tile = |held: &Held| matches!(held.run, Program::Tile(_));
-        let stages = all().filter_map(|held| match &held.run {
-            Program::Stage(run) => run.report_at(),
-            Program::Tile(_) => None,
-        });
-        let stages = stages.min().map(|at| (at, "parts: a stage reports what it holds"));
-        let shadows = all().any(|held| tile(held) && held.order.standby.is_some());
-        let begin = self.jobs.values().any(|held| self.held_at < held.begins_until && held.parts.values().any(tile));
+        let periodic = |held: &Held| held.run.is_periodic();
+        let stages =
+            all().filter_map(|held| held.run.report_at()).min().map(|at| (at, "parts: a stage reports what it holds"));
+        let shadows = all().any(|held| periodic(held) && held.order.standby.is_some());
+        let begin =
+            self.jobs.values().any(|held| self.held_at < held.begins_until && held.parts.values().any(periodic));
         let held = (shadows || begin).then_some((self.held_at, "parts: standbys report what they hold"));
         let silent = |held: &HeldJob| held.succession.is_silent();
-        let periodic = all().any(tile) || self.jobs.values().any(silent);
+        let periodic = all().any(periodic) || self.jobs.values().any(silent);
         let progress = periodic.then_some((self.progress_at, "parts: progress is reported"));
         let silent_since = self.jobs.values().filter_map(|held| held.silent_since(self.me));
         let orphan = silent_since.map(|since| since + ORPHAN_MAX).min();
@@ -558,9 +487,7 @@ impl Parts {
     fn report_progress(&mut self, job: JobId) {
         let Some(held) = self.jobs.get(&job) else { return };
         for known in held.parts.values().filter(|known| known.load == Load::Resident) {
-            if let Program::Tile(run) = &known.run {
-                run.report_progress(&mut self.out);
-            }
+            known.run.report_progress(&mut self.out);
         }
     }
 
@@ -569,38 +496,8 @@ impl Parts {
     }
 }
 
-impl Held {
-    fn runs(&self, work: WorkId) -> bool {
-        match &self.run {
-            Program::Stage(stage) => stage.runs(work),
-            Program::Tile(tile) => tile.runs(work),
-        }
-    }
-
-    /// Whether the stage has the same layers in another order's cut.
-    fn is_in(&self, order: &Order) -> bool {
-        match (&self.order.work, &order.work) {
-            (PartWork::Stage(mine), PartWork::Stage(theirs)) => {
-                mine.content == theirs.content && mine.layers == theirs.layers
-            }
-            (PartWork::Tile(_), _) | (_, PartWork::Tile(_)) => false,
-        }
-    }
-}
-
-/// Whether a part may go on with what its node has: else all begin again under a new cut.
-fn continues(order: &Order) -> bool {
-    match &order.work {
-        PartWork::Stage(_) => true,
-        PartWork::Tile(tile) => matches!(tile.start, TileStart::Continue | TileStart::Snapshot),
-    }
-}
-
 fn tile(jobs: &mut BTreeMap<JobId, HeldJob>, job: JobId, part: PartId) -> Option<&mut TileRun> {
-    match &mut jobs.get_mut(&job)?.parts.get_mut(&part)?.run {
-        Program::Tile(tile) => Some(tile),
-        Program::Stage(_) => None,
-    }
+    jobs.get_mut(&job)?.parts.get_mut(&part)?.run.tile()
 }
 
 /// Gives work to the executor.

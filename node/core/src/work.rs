@@ -7,7 +7,7 @@ pub mod log;
 pub mod serve;
 pub mod steps;
 
-use crate::id::{CallId, Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
+use crate::id::{CallId, ContentId, Epoch, JobId, NodeId, PartId, RequestId, TensorId, WorkId};
 use crate::limits::{PARTS_MAX, PREVIOUS_COORDINATORS_MAX, SUCCESSORS_MAX};
 use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, string::String, vec::Vec};
@@ -143,6 +143,22 @@ impl Order {
         }
     }
 
+    /// What a part is made from, by content: the model's weights, the simulation.
+    pub fn content(&self) -> ContentId {
+        match &self.work {
+            PartWork::Stage(stage) => stage.content,
+            PartWork::Tile(tile) => tile.simulation.content,
+        }
+    }
+
+    /// The part that a part sends to and does not hear from: the stage after it. There may be none of this number.
+    pub fn fed(&self, part: PartId) -> Option<PartId> {
+        match &self.work {
+            PartWork::Stage(_) => Some(part.after()),
+            PartWork::Tile(_) => None,
+        }
+    }
+
     /// Parts that send to a part: the stage before it, the tiles beside it.
     pub fn feeders(&self, part: PartId) -> Vec<PartId> {
         match &self.work {
@@ -182,6 +198,26 @@ pub enum Resume {
     Stage(Vec<(RequestId, u32)>),
     /// A tile: the steps that each tile of the grid has made.
     Tile(Vec<u32>),
+}
+
+impl Has {
+    /// What a stage has of each request.
+    pub fn positions(&self) -> &[Position] {
+        match self {
+            Has::Stage(positions) => positions,
+            Has::Tile { .. } => &[],
+        }
+    }
+}
+
+impl Resume {
+    /// For a part that was told before: what a stage sent since then need not be sent once more.
+    pub fn repeated(&self) -> Resume {
+        match self {
+            Resume::Stage(_) => Resume::Stage(Vec::new()),
+            Resume::Tile(at) => Resume::Tile(at.clone()),
+        }
+    }
 }
 
 /// How far a part is on its channels.
@@ -312,6 +348,16 @@ pub enum ProgramRecord {
     Serve(Box<ServeRecord>),
     /// Stepping a grid.
     Steps(StepsRecord),
+}
+
+impl ProgramRecord {
+    /// The step of the coordinator's last checkpoint.
+    pub fn checkpoint(&self) -> Option<u32> {
+        match self {
+            ProgramRecord::Serve(_) => None,
+            ProgramRecord::Steps(steps) => steps.checkpoint,
+        }
+    }
 }
 
 impl Record {

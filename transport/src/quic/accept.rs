@@ -1,14 +1,15 @@
 //! Being reached: handshake, greeting, certificate. Until the certificate is checked a stranger has one stream and 64 KiB.
 use super::Inner;
 use super::close::CloseCode;
-use super::dial::{self, DIAL_MAX};
+use super::dial::{self, DIAL_MAX, Refusal};
 use super::hello::{Hello, HelloError, Purpose};
 use super::join;
 use super::peer::{self, Parts};
 use crate::certificate::CertificateError;
 use crate::identity::{NodeId, PeerId, node_id};
 use crate::revocation::Revocation;
-use quinn::{Connection, Incoming, RecvStream, SendStream};
+use crate::version::Mismatch;
+use quinn::{Connection, ConnectionError, Incoming, RecvStream, SendStream};
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv6Addr, SocketAddr},
@@ -114,21 +115,24 @@ async fn greet(inner: &Arc<Inner>, incoming: Incoming) {
     let Ok(connecting) = incoming.accept_with(config) else { return };
     let connection = match timeout(DIAL_MAX, connecting).await {
         Ok(Ok(connection)) => connection,
+        Ok(Err(ConnectionError::TransportError(error))) if error.code == dial::no_protocol() => {
+            return inner.refused(None, addr, Mismatch::unknown_caller());
+        }
         Ok(Err(error)) => return inner.refused(None, addr, format!("a handshake failed: {error}")),
         Err(_) => return,
     };
     let Some(peer) = dial::remote_peer(&connection).filter(|p| *p != inner.identity.peer_id()) else {
         return connection.close(peer::code(CloseCode::BadHello), b"no usable key");
     };
+    if let Some(name) = dial::older(&connection) {
+        return close(inner, &connection, addr, peer, Refusal::version(name));
+    }
     match timeout(HELLO_MAX, read_hello(&connection)).await {
         Ok(Ok((send, recv, hello))) => admit(inner, connection, addr, peer, (send, recv), hello).await,
         // The caller hung up: it tried several addresses, or found what it wanted.
         Ok(Err(HelloError::Malformed)) if connection.close_reason().is_some() => {}
-        Ok(Err(error)) => {
-            let (code, why) = dial::refusal(&error);
-            close(inner, &connection, addr, peer, code, &why);
-        }
-        Err(_) => close(inner, &connection, addr, peer, CloseCode::BadHello, "no greeting came"),
+        Ok(Err(error)) => close(inner, &connection, addr, peer, dial::refusal(&error)),
+        Err(_) => close(inner, &connection, addr, peer, Refusal::new(CloseCode::BadHello, "no greeting came")),
     }
 }
 
@@ -146,7 +150,7 @@ async fn admit(
     (control, recv): (SendStream, RecvStream),
     hello: Hello,
 ) {
-    let refuse = |code, why: &str| close(inner, &connection, addr, peer_id, code, why);
+    let refuse = |code, why: &str| close(inner, &connection, addr, peer_id, Refusal::new(code, why));
     if let Purpose::Join(ask) = hello.purpose {
         return join::answer(inner, connection, addr, peer_id, control, ask).await;
     }
@@ -202,9 +206,10 @@ async fn yield_to_own_dial(inner: &Arc<Inner>, caller: PeerId) {
     }
 }
 
-fn close(inner: &Inner, connection: &Connection, addr: SocketAddr, peer: PeerId, code: CloseCode, why: &str) {
-    connection.close(peer::code(code), why.as_bytes());
-    inner.refused(Some(peer), addr, why);
+fn close(inner: &Inner, connection: &Connection, addr: SocketAddr, peer: PeerId, refusal: Refusal) {
+    let Refusal { code, here, there } = refusal;
+    connection.close(peer::code(code), there.as_bytes());
+    inner.refused(Some(peer), addr, here);
 }
 
 #[cfg(test)]

@@ -180,14 +180,13 @@ pub enum DialError {
         /// Who it is.
         found: Box<PeerId>,
     },
-    /// It is no meshnode of our protocol.
-    #[error(
-        "{addr} speaks another protocol version than {}: update meshnode on the older side",
-        super::config::alpn_text()
-    )]
+    /// It speaks another version of the protocol.
+    #[error("{addr} {what}")]
     OtherVersion {
         /// Where.
         addr: SocketAddr,
+        /// Which one, and which side to update.
+        what: String,
     },
     /// It did not let us in.
     #[error("{}{}", code.advice(), if text.is_empty() { String::new() } else { format!(" ({text})") })]

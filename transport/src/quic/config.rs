@@ -2,6 +2,7 @@
 //! quinn's own are for 100 Mbit/s x 100 ms and leave connection memory unbounded).
 use super::tls;
 use crate::identity::Identity;
+use crate::version;
 use quinn::{
     AckFrequencyConfig, ClientConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TransportConfig,
     VarInt,
@@ -13,8 +14,6 @@ use std::{
     time::Duration,
 };
 
-/// Protocol name in the TLS handshake; its number grows with each incompatible change.
-pub(super) const ALPN: &[u8] = b"meshnode/1";
 /// libp2p's dummy server name: certificates here are checked by key, not by name.
 pub(super) const SERVER_NAME: &str = "l";
 /// Long-lived frame streams of all jobs between two nodes: 64 jobs x a few edges and epochs.
@@ -45,7 +44,7 @@ pub(super) struct Configs {
 
 impl Configs {
     pub(super) fn new(identity: &Identity) -> Result<Self, String> {
-        let (client, server) = tls::configs(identity, ALPN)?;
+        let (client, server) = tls::configs(identity, &version::offered())?;
         let client_tls = Arc::new(QuicClientConfig::try_from(client).map_err(|e| e.to_string())?);
         let server_tls = Arc::new(QuicServerConfig::try_from(server).map_err(|e| e.to_string())?);
         Ok(Self { client_tls, server_tls })
@@ -69,10 +68,6 @@ pub(super) fn endpoint() -> EndpointConfig {
     // Above 1200 and below the limit by construction, so the setter cannot refuse it.
     let _ = config.max_udp_payload_size(UDP_PAYLOAD_MAX);
     config
-}
-
-pub(super) fn alpn_text() -> &'static str {
-    "meshnode/1"
 }
 
 /// Kind of path to a peer, told from its address.

@@ -2,16 +2,17 @@
 use super::Inner;
 use super::close::{CloseCode, DialError, Disconnect};
 use super::config::SERVER_NAME;
-use super::hello::{Hello, HelloError, PROTOCOL, Purpose};
+use super::hello::{Hello, HelloError, Purpose};
 use super::peer::{self, Parts, Peer};
 use super::slots::{Dial, Placed};
 use crate::certificate::CertificateError;
 use crate::event::Event;
 use crate::identity::{NodeId, PeerId};
 use crate::revocation::Revocation;
+use crate::version::{self, Mismatch};
 use bytes::Bytes;
 use futures::{StreamExt, stream::FuturesUnordered};
-use quinn::{Connection, ConnectionError, RecvStream, TransportErrorCode};
+use quinn::{Connection, ConnectionError, RecvStream, TransportErrorCode, crypto::rustls::HandshakeData};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 use tokio::time::{Instant, sleep, timeout};
 
@@ -21,6 +22,8 @@ pub(super) const DIAL_MAX: Duration = Duration::from_secs(5);
 const STAGGER: Duration = Duration::from_millis(50);
 /// How long a node waits before it dials a peer again that closed a connection because of a ban.
 const REDIAL_BANNED: Duration = Duration::from_secs(1);
+/// How long an older node may take to refuse this node's greeting: more than the longest path takes for it.
+const REFUSAL_MAX: Duration = Duration::from_secs(1);
 /// How long the lower peer's crossing dial may take to arrive.
 const CROSSING_MAX: Duration = Duration::from_secs(1);
 
@@ -135,6 +138,9 @@ async fn handshake(
     let broken = |why: String| DialError::Broken { addr, why };
     let connecting = inner.endpoint.connect_with(config, addr, SERVER_NAME).map_err(|e| broken(e.to_string()))?;
     let connection = connecting.await.map_err(|error| dial_error(error, addr))?;
+    if let Some(name) = older(&connection) {
+        return Err(leave_older(inner, &connection, addr, name).await);
+    }
     let found = remote_peer(&connection).ok_or_else(|| broken("it showed no key".into()))?;
     if found == inner.identity.peer_id() {
         return Err(DialError::Myself { addr });
@@ -144,6 +150,29 @@ async fn handshake(
         return Err(DialError::WrongPeer { addr, expected: expected.into(), found: found.into() });
     }
     Ok((connection, addr))
+}
+
+/// The name of the older version under which the handshake succeeded; none if the peer speaks this node's.
+pub(super) fn older(connection: &Connection) -> Option<&'static str> {
+    let data = connection.handshake_data()?.downcast::<HandshakeData>().ok()?;
+    let name = data.protocol?;
+    version::EARLIER.into_iter().find(|earlier| earlier.as_bytes() == name)
+}
+
+/// Ends a connection that was dialled to an older node. A greeting goes first: the older node reads its number and logs that it
+/// refused it. A close alone leaves no line in that node's log.
+async fn leave_older(inner: &Inner, connection: &Connection, addr: SocketAddr, name: &str) -> DialError {
+    let Refusal { code, here, there } = Refusal::version(name);
+    let greeting = Hello { instance: inner.instance, purpose: Purpose::Member(None) }.encode();
+    let _ = timeout(REFUSAL_MAX, async {
+        let (mut send, _recv) = connection.open_bi().await.ok()?;
+        send.write_all(&greeting).await.ok()?;
+        connection.closed().await;
+        Some(())
+    })
+    .await;
+    connection.close(peer::code(code), there.as_bytes());
+    DialError::OtherVersion { addr, what: here }
 }
 
 /// Sends our greeting on the first stream and reads theirs.
@@ -170,10 +199,10 @@ pub(super) async fn greet(
             if let Ok(reason) = closed {
                 return Err(dial_error(reason, addr));
             }
-            let (code, text) = refusal(&error);
-            connection.close(peer::code(code), text.as_bytes());
+            let Refusal { code, here, there } = refusal(&error);
+            connection.close(peer::code(code), there.as_bytes());
             Err(match error {
-                HelloError::Version { .. } => DialError::OtherVersion { addr },
+                HelloError::Version { .. } => DialError::OtherVersion { addr, what: here },
                 HelloError::BadChain => {
                     DialError::BadCertificate { peer: peer.into(), error: CertificateError::Malformed }
                 }
@@ -183,14 +212,33 @@ pub(super) async fn greet(
     }
 }
 
-/// What we tell a peer whose greeting we refuse.
-pub(super) fn refusal(error: &HelloError) -> (CloseCode, String) {
+/// Why a greeting is refused.
+pub(super) struct Refusal {
+    pub(super) code: CloseCode,
+    /// For this node's log.
+    pub(super) here: String,
+    /// For the peer.
+    pub(super) there: String,
+}
+
+impl Refusal {
+    /// The same words for both.
+    pub(super) fn new(code: CloseCode, why: &str) -> Self {
+        Self { code, here: why.into(), there: why.into() }
+    }
+
+    /// The peer speaks the version of this name.
+    pub(super) fn version(name: &str) -> Self {
+        let Mismatch { here, there } = Mismatch::with(name);
+        Self { code: CloseCode::OtherVersion, here, there }
+    }
+}
+
+pub(super) fn refusal(error: &HelloError) -> Refusal {
     match error {
-        HelloError::Malformed => (CloseCode::BadHello, "malformed greeting".into()),
-        HelloError::Version { found } => {
-            (CloseCode::OtherVersion, format!("protocol {found} here meets protocol {PROTOCOL}"))
-        }
-        HelloError::BadChain => (CloseCode::BadCertificate, CertificateError::Malformed.to_string()),
+        HelloError::Malformed => Refusal::new(CloseCode::BadHello, "malformed greeting"),
+        HelloError::Version { found } => Refusal::version(&format!("meshnode/{}", found.saturating_sub(1))),
+        HelloError::BadChain => Refusal::new(CloseCode::BadCertificate, &CertificateError::Malformed.to_string()),
     }
 }
 
@@ -287,14 +335,25 @@ pub(super) fn remote_peer(connection: &Connection) -> Option<PeerId> {
     libp2p_tls::certificate::parse(certificates.first()?).ok().map(|certificate| certificate.peer_id())
 }
 
+/// TLS alert 120: no protocol name in common.
+pub(super) fn no_protocol() -> TransportErrorCode {
+    TransportErrorCode::crypto(120)
+}
+
 pub(super) fn dial_error(error: ConnectionError, addr: SocketAddr) -> DialError {
-    // TLS alert 120: no protocol name in common.
-    let no_protocol = TransportErrorCode::crypto(120);
+    let no_protocol = no_protocol();
+    let unknown = || DialError::OtherVersion { addr, what: Mismatch::unknown_answer() };
     match &error {
         ConnectionError::TimedOut => DialError::Unreachable { addrs: vec![addr], after: DIAL_MAX },
-        ConnectionError::VersionMismatch => DialError::OtherVersion { addr },
-        ConnectionError::ConnectionClosed(close) if close.error_code == no_protocol => DialError::OtherVersion { addr },
-        ConnectionError::TransportError(error) if error.code == no_protocol => DialError::OtherVersion { addr },
+        ConnectionError::VersionMismatch => unknown(),
+        ConnectionError::ConnectionClosed(close) if close.error_code == no_protocol => unknown(),
+        ConnectionError::TransportError(error) if error.code == no_protocol => unknown(),
+        ConnectionError::ApplicationClosed(close)
+            if close.error_code == peer::code(CloseCode::OtherVersion) && !close.reason.is_empty() =>
+        {
+            let what = format!("refuses this node's protocol version: {}", peer::text(&close.reason));
+            DialError::OtherVersion { addr, what }
+        }
         ConnectionError::ApplicationClosed(close) => DialError::Refused {
             code: CloseCode::from_wire(close.error_code.into_inner()).unwrap_or(CloseCode::Bye),
             text: peer::text(&close.reason),

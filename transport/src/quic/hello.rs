@@ -6,8 +6,9 @@ use crate::revocation::{REVOCATION_BYTES_MAX, Revocation};
 use crate::wire::{Reader, put_long};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Grows with each change of what follows the greeting. (The TLS protocol name changes when the greeting does.)
-pub(crate) const PROTOCOL: u16 = 2;
+/// One more than the number of the name in the TLS handshake (`version.rs`) and grows with it: the greetings of `meshnode/1` had
+/// the number 2.
+pub(crate) const PROTOCOL: u16 = 3;
 const MAGIC: [u8; 4] = *b"mesh";
 /// A revocation holds a whole chain, so it is the longest of the three.
 const HELLO_BYTES_MAX: usize = 32 + REVOCATION_BYTES_MAX;
@@ -36,7 +37,10 @@ pub(crate) enum Purpose {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HelloError {
     Malformed,
-    Version { found: u16 },
+    /// The number of another version.
+    Version {
+        found: u16,
+    },
     BadChain,
 }
 

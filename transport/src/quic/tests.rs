@@ -12,6 +12,7 @@ mod bans;
 mod join;
 mod members;
 mod outlaws;
+mod versions;
 
 /// Far more than any exchange on loopback takes, so that a test that hangs fails.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -22,9 +22,9 @@ use rustls::{
 };
 use std::sync::Arc;
 
-/// Both ends' TLS for one protocol name. No resumption (all peers share one server name, and with it one slot of a
+/// Both ends' TLS for these protocol names, the preferred one first. No resumption (all peers share one server name, and with it one slot of a
 /// ticket store), no early data, no key log.
-pub(super) fn configs(identity: &Identity, protocol: &[u8]) -> Result<(ClientConfig, ServerConfig), String> {
+pub(super) fn configs(identity: &Identity, protocols: &[Vec<u8>]) -> Result<(ClientConfig, ServerConfig), String> {
     let (certificate, key) = certificate::generate(identity.keypair()).map_err(|e| e.to_string())?;
     let key = aws_lc_rs::sign::any_ecdsa_type(&key).map_err(|e| e.to_string())?;
     let own = Arc::new(Own(Arc::new(CertifiedKey::new(vec![certificate], key))));
@@ -36,14 +36,14 @@ pub(super) fn configs(identity: &Identity, protocol: &[u8]) -> Result<(ClientCon
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(PeerCertificate))
         .with_client_cert_resolver(own.clone());
-    client.alpn_protocols = vec![protocol.to_vec()];
+    client.alpn_protocols = protocols.to_vec();
     client.resumption = Resumption::disabled();
     let mut server = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&TLS13])
         .map_err(|e| e.to_string())?
         .with_client_cert_verifier(Arc::new(PeerCertificate))
         .with_cert_resolver(own);
-    server.alpn_protocols = vec![protocol.to_vec()];
+    server.alpn_protocols = protocols.to_vec();
     server.send_tls13_tickets = 0;
     Ok((client, server))
 }

@@ -304,6 +304,8 @@ fn each_refusal_says_why() {
     let mut other = encode_message(&Message::Leaving).unwrap();
     other[0] = PROTOCOL + 1;
     assert_eq!(decode_message(&other), Err(CodecError::Version(PROTOCOL + 1)));
+    assert!(CodecError::Version(PROTOCOL + 1).to_string().ends_with("update meshnode here"));
+    assert!(CodecError::Version(PROTOCOL - 1).to_string().ends_with("update meshnode there"));
     let mut longer = encode_message(&Message::Leaving).unwrap();
     longer.push(0);
     assert_eq!(decode_message(&longer), Err(CodecError::Trailing { what: "message", used: 1, extra: 1 }));

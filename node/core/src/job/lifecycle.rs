@@ -12,7 +12,7 @@ use super::refusals::Refusals;
 use super::serve::Serve;
 use super::succession::Claims;
 use super::timeout::PrepareTimeout;
-use super::workload::{Found, Workload};
+use super::workload::{Found, Then, Workload};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
 use crate::limits::{DEGRADED_MAX, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::{ToCoordinator, ToParticipant};
@@ -378,11 +378,7 @@ impl Job {
                 let owned =
                     self.parts.iter().zip(&self.resumed).enumerate().filter(|(_, (part, _))| part.owner == node);
                 for (at, (_, resume)) in owned {
-                    let resume = match resume {
-                        // What a stage sent since then need not be sent once more.
-                        Resume::Stage(_) => Resume::Stage(Vec::new()),
-                        Resume::Tile(at) => Resume::Tile(at.clone()),
-                    };
+                    let resume = resume.repeated();
                     self.send(node, ToParticipant::Go { part: PartId::of(at), resume }, out);
                 }
                 if let Workload::Serve(serve) = &mut self.workload {
@@ -435,29 +431,20 @@ impl Job {
         out: &mut Out,
     ) -> Result<(), String> {
         let running = self.is_running();
-        match (say, &mut self.workload) {
-            (ToCoordinator::Stage(say), Workload::Serve(serve)) => serve.handle_report(now, from, epoch, say, out),
-            (ToCoordinator::Tile(say), Workload::Steps(steps)) => {
-                let then = steps.handle_report(now, from, (running, epoch), say, &mut self.parts, out)?;
-                if then == super::steps::Then::RollBack {
+        match say {
+            ToCoordinator::Held { part, cursors } => self.handle_held(now, from, part, cursors, out),
+            ToCoordinator::Fetched { part, result } => self.handle_fetched(now, from, part, result, out),
+            say @ (ToCoordinator::Stage(_) | ToCoordinator::Tile(_) | ToCoordinator::Challenged { .. }) => {
+                let parts = &mut self.parts;
+                let then = self.workload.handle_report(now, from, (running, epoch), say, parts, out)?;
+                if then == Some(Then::RollBack) {
                     self.place_from_scratch(out);
                 }
-                self.standbys_moved(now, out);
+                if then.is_some() {
+                    self.standbys_moved(now, out);
+                }
             }
-            (ToCoordinator::Held { part, cursors }, _) => self.handle_held(now, from, part, cursors, out),
-            (ToCoordinator::Fetched { part, result }, _) => self.handle_fetched(now, from, part, result, out),
-            (ToCoordinator::Challenged { nonce, result, .. }, Workload::Serve(serve)) => {
-                serve.handle_challenged(now, from, nonce, result, out);
-            }
-            (
-                ToCoordinator::Stage(_)
-                | ToCoordinator::Tile(_)
-                | ToCoordinator::Challenged { .. }
-                | ToCoordinator::Prepared { .. }
-                | ToCoordinator::Failed { .. }
-                | ToCoordinator::Silent { .. },
-                _,
-            ) => {}
+            ToCoordinator::Prepared { .. } | ToCoordinator::Failed { .. } | ToCoordinator::Silent { .. } => {}
         }
         self.take_ending();
         Ok(())
@@ -471,18 +458,15 @@ impl Job {
         result: Result<(), String>,
         out: &mut Out,
     ) {
-        if let Workload::Steps(steps) = &mut self.workload {
-            steps.handle_collected((now, self.epoch), state, result, &self.parts, out);
-        }
+        self.workload.handle_collected((now, self.epoch), state, result, &self.parts, out);
         self.take_ending();
     }
 
     /// The checkpoint is the one to roll back to now, or could not be made that.
     pub(super) fn handle_kept(&mut self, now: Instant, step: u32, result: Result<(), String>, out: &mut Out) {
         let running = self.is_running();
-        let Workload::Steps(steps) = &mut self.workload else { return };
-        if steps.handle_kept(step, result, out) {
-            let better = steps.ask_better_now(now, running, &self.parts);
+        if self.workload.handle_kept(step, result, out) {
+            let better = self.workload.ask_better_now(now, running, &self.parts);
             self.publish_record(out);
             self.ask_better(better, out);
         }
@@ -490,9 +474,7 @@ impl Job {
     }
 
     fn take_ending(&mut self) {
-        if let Workload::Steps(steps) = &mut self.workload
-            && let Some(ending) = steps.take_ending()
-        {
+        if let Some(ending) = self.workload.take_ending() {
             self.ending = Some(match ending {
                 Ok(()) => Ending::Completed,
                 Err(reason) => Ending::Failed(reason),
@@ -538,10 +520,7 @@ impl Job {
         for call in core::mem::take(&mut self.callers) {
             out.push_back(JobOutput::Notify(Event::JobDegraded { call: Some(call), job, reason: why.clone() }));
         }
-        let figures = match &self.workload {
-            Workload::Serve(_) => Vec::new(),
-            Workload::Steps(steps) => steps.figures(),
-        };
+        let figures = self.workload.figures();
         out.push_back(JobOutput::Notify(Event::JobEnded { job, ending, figures }));
     }
 
@@ -566,10 +545,7 @@ impl Job {
 
     /// The requests of a served model.
     pub(super) fn serve(&mut self) -> Option<&mut Serve> {
-        match &mut self.workload {
-            Workload::Serve(serve) => Some(serve),
-            Workload::Steps(_) => None,
-        }
+        self.workload.serve()
     }
 
     // ---- time
@@ -591,11 +567,8 @@ impl Job {
             }
             Phase::Planning { .. } | Phase::Preparing { .. } | Phase::Degraded { .. } => {}
         }
-        if let Workload::Steps(steps) = &mut self.workload {
-            steps.handle_wakeup(now, out);
-            let better = steps.ask_better(now, self.phase == Phase::Running, &self.parts);
-            self.ask_better(better, out);
-        }
+        let better = self.workload.handle_wakeup(now, self.phase == Phase::Running, &self.parts, out);
+        self.ask_better(better, out);
         self.take_ending();
     }
 
@@ -632,11 +605,7 @@ impl Job {
             Phase::Running => self.next_running_wakeup(),
             Phase::Planning { .. } => None,
         };
-        let steps = match &self.workload {
-            Workload::Steps(steps) => steps.next_wakeup(),
-            Workload::Serve(_) => None,
-        };
-        [phase, steps].into_iter().flatten().min()
+        [phase, self.workload.next_wakeup()].into_iter().flatten().min()
     }
 
     fn next_running_wakeup(&self) -> Option<(Instant, &'static str)> {

@@ -304,16 +304,10 @@ impl Serve {
 
 /// What a stage's owner has of each request.
 fn positions(part: &Part) -> &[Position] {
-    match part.ready.as_ref().map(|ready| &ready.has) {
-        Some(Has::Stage(positions)) => positions,
-        Some(Has::Tile { .. }) | None => &[],
-    }
+    part.ready.as_ref().map_or(&[], |ready| ready.has.positions())
 }
 
 /// What a standby has of each request, as it reports.
 pub(super) fn standby_positions(has: &Has) -> &[Position] {
-    match has {
-        Has::Stage(positions) => positions,
-        Has::Tile { .. } => &[],
-    }
+    has.positions()
 }

@@ -13,8 +13,8 @@ use crate::time::Instant;
 use crate::work::{Cursors, Ready};
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
+use partitioner::DeviceId;
 use partitioner::tiles::TileStandby;
-use partitioner::{DeviceId, Tier};
 
 impl Job {
     /// Parts that lack a standby.
@@ -146,11 +146,7 @@ impl Job {
     /// The standby of a part that is fed copies: one that computes along.
     fn fed(&self, part: PartId) -> Option<NodeId> {
         let standby = self.parts.get(part.index())?.standby.as_ref()?;
-        let follows = match &self.workload {
-            Workload::Serve(_) => standby.tier == Tier::Hot,
-            Workload::Steps(_) => true,
-        };
-        (standby.is_prepared() && follows).then_some(standby.node)
+        (standby.is_prepared() && self.workload.follows(standby)).then_some(standby.node)
     }
 
     /// Nodes beside a part that have to know its standby: the owners of the parts that feed it or are fed by it, and of a route the

@@ -1,15 +1,14 @@
 //! A job as status pages and callers see it.
 use super::lifecycle::{Job, Phase};
-use super::part::{Part, Standby};
+use super::part::Part;
 use super::rebalance::Moved;
-use super::workload::Workload;
 use crate::id::{ContentId, Epoch, JobId, NodeId, PartId};
 use crate::work::steps::TileFigures;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::ops::Range;
+use partitioner::Tier;
 use partitioner::tiles::Block;
-use partitioner::{Plan, Tier};
 
 /// Where a job stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,70 +141,18 @@ impl Job {
             reason: self.degraded_reason(),
             step_ns: if self.parts.is_empty() { 0 } else { self.workload.step_ns() },
             parts: parts.map(|(at, part)| self.part_view(PartId::of(at), part)).collect(),
-            program: self.program_view(),
-        }
-    }
-
-    fn program_view(&self) -> ProgramView {
-        match &self.workload {
-            Workload::Serve(serve) => {
-                let (running, waiting) = serve.requests.counts();
-                let (content, moved) = (serve.model.content, self.rebalance.last());
-                let (context, sequences) = (serve.model.work.context, serve.model.work.sequences);
-                ProgramView::Serve { content, moved, context, sequences, running, waiting }
-            }
-            Workload::Steps(steps) => ProgramView::Steps {
-                step: steps.step(),
-                steps: steps.spec.schedule.steps,
-                depth: steps.depth(),
-                checkpoint: steps.checkpoint(),
-            },
+            program: self.workload.view(self.rebalance.last()),
         }
     }
 
     fn part_view(&self, number: PartId, part: &Part) -> PartView {
-        let what = match &self.workload {
-            Workload::Serve(serve) => {
-                let stage = serve.plan().map(Plan::stages).and_then(|stages| stages.get(number.index()));
-                WhatView::Stage(stage.map(|stage| stage.layers.clone()).unwrap_or_default())
-            }
-            Workload::Steps(steps) => {
-                let none = (Block { from: [0; 3], to: [0; 3] }, 0, TileFigures::default());
-                let (block, step, figures) = steps.tile(number).unwrap_or(none);
-                WhatView::Tile { block, step, figures }
-            }
-        };
         PartView {
             owner: part.owner,
             bytes: self.bytes_at(number, part.owner),
             bytes_max: part.bytes,
             step_ns: part.step_ns,
-            what,
-            standby: self.standby_view(number, part.standby.as_ref()),
-        }
-    }
-
-    fn standby_view(&self, part: PartId, standby: Option<&Standby>) -> Option<StandbyView> {
-        let current = standby.is_some_and(|standby| self.workload.is_current(standby));
-        let resident = standby.is_some_and(|standby| standby.ready);
-        let node = standby.map(|standby| standby.node);
-        match &self.workload {
-            Workload::Serve(serve) => {
-                let known = serve.tiers().get(&part).copied();
-                let (tier, stall_ns) = known.unwrap_or((Tier::Cold, None));
-                let tier = match (node, tier) {
-                    (Some(_), _) if current => Tier::Hot,
-                    (Some(_), _) if resident => Tier::Warm,
-                    (None, Tier::None) => Tier::None,
-                    (Some(_), _) | (None, Tier::Hot | Tier::Warm | Tier::Cold) => Tier::Cold,
-                };
-                let shown = known.is_some() || node.is_some();
-                shown.then_some(StandbyView { node, tier, resident, current, step: None, stall_ns })
-            }
-            Workload::Steps(_) => standby.map(|standby| {
-                let step = standby.ready.then(|| standby.at(0));
-                StandbyView { node, tier: standby.tier, resident, current, step, stall_ns: None }
-            }),
+            what: self.workload.part_view(number),
+            standby: self.workload.standby_view(number, part.standby.as_ref()),
         }
     }
 }

@@ -1,15 +1,21 @@
 //! The program of a job, and the questions that its life cycle asks of it: what to plan, what a part is ordered, where to go on,
-//! whether a standby is current, what a loss means, what a move gains, and when it is over.
+//! whether a standby is current, what a loss means, what a report means, when it is over, what its views show, and what a successor needs of it.
 use super::output::{Out, What};
 use super::part::{Part, Standby};
+use super::rebalance::Moved;
 use super::serve::Serve;
 use super::steps::Steps;
+pub(super) use super::steps::Then;
+use super::view::{ProgramView, StandbyView, WhatView};
 use crate::id::{Epoch, NodeId, PartId};
+use crate::message::ToCoordinator;
 use crate::time::Instant;
-use crate::work::{Has, PartWork, Placement, ProgramRecord, Resume};
+use crate::work::steps::{SaveKind, TileFigures};
+use crate::work::{Figures, Has, PartWork, Placement, ProgramRecord, Resume};
 use alloc::collections::BTreeSet;
-use alloc::vec::Vec;
-use partitioner::{DeviceId, Plan};
+use alloc::{string::String, vec::Vec};
+use partitioner::tiles::Block;
+use partitioner::{DeviceId, Plan, Tier};
 
 /// What a job computes. A new kind of job is a new variant.
 #[derive(Debug)]
@@ -181,6 +187,184 @@ impl Workload {
         }
     }
 
+    /// Whether it goes on when the coordinator's node leaves. A served model ends there with the last request of that node's callers.
+    pub(super) fn goes_on_without_callers(&self) -> bool {
+        match self {
+            Workload::Serve(_) => false,
+            Workload::Steps(_) => true,
+        }
+    }
+
+    /// Whether a standby of this kind is sent what its owner is sent.
+    pub(super) fn follows(&self, standby: &Standby) -> bool {
+        match self {
+            Workload::Serve(_) => standby.tier == Tier::Hot,
+            Workload::Steps(_) => true,
+        }
+    }
+
+    // ---- reports
+
+    /// A participant reports something that is this workload's own affair. Returns what it means for the job, where it concerns it.
+    ///
+    /// # Errors
+    /// The node is not to be trusted with its part.
+    pub(super) fn handle_report(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        (running, epoch): (bool, Epoch),
+        say: ToCoordinator,
+        parts: &mut [Part],
+        out: &mut Out,
+    ) -> Result<Option<Then>, String> {
+        match (self, say) {
+            (Workload::Serve(serve), ToCoordinator::Stage(say)) => serve.handle_report(now, from, epoch, say, out),
+            (Workload::Serve(serve), ToCoordinator::Challenged { nonce, result, .. }) => {
+                serve.handle_challenged(now, from, nonce, result, out);
+            }
+            (Workload::Steps(steps), ToCoordinator::Tile(say)) => {
+                return steps.handle_report(now, from, (running, epoch), say, parts, out).map(Some);
+            }
+            (Workload::Serve(_) | Workload::Steps(_), _) => {}
+        }
+        Ok(None)
+    }
+
+    /// What was to be fetched for it (`Output::Collect`) has been, or why not.
+    pub(super) fn handle_collected(
+        &mut self,
+        (now, epoch): (Instant, Epoch),
+        state: (PartId, u32, SaveKind),
+        result: Result<(), String>,
+        parts: &[Part],
+        out: &mut Out,
+    ) {
+        match self {
+            Workload::Serve(_) => {}
+            Workload::Steps(steps) => steps.handle_collected((now, epoch), state, result, parts, out),
+        }
+    }
+
+    /// The checkpoint (`Output::KeepCheckpoint`) is the one to roll back to now, or could not be made that. Returns whether it is.
+    pub(super) fn handle_kept(&mut self, step: u32, result: Result<(), String>, out: &mut Out) -> bool {
+        match self {
+            Workload::Serve(_) => false,
+            Workload::Steps(steps) => steps.handle_kept(step, result, out),
+        }
+    }
+
+    /// The question for a better placement, now that going back to a checkpoint costs nothing.
+    pub(super) fn ask_better_now(&mut self, now: Instant, running: bool, parts: &[Part]) -> Option<What> {
+        match self {
+            Workload::Serve(_) => None,
+            Workload::Steps(steps) => steps.ask_better_now(now, running, parts),
+        }
+    }
+
+    /// How the job ended, once it has ended by itself.
+    pub(super) fn take_ending(&mut self) -> Option<Result<(), String>> {
+        match self {
+            Workload::Serve(_) => None,
+            Workload::Steps(steps) => steps.take_ending(),
+        }
+    }
+
+    /// The clock. Returns the question for a better placement, if it is time for it.
+    pub(super) fn handle_wakeup(&mut self, now: Instant, running: bool, parts: &[Part], out: &mut Out) -> Option<What> {
+        match self {
+            Workload::Serve(_) => None,
+            Workload::Steps(steps) => {
+                steps.handle_wakeup(now, out);
+                steps.ask_better(now, running, parts)
+            }
+        }
+    }
+
+    /// When it has to be woken, beside its parts.
+    pub(super) fn next_wakeup(&self) -> Option<(Instant, &'static str)> {
+        match self {
+            Workload::Serve(_) => None,
+            Workload::Steps(steps) => steps.next_wakeup(),
+        }
+    }
+
+    /// What its parts have spent.
+    pub(super) fn figures(&self) -> Figures {
+        match self {
+            Workload::Serve(_) => Vec::new(),
+            Workload::Steps(steps) => steps.figures(),
+        }
+    }
+
+    /// The model that it serves, if it serves one.
+    pub(super) fn serve(&mut self) -> Option<&mut Serve> {
+        match self {
+            Workload::Serve(serve) => Some(serve),
+            Workload::Steps(_) => None,
+        }
+    }
+
+    // ---- views
+
+    pub(super) fn view(&self, moved: Option<Moved>) -> ProgramView {
+        match self {
+            Workload::Serve(serve) => {
+                let (running, waiting) = serve.requests.counts();
+                let content = serve.model.content;
+                let (context, sequences) = (serve.model.work.context, serve.model.work.sequences);
+                ProgramView::Serve { content, moved, context, sequences, running, waiting }
+            }
+            Workload::Steps(steps) => ProgramView::Steps {
+                step: steps.step(),
+                steps: steps.spec.schedule.steps,
+                depth: steps.depth(),
+                checkpoint: steps.checkpoint(),
+            },
+        }
+    }
+
+    pub(super) fn part_view(&self, part: PartId) -> WhatView {
+        match self {
+            Workload::Serve(serve) => {
+                let stage = serve.plan().map(Plan::stages).and_then(|stages| stages.get(part.index()));
+                WhatView::Stage(stage.map(|stage| stage.layers.clone()).unwrap_or_default())
+            }
+            Workload::Steps(steps) => {
+                let none = (Block { from: [0; 3], to: [0; 3] }, 0, TileFigures::default());
+                let (block, step, figures) = steps.tile(part).unwrap_or(none);
+                WhatView::Tile { block, step, figures }
+            }
+        }
+    }
+
+    pub(super) fn standby_view(&self, part: PartId, standby: Option<&Standby>) -> Option<StandbyView> {
+        let current = standby.is_some_and(|standby| self.is_current(standby));
+        let resident = standby.is_some_and(|standby| standby.ready);
+        let node = standby.map(|standby| standby.node);
+        match self {
+            Workload::Serve(serve) => {
+                let known = serve.tiers().get(&part).copied();
+                let (tier, stall_ns) = known.unwrap_or((Tier::Cold, None));
+                let tier = match (node, tier) {
+                    (Some(_), _) if current => Tier::Hot,
+                    (Some(_), _) if resident => Tier::Warm,
+                    (None, Tier::None) => Tier::None,
+                    (Some(_), _) | (None, Tier::Hot | Tier::Warm | Tier::Cold) => Tier::Cold,
+                };
+                let shown = known.is_some() || node.is_some();
+                shown.then_some(StandbyView { node, tier, resident, current, step: None, stall_ns })
+            }
+            Workload::Steps(_) => standby.map(|standby| {
+                let step = standby.ready.then(|| standby.at(0));
+                StandbyView { node, tier: standby.tier, resident, current, step, stall_ns: None }
+            }),
+        }
+    }
+
+    // ---- succession
+
+    /// What a successor needs of it.
     pub(super) fn record(&self) -> ProgramRecord {
         match self {
             Workload::Serve(serve) => serve.record(),

@@ -5,7 +5,7 @@ use crate::job::{Ask, Measured, What};
 use crate::limits::{CHALLENGE_STEPS, HALO_LOG_BYTES_MAX, SNAPSHOT_EVERY_MIN, SOURCES_MAX};
 use crate::output::Event;
 use crate::speeds::Timing;
-use crate::work::{Order, PartWork};
+use crate::work::Order;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -119,13 +119,9 @@ impl Node {
     /// Nodes that may have the data of a part: the coordinator and the owners are asked first; then those that say that they
     /// have some.
     pub(super) fn sources(&mut self, epoch: Epoch, order: &Order) -> Vec<NodeId> {
-        let content = match &order.work {
-            PartWork::Stage(stage) => stage.content,
-            PartWork::Tile(tile) => tile.simulation.content,
-        };
         let mut sources: Vec<NodeId> = Vec::from([epoch.issuer]);
         let owners = order.owners.iter().copied().filter(|&node| node != self.me);
-        for node in owners.chain(self.membership.holders(content, SOURCES_MAX)) {
+        for node in owners.chain(self.membership.holders(order.content(), SOURCES_MAX)) {
             if sources.len() < SOURCES_MAX && !sources.contains(&node) {
                 sources.push(node);
             }

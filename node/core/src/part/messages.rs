@@ -1,6 +1,7 @@
 //! What a participant does on messages and frames of a job: the fence first, then the part.
-use super::output::{discard, discard_payload};
-use super::{HeldJob, Load, PartOutput, Parts, Program, leaps, tile};
+use super::output::discard_payload;
+use super::program::Program;
+use super::{HeldJob, Load, PartOutput, Parts, leaps, tile};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::message::{FrameHeader, ToParticipant, ToTile};
 use crate::output::Output;
@@ -100,10 +101,7 @@ impl Parts {
             ToParticipant::CoordinatorSilent => self.handle_vote(now, from, job),
             ToParticipant::Held { part, to, cursors, live, again } => {
                 let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&to)) else { return };
-                match &mut known.run {
-                    Program::Stage(run) => run.handle_held(from, part, &cursors, again, &mut self.out),
-                    Program::Tile(run) => run.handle_held(from, part, &cursors, (live, again), &mut self.out),
-                }
+                known.run.handle_held(from, part, &cursors, (live, again), &mut self.out);
             }
             ToParticipant::Gap { part, from: of } => {
                 let known = self.jobs.get(&job).and_then(|held| held.parts.get(&part));
@@ -135,14 +133,8 @@ impl Parts {
             ToTile::WantSnapshot { part } | ToTile::Saved { part, .. } | ToTile::Taken { part, .. } => part,
         };
         let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        let Program::Tile(tile) = &mut known.run else { return };
-        match say {
-            ToTile::WantSnapshot { .. } => tile.handle_want_snapshot(from),
-            ToTile::Saved { step, bytes, .. } => tile.handle_saved(me, from, step, bytes, &mut self.out),
-            ToTile::Taken { step, kind, .. } => {
-                tile.handle_taken(step, kind, &mut self.out);
-                self.start(now, job);
-            }
+        if known.run.handle_tile_message(me, from, say, &mut self.out) {
+            self.start(now, job);
         }
     }
 
@@ -150,10 +142,7 @@ impl Parts {
     pub(super) fn handle_standby(&mut self, job: JobId, part: PartId, node: Option<NodeId>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         for (_, known) in held.parts.iter_mut().filter(|(at, _)| **at != part) {
-            match &mut known.run {
-                Program::Stage(run) => run.handle_standby(part, node),
-                Program::Tile(run) => run.handle_standby(part, node),
-            }
+            known.run.handle_standby(part, node);
         }
     }
 
@@ -161,16 +150,9 @@ impl Parts {
     pub fn handle_frame(&mut self, now: Instant, from: NodeId, header: FrameHeader, payload: Payload) {
         let admitted = self.is_resident(from, header.job, header.epoch, header.part);
         let held = self.jobs.get_mut(&header.job).and_then(|held| held.parts.get_mut(&header.part));
-        match (held.filter(|_| admitted).map(|held| &mut held.run), payload) {
-            (Some(Program::Stage(run)), payload) => run.handle_frame(now, from, header, payload, &mut self.out),
-            (Some(Program::Tile(run)), Payload::Tensor(tensor)) => {
-                if run.handle_halo(from, &header, tensor) {
-                    self.start(now, header.job);
-                } else {
-                    self.out.push_back(discard(tensor));
-                }
-            }
-            (Some(Program::Tile(_)) | None, payload) => discard_payload(payload, &mut self.out),
+        let Some(held) = held.filter(|_| admitted) else { return discard_payload(payload, &mut self.out) };
+        if held.run.handle_frame(now, from, header, payload, &mut self.out) {
+            self.start(now, header.job);
         }
     }
 
@@ -180,10 +162,7 @@ impl Parts {
             if known.load != Load::Resident {
                 continue;
             }
-            match &mut known.run {
-                Program::Stage(run) => run.handle_reconnected(node, &mut self.out),
-                Program::Tile(run) => run.handle_reconnected(node, &mut self.out),
-            }
+            known.run.handle_reconnected(node, &mut self.out);
         }
     }
 }

@@ -1,15 +1,13 @@
 //! What a participant does on orders: it refuses a part, keeps it, loads it, gets its data, lets it go.
-use super::stage::StageRun;
-use super::tile::TileRun;
-use super::{Fetch, Held, HeldJob, Load, PartOutput, Parts, Program, continues, leaps};
+use super::program::{Program, continues, is_in, must_be_here};
+use super::{Fetch, Held, HeldJob, Load, PartOutput, Parts, leaps};
 use crate::id::{Epoch, JobId, NodeId, PartId};
 use crate::limits::{JOBS_MAX, PARTS_MAX, TILE_BEGINS};
 use crate::message::ToCoordinator;
 use crate::output::Output;
 use crate::planted::{self, Planted};
 use crate::time::Instant;
-use crate::work::steps::TileStart;
-use crate::work::{Has, Order, PartWork, Ready, Resume};
+use crate::work::{Order, Ready, Resume};
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
 use alloc::{format, string::String, vec::Vec};
@@ -90,7 +88,7 @@ impl Parts {
             (held.epoch, held.gone, held.left) = (epoch, false, false);
             held.succession.replaced();
             if !planted::has(Planted::NoFence) {
-                held.parts.values_mut().for_each(|part| part.pause(&mut self.out));
+                held.parts.values_mut().for_each(|part| part.run.pause(&mut self.out));
             }
             // All begin again: what was held under the cut before would take the room of what comes.
             if !continues(order) {
@@ -108,9 +106,7 @@ impl Parts {
         (held.epoch, held.answer_due, held.reroute) = (epoch, true, true);
         self.out.push_back(PartOutput::Shell(Output::Keep { job, epoch, order: order.clone() }));
         held.order = order;
-        if let (Program::Tile(run), PartWork::Tile(tile)) = (&mut held.run, &held.order.work)
-            && let Some(step) = run.keep(now, epoch, &held.order, tile)
-        {
+        if let Some(step) = held.run.keep(now, epoch, &held.order) {
             let load = self.names.load();
             held.load = Load::Loading(load);
             self.out.push_back(PartOutput::Shell(Output::Restore { job, load, part, step }));
@@ -121,21 +117,18 @@ impl Parts {
     pub(super) fn load(&mut self, now: Instant, job: JobId, epoch: Epoch, order: Box<Order>) {
         let part = order.part;
         let Some(held) = self.jobs.get_mut(&job) else { return };
-        if let PartWork::Tile(tile) = &order.work
-            && tile.start == TileStart::Continue
-        {
+        if must_be_here(&order) {
             held.drop_parts(job, |known, _| known == part, &mut self.out);
             let what = String::from("this node does not have the tile");
             return self.report(job, epoch, ToCoordinator::Prepared { part, result: Err(what) });
         }
         // Of a model: parts of another cut give way at once, and what they have of the same layers is used again.
         let replaced = |known: PartId, held: &Held| {
-            known == part
-                || matches!(held.run, Program::Stage(_)) && !(order.beside.contains(&known) && held.is_in(&order))
+            known == part || held.run.gives_way() && !(order.beside.contains(&known) && is_in(&held.order, &order))
         };
         let mut replaces = Vec::new();
         for (known, mut gone) in held.parts.extract_if(.., |known, held| replaced(*known, held)) {
-            gone.end(&mut self.out);
+            gone.run.end(&mut self.out);
             if matches!(gone.load, Load::Failed(_)) {
                 // A device that failed keeps nothing worth using again.
                 self.out.push_back(PartOutput::Shell(Output::Drop { job, part: known }));
@@ -144,10 +137,7 @@ impl Parts {
             }
         }
         let load = self.names.load();
-        let run = match &order.work {
-            PartWork::Stage(stage) => Program::Stage(StageRun::new(job, epoch, &order, stage)),
-            PartWork::Tile(tile) => Program::Tile(TileRun::new(now, job, epoch, &order, tile)),
-        };
+        let run = Program::new(now, job, epoch, &order);
         let state = Load::Loading(load);
         let known = Held { order: order.clone(), epoch, load: state, bytes: 0, answer_due: true, reroute: false, run };
         held.parts.insert(part, known);
@@ -158,23 +148,12 @@ impl Parts {
     pub(super) fn answer(&mut self, now: Instant, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
         let (epoch, bytes) = (held.epoch, held.bytes);
-        if matches!(held.load, Load::Loading(_)) || held.is_busy() || !core::mem::take(&mut held.answer_due) {
+        if matches!(held.load, Load::Loading(_)) || held.run.is_busy() || !core::mem::take(&mut held.answer_due) {
             return;
         }
         let shadow = held.order.standby.is_some();
-        let has = match (&mut held.run, &held.order.work) {
-            (Program::Stage(run), PartWork::Stage(stage)) => {
-                if core::mem::take(&mut held.reroute) {
-                    run.keep(epoch, &held.order, stage, &mut self.out);
-                }
-                if shadow {
-                    run.start_shadow(now);
-                }
-                Has::Stage(run.positions())
-            }
-            (Program::Tile(run), _) => run.has(),
-            (Program::Stage(_), PartWork::Tile(_)) => return,
-        };
+        let reroute = core::mem::take(&mut held.reroute);
+        let Some(has) = held.run.answer(now, epoch, &held.order, reroute, &mut self.out) else { return };
         let result = match &held.load {
             Load::Failed(reason) => Err(reason.clone()),
             Load::Loading(_) | Load::Resident => Ok(Ready { bytes, has }),
@@ -189,15 +168,7 @@ impl Parts {
     /// A standby begins to follow.
     pub(super) fn start_shadow(&mut self, job: JobId, part: PartId) {
         let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        match &mut held.run {
-            Program::Tile(tile) => tile.start_shadow(&mut self.out),
-            // The connection should stand before it is needed.
-            Program::Stage(_) => {
-                if let Some(node) = held.order.owner(part.after()) {
-                    self.out.push_back(PartOutput::Connect { node });
-                }
-            }
-        }
+        held.run.start_shadow(&held.order, part, &mut self.out);
     }
 
     pub(super) fn go(&mut self, now: Instant, job: JobId, part: PartId, resume: &Resume) {
@@ -209,11 +180,7 @@ impl Parts {
         // What was not ordered again is not wanted.
         held.drop_parts(job, |_, held| held.epoch != epoch, &mut self.out);
         if let Some(known) = held.parts.get_mut(&part).filter(|known| known.load == Load::Resident) {
-            match (&mut known.run, resume) {
-                (Program::Stage(run), Resume::Stage(resume)) => run.go(now, resume, &mut self.out),
-                (Program::Tile(run), Resume::Tile(at)) => run.go(at, &mut self.out),
-                (Program::Stage(_), Resume::Tile(_)) | (Program::Tile(_), Resume::Stage(_)) => {}
-            }
+            known.run.go(now, resume, &mut self.out);
         }
         self.watch(job);
         self.start(now, job);
@@ -226,11 +193,7 @@ impl Parts {
         let epoch = held.epoch;
         let mut nodes = BTreeSet::from([epoch.issuer]);
         for (&part, known) in held.parts.iter().filter(|(_, known)| held.gone && known.order.standby.is_none()) {
-            let after = match &known.order.work {
-                PartWork::Stage(_) => Some(part.after()),
-                PartWork::Tile(_) => None,
-            };
-            let beside = known.order.feeders(part).into_iter().chain(after);
+            let beside = known.order.feeders(part).into_iter().chain(known.order.fed(part));
             nodes.extend(beside.filter_map(|part| known.order.owner(part)));
         }
         nodes.remove(&self.me);
@@ -247,7 +210,7 @@ impl Parts {
 
     pub(super) fn drop_job(&mut self, job: JobId) {
         let Some(mut held) = self.jobs.remove(&job) else { return };
-        held.parts.values_mut().for_each(|part| part.end(&mut self.out));
+        held.parts.values_mut().for_each(|part| part.run.end(&mut self.out));
         if held.epoch.issuer != self.me {
             self.out.push_back(PartOutput::Unwatch { job });
         }

@@ -211,10 +211,7 @@ impl Parts {
             Ok(()) => succession.mirror.have = Some(step),
             Err(_) => {
                 // A newer one has taken its place while it was copied: that one is there for as long again.
-                let newer = succession.record.as_ref().is_some_and(|record| match &record.program {
-                    ProgramRecord::Steps(steps) => steps.checkpoint > Some(step),
-                    ProgramRecord::Serve(_) => false,
-                });
+                let newer = succession.record.as_ref().is_some_and(|record| record.program.checkpoint() > Some(step));
                 succession.mirror.again = now + if newer { MIRROR_NEWER } else { MIRROR_RETRY };
             }
         }

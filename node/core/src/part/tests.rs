@@ -7,8 +7,7 @@ use crate::id::{ContentId, RequestId};
 use crate::message::{FrameHeader, ToParticipant};
 use crate::message::{FromStage, ToStage};
 use crate::work::serve::{ItemResult, Position, Sampling, StageOrder};
-use crate::work::{Cursors, Task};
-use crate::work::{Has, Payload, Ready, Resume};
+use crate::work::{Cursors, Has, PartWork, Payload, Ready, Resume, Task};
 use alloc::{string::ToString, vec};
 use partitioner::Tier;
 

@@ -1,6 +1,6 @@
 //! What a node that holds tiles does, as its coordinator and neighbours see it.
 use super::*;
-use crate::work::steps::{Schedule, SimulationId, TileMade, TileOrder};
+use crate::work::steps::{Schedule, SimulationId, TileMade, TileOrder, TileStart};
 use partitioner::tiles::{Block, GridWork};
 
 /// A standby of the second tile.

@@ -1,0 +1,361 @@
+//! The program of a part, and the questions that the participant asks of it: how it is made, fed and run, what it has, and where it
+//! goes on. `job/workload.rs` is the coordinator's side of the same.
+use super::output::{Names, Out, PartOutput, Started, discard, discard_payload};
+use super::stage::StageRun;
+use super::tile::TileRun;
+use crate::id::{Epoch, JobId, NodeId, PartId, WorkId};
+use crate::message::{FrameHeader, ToTile};
+use crate::time::Instant;
+use crate::work::steps::TileStart;
+use crate::work::{Cursors, Has, HeldWork, Made, Order, PartWork, Payload, Resume};
+use alloc::string::String;
+
+/// What a part computes. A new kind of part is a new variant.
+#[derive(Debug)]
+pub(super) enum Program {
+    Stage(StageRun),
+    Tile(TileRun),
+}
+
+impl Program {
+    pub(super) fn new(now: Instant, job: JobId, epoch: Epoch, order: &Order) -> Self {
+        match &order.work {
+            PartWork::Stage(stage) => Program::Stage(StageRun::new(job, epoch, order, stage)),
+            PartWork::Tile(tile) => Program::Tile(TileRun::new(now, job, epoch, order, tile)),
+        }
+    }
+
+    // ---- orders
+
+    /// Whether the part that is here, `resident` or still loading, is what is ordered now, whatever the neighbours.
+    pub(super) fn may_stay(&self, resident: bool, order: &Order) -> bool {
+        match self {
+            Program::Stage(_) => resident,
+            Program::Tile(tile) => tile.may_stay(order),
+        }
+    }
+
+    /// Whether it makes room for every part of the job that is ordered under another cut.
+    pub(super) fn gives_way(&self) -> bool {
+        match self {
+            Program::Stage(_) => true,
+            Program::Tile(_) => false,
+        }
+    }
+
+    /// It stays under another epoch. Returns the step of the snapshot to restore, if it goes on from one.
+    pub(super) fn keep(&mut self, now: Instant, epoch: Epoch, order: &Order) -> Option<u32> {
+        match (self, &order.work) {
+            (Program::Tile(run), PartWork::Tile(tile)) => run.keep(now, epoch, order, tile),
+            // A stage takes its new route when it answers.
+            (Program::Stage(_), _) | (Program::Tile(_), PartWork::Stage(_)) => None,
+        }
+    }
+
+    /// It is loaded; `step` is that of a tile's cells.
+    pub(super) fn loaded(&mut self, now: Instant, step: Option<u32>, out: &mut Out) {
+        match (self, step) {
+            (Program::Stage(_), _) => {}
+            (Program::Tile(run), Some(step)) => run.loaded(step, out),
+            (Program::Tile(run), None) => run.wait_for_snapshot(now),
+        }
+    }
+
+    /// What it has, for the answer to an order. `reroute`: it stayed, and takes the order's route now.
+    pub(super) fn answer(
+        &mut self,
+        now: Instant,
+        epoch: Epoch,
+        order: &Order,
+        reroute: bool,
+        out: &mut Out,
+    ) -> Option<Has> {
+        match (self, &order.work) {
+            (Program::Stage(run), PartWork::Stage(stage)) => {
+                if reroute {
+                    run.keep(epoch, order, stage, out);
+                }
+                if order.standby.is_some() {
+                    run.start_shadow(now);
+                }
+                Some(Has::Stage(run.positions()))
+            }
+            (Program::Tile(run), _) => Some(run.has()),
+            (Program::Stage(_), PartWork::Tile(_)) => None,
+        }
+    }
+
+    /// A standby begins to follow.
+    pub(super) fn start_shadow(&mut self, order: &Order, part: PartId, out: &mut Out) {
+        match self {
+            Program::Tile(tile) => tile.start_shadow(out),
+            // The connection should stand before it is needed.
+            Program::Stage(_) => {
+                if let Some(node) = order.owner(part.after()) {
+                    out.push_back(PartOutput::Connect { node });
+                }
+            }
+        }
+    }
+
+    /// All parts of the job are ready.
+    pub(super) fn go(&mut self, now: Instant, resume: &Resume, out: &mut Out) {
+        match (self, resume) {
+            (Program::Stage(run), Resume::Stage(resume)) => run.go(now, resume, out),
+            (Program::Tile(run), Resume::Tile(at)) => run.go(at, out),
+            (Program::Stage(_), Resume::Tile(_)) | (Program::Tile(_), Resume::Stage(_)) => {}
+        }
+    }
+
+    /// Nothing is sent or started until it is ordered again.
+    pub(super) fn pause(&mut self, out: &mut Out) {
+        match self {
+            Program::Stage(stage) => stage.pause(out),
+            Program::Tile(tile) => tile.pause(out),
+        }
+    }
+
+    /// Gives up all that it holds.
+    pub(super) fn end(&mut self, out: &mut Out) {
+        match self {
+            Program::Stage(stage) => stage.drop_everything(out),
+            Program::Tile(tile) => tile.end(out),
+        }
+    }
+
+    // ---- channels
+
+    /// A frame arrived. Returns whether a run may begin that does not wait for the end of the shell's batch.
+    pub(super) fn handle_frame(
+        &mut self,
+        now: Instant,
+        from: NodeId,
+        header: FrameHeader,
+        payload: Payload,
+        out: &mut Out,
+    ) -> bool {
+        match (self, payload) {
+            (Program::Stage(run), payload) => {
+                run.handle_frame(now, from, header, payload, out);
+                false
+            }
+            (Program::Tile(run), Payload::Tensor(tensor)) => {
+                let taken = run.handle_halo(from, &header, tensor);
+                if !taken {
+                    out.push_back(discard(tensor));
+                }
+                taken
+            }
+            (Program::Tile(_), payload) => {
+                discard_payload(payload, out);
+                false
+            }
+        }
+    }
+
+    /// A part that this one feeds says how far it is; `live` and `again` as in `ToParticipant::Held`.
+    pub(super) fn handle_held(
+        &mut self,
+        from: NodeId,
+        part: PartId,
+        cursors: &Cursors,
+        (live, again): (bool, bool),
+        out: &mut Out,
+    ) {
+        match self {
+            Program::Stage(run) => run.handle_held(from, part, cursors, again, out),
+            Program::Tile(run) => run.handle_held(from, part, cursors, (live, again), out),
+        }
+    }
+
+    /// A message about saved states. Returns whether a run may begin that waited for it.
+    pub(super) fn handle_tile_message(&mut self, me: NodeId, from: NodeId, say: ToTile, out: &mut Out) -> bool {
+        match (self, say) {
+            (Program::Stage(_), _) => {}
+            (Program::Tile(tile), ToTile::WantSnapshot { .. }) => tile.handle_want_snapshot(from),
+            (Program::Tile(tile), ToTile::Saved { step, bytes, .. }) => tile.handle_saved(me, from, step, bytes, out),
+            (Program::Tile(tile), ToTile::Taken { step, kind, .. }) => {
+                tile.handle_taken(step, kind, out);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Another part has this standby, or none.
+    pub(super) fn handle_standby(&mut self, part: PartId, node: Option<NodeId>) {
+        match self {
+            Program::Stage(run) => run.handle_standby(part, node),
+            Program::Tile(run) => run.handle_standby(part, node),
+        }
+    }
+
+    /// A connection stands again after it had broken: what was on the way is lost.
+    pub(super) fn handle_reconnected(&mut self, node: NodeId, out: &mut Out) {
+        match self {
+            Program::Stage(run) => run.handle_reconnected(node, out),
+            Program::Tile(run) => run.handle_reconnected(node, out),
+        }
+    }
+
+    /// What it makes stays here until the coordinator is heard. Nothing of a tile goes to a caller before all other tiles agree.
+    pub(super) fn withhold(&mut self) {
+        match self {
+            Program::Stage(run) => run.withhold(),
+            Program::Tile(_) => {}
+        }
+    }
+
+    /// The coordinator was heard under the present epoch.
+    pub(super) fn release(&mut self, out: &mut Out) {
+        match self {
+            Program::Stage(run) => run.release(true, out),
+            Program::Tile(_) => {}
+        }
+    }
+
+    // ---- runs
+
+    pub(super) fn is_busy(&self) -> bool {
+        match self {
+            Program::Stage(stage) => stage.is_busy(),
+            Program::Tile(tile) => tile.is_busy(),
+        }
+    }
+
+    pub(super) fn runs(&self, work: WorkId) -> bool {
+        match self {
+            Program::Stage(stage) => stage.runs(work),
+            Program::Tile(tile) => tile.runs(work),
+        }
+    }
+
+    /// The next run of a part whose work is gathered into batches: started when the shell has reported all that has happened.
+    pub(super) fn start_batch(&mut self, now: Instant, names: &mut Names) -> Option<Started> {
+        match self {
+            Program::Stage(run) => run.start(now, names),
+            Program::Tile(_) => None,
+        }
+    }
+
+    /// The next run of a part whose work begins as soon as it can. `paused`: the coordinator waits for its answer first.
+    pub(super) fn start(&mut self, now: Instant, paused: bool, names: &mut Names, out: &mut Out) -> Option<Started> {
+        match self {
+            Program::Stage(_) => None,
+            Program::Tile(run) => run.start(now, paused, names, out),
+        }
+    }
+
+    /// A run is done, or failed. Returns whether progress is worth a report at once.
+    ///
+    /// # Errors
+    /// The part cannot go on.
+    pub(super) fn ran(&mut self, now: Instant, result: Result<Made, String>, out: &mut Out) -> Result<bool, String> {
+        match (self, result) {
+            (Program::Stage(run), Ok(Made::Batch(results))) => run.ran(now, Ok(results), out).map(|()| false),
+            (Program::Stage(run), Err(reason)) => run.ran(now, Err(reason), out).map(|()| false),
+            (Program::Stage(run), Ok(Made::Steps(_))) => {
+                run.ran(now, Err("the executor made steps of a stage".into()), out).map(|()| false)
+            }
+            (Program::Tile(run), Ok(Made::Steps(made))) => Ok(run.ran(now, made, out)),
+            (Program::Tile(run), result) => {
+                run.failed(out);
+                Err(result.err().unwrap_or_else(|| "the executor ran a batch of a tile".into()))
+            }
+        }
+    }
+
+    // ---- reports
+
+    /// When it reports next what it holds, if it has a time of its own for that.
+    pub(super) fn report_at(&self) -> Option<Instant> {
+        match self {
+            Program::Stage(run) => run.report_at(),
+            Program::Tile(_) => None,
+        }
+    }
+
+    /// Reports what it holds, if it has a time of its own for that and it has come.
+    pub(super) fn report_due(&mut self, now: Instant, out: &mut Out) {
+        match self {
+            Program::Stage(run) => run.report_held(now, out),
+            Program::Tile(_) => {}
+        }
+    }
+
+    /// Whether it reports with all others of its kind, at fixed intervals.
+    pub(super) fn is_periodic(&self) -> bool {
+        match self {
+            Program::Stage(_) => false,
+            Program::Tile(_) => true,
+        }
+    }
+
+    /// Every `TILE_HELD`: what it holds.
+    pub(super) fn report_held(&mut self, now: Instant, out: &mut Out) {
+        match self {
+            Program::Stage(_) => {}
+            Program::Tile(run) => run.report_held(now, out),
+        }
+    }
+
+    /// Every `TILE_PROGRESS`, and at once where a run says so: how far it is.
+    pub(super) fn report_progress(&self, out: &mut Out) {
+        match self {
+            Program::Stage(_) => {}
+            Program::Tile(run) => run.report_progress(out),
+        }
+    }
+
+    /// Every `TILE_PROGRESS`: for what it lacks.
+    pub(super) fn ask_again(&mut self, now: Instant, out: &mut Out) {
+        match self {
+            Program::Stage(_) => {}
+            Program::Tile(run) => run.ask_again(now, out),
+        }
+    }
+
+    pub(super) fn view(&self, order: &Order, part: PartId) -> HeldWork {
+        match (self, &order.work) {
+            (Program::Tile(tile), _) => {
+                let (step, steps) = tile.steps();
+                HeldWork::Tile { step, steps }
+            }
+            (Program::Stage(_), PartWork::Stage(stage)) => HeldWork::Stage { layers: stage.layers_of(part) },
+            (Program::Stage(_), PartWork::Tile(_)) => HeldWork::Stage { layers: 0..0 },
+        }
+    }
+
+    pub(super) fn tile(&mut self) -> Option<&mut TileRun> {
+        match self {
+            Program::Tile(tile) => Some(tile),
+            Program::Stage(_) => None,
+        }
+    }
+}
+
+/// Whether a part may go on with what its node has: else all begin again under a new cut.
+pub(super) fn continues(order: &Order) -> bool {
+    match &order.work {
+        PartWork::Stage(_) => true,
+        PartWork::Tile(tile) => matches!(tile.start, TileStart::Continue | TileStart::Snapshot),
+    }
+}
+
+/// Whether only a node that has the part can follow the order: nothing could be loaded for it.
+pub(super) fn must_be_here(order: &Order) -> bool {
+    match &order.work {
+        PartWork::Stage(_) => false,
+        PartWork::Tile(tile) => tile.start == TileStart::Continue,
+    }
+}
+
+/// Whether a part has the same data in the cut of another order.
+pub(super) fn is_in(mine: &Order, theirs: &Order) -> bool {
+    match (&mine.work, &theirs.work) {
+        (PartWork::Stage(mine), PartWork::Stage(theirs)) => {
+            mine.content == theirs.content && mine.layers == theirs.layers
+        }
+        (PartWork::Tile(_), _) | (_, PartWork::Tile(_)) => false,
+    }
+}

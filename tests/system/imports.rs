@@ -1,0 +1,318 @@
+//! Files of the core import each other in small circles only, so that one of them can be read, and tested, without many others.
+//!
+//! File A imports file B if a path in A, in a `use` or elsewhere, names B's module or an item in it: `crate::b::X`, `super::X`
+//! (the parent's file), `b::X` where `mod b` is A's child. A re-export counts as an import in the file that re-exports, and a
+//! path through it ends there. `mod b;` alone is no import. Tests do not count.
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use syn::parse::{ParseStream, Parser};
+use syn::punctuated::Punctuated;
+use syn::visit::{self, Visit};
+use syn::{Attribute, Expr, Item, ItemMod, ItemUse, Macro, Meta, Pat, Token, UseTree, Visibility};
+use system_tests::repository;
+
+/// Files in the largest circle of the core. A ratchet: a change may make it smaller. Six files are read in an hour.
+const CIRCLE_MAX: usize = 6;
+
+#[test]
+fn the_core_imports_in_small_circles() {
+    let sources = repository().join("node/core/src");
+    let imports = imports(&|path| fs::read_to_string(sources.join(path)).ok());
+    assert!(imports.len() > 40, "the walk found the core's files, not only {}", imports.len());
+    let circle = largest_circle(&imports);
+    eprintln!("{}", describe(&imports, &circle));
+    assert!(
+        circle.len() <= CIRCLE_MAX,
+        "at most {CIRCLE_MAX} files of node/core may import each other in a circle; move what they share into a file that \
+         imports none of them.\n{}",
+        describe(&imports, &circle)
+    );
+}
+
+/// A circle through every form of path. Tests, visibilities and names of other things do not count.
+#[test]
+fn a_planted_circle_is_found() {
+    let files = [
+        ("lib.rs", "pub mod a; mod b; mod leaf; pub use b::Wide;"),
+        ("a.rs", "mod child; use crate::b::B; pub use child::Kept; pub struct A(B);"),
+        ("a/child.rs", "use super::A; use crate::leaf::{self, Leaf}; pub struct Kept(A, Leaf);"),
+        (
+            "b.rs",
+            "pub struct B; fn f() { g(matches!(1, 1 if crate::c(leaf::x()))); } mod inner { use super::super::a::{Kept, A as _}; }",
+        ),
+        ("leaf.rs", "pub(in crate::a) struct Leaf; #[cfg(test)] mod tests { use crate::a::A; } #[cfg(test)] mod more;"),
+    ];
+    let imports = imports(&|path| files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned()));
+    let found: BTreeMap<&str, Vec<&str>> =
+        imports.iter().map(|(from, to)| (from.as_str(), to.iter().map(String::as_str).collect())).collect();
+    // `leaf::x` in `b.rs` names no module: nothing there imports `leaf`.
+    let expected = [
+        ("a.rs", vec!["a/child.rs", "b.rs"]),
+        ("a/child.rs", vec!["a.rs", "leaf.rs"]),
+        ("b.rs", vec!["a.rs", "lib.rs"]),
+        ("leaf.rs", vec![]),
+        ("lib.rs", vec!["b.rs"]),
+    ];
+    assert_eq!(found, BTreeMap::from(expected));
+    let circle = largest_circle(&imports);
+    assert_eq!(circle, ["a.rs", "a/child.rs", "b.rs", "lib.rs"].map(String::from).into());
+    let words = describe(&imports, &circle);
+    assert!(words.contains("4 files") && words.contains("a/child.rs → a.rs"), "{words}");
+}
+
+/// The files that each file imports.
+type Imports = BTreeMap<String, BTreeSet<String>>;
+
+/// The names of a module and of those around it, from the root: empty for the root.
+type Module = Vec<String>;
+
+/// Reads a crate from its `lib.rs` on.
+fn imports(read: &dyn Fn(&str) -> Option<String>) -> Imports {
+    let mut tree = Tree::default();
+    tree.read_file(read, Vec::new(), "lib.rs".into());
+    let mut imports: Imports = tree.texts.keys().map(|path| (path.clone(), BTreeSet::new())).collect();
+    for (path, (module, text)) in &tree.texts {
+        let mut reader =
+            Reader { tree: &tree, module: module.clone(), aliases: BTreeMap::new(), found: BTreeSet::new() };
+        reader.visit_file(text);
+        reader.found.remove(path);
+        imports.insert(path.clone(), reader.found);
+    }
+    imports
+}
+
+/// Files that reach each other along imports: the most of them, sorted.
+fn largest_circle(imports: &Imports) -> BTreeSet<String> {
+    let reached: BTreeMap<&String, BTreeSet<&String>> =
+        imports.keys().map(|file| (file, reach(imports, file))).collect();
+    let circles = imports.keys().map(|file| {
+        let both = reached[file].iter().filter(|other| reached[**other].contains(file));
+        both.map(|other| (*other).clone()).collect::<BTreeSet<String>>()
+    });
+    circles.reduce(|best, next| if next.len() > best.len() { next } else { best }).unwrap_or_default()
+}
+
+/// All files that a file imports, directly or through others.
+fn reach<'a>(imports: &'a Imports, from: &String) -> BTreeSet<&'a String> {
+    let mut reached = BTreeSet::new();
+    let mut open: Vec<&String> = imports[from].iter().collect();
+    while let Some(file) = open.pop() {
+        if reached.insert(file) {
+            open.extend(&imports[file]);
+        }
+    }
+    reached
+}
+
+fn describe(imports: &Imports, circle: &BTreeSet<String>) -> String {
+    let files: Vec<&str> = circle.iter().map(String::as_str).collect();
+    let inside = |file: &String| {
+        let to: Vec<&str> = imports[file].intersection(circle).map(String::as_str).collect();
+        format!("  {file} → {}", to.join(", "))
+    };
+    let lines: Vec<String> = circle.iter().map(inside).collect();
+    format!("the largest circle has {} files: {}\n{}", files.len(), files.join(", "), lines.join("\n"))
+}
+
+/// The modules of a crate, without those of tests.
+#[derive(Default)]
+struct Tree {
+    /// The file of each module; a module inside a file has that file.
+    modules: BTreeMap<Module, String>,
+    /// Each file's module and text.
+    texts: BTreeMap<String, (Module, syn::File)>,
+}
+
+impl Tree {
+    fn read_file(&mut self, read: &dyn Fn(&str) -> Option<String>, module: Module, path: String) {
+        let text = read(&path).unwrap_or_else(|| panic!("no file {path}"));
+        let text = syn::parse_file(&text).unwrap_or_else(|error| panic!("{path}: {error}"));
+        self.modules.insert(module.clone(), path.clone());
+        self.read_modules(read, &module, &path, &text.items);
+        self.texts.insert(path, (module, text));
+    }
+
+    fn read_modules(&mut self, read: &dyn Fn(&str) -> Option<String>, module: &Module, path: &str, items: &[Item]) {
+        for item in items {
+            let Item::Mod(child) = item else { continue };
+            if is_test(&child.attrs) {
+                continue;
+            }
+            let inner = [module.clone(), vec![child.ident.to_string()]].concat();
+            match &child.content {
+                Some((_, items)) => {
+                    self.modules.insert(inner.clone(), path.into());
+                    self.read_modules(read, &inner, path, items);
+                }
+                None => self.read_file(read, inner.clone(), format!("{}.rs", inner.join("/"))),
+            }
+        }
+    }
+}
+
+/// Collects what the paths of one file name.
+struct Reader<'a> {
+    tree: &'a Tree,
+    /// Where in the file.
+    module: Module,
+    /// Modules that were imported under a name.
+    aliases: BTreeMap<String, Module>,
+    found: BTreeSet<String>,
+}
+
+impl Reader<'_> {
+    /// The deepest module that a path names; none if it begins outside the crate or with an item of this module.
+    fn resolve(&self, path: &[String]) -> Option<Module> {
+        let (first, rest) = path.split_first()?;
+        let mut module = match first.as_str() {
+            "crate" => Vec::new(),
+            "self" => self.module.clone(),
+            "super" => self.module.split_last()?.1.to_vec(),
+            name => {
+                let child = [self.module.clone(), vec![name.into()]].concat();
+                let known = self.tree.modules.contains_key(&child).then_some(child);
+                known.or_else(|| self.aliases.get(name).cloned())?
+            }
+        };
+        for name in rest {
+            if name == "super" {
+                module.pop();
+                continue;
+            }
+            let inner = [module.clone(), vec![name.clone()]].concat();
+            if !self.tree.modules.contains_key(&inner) {
+                break;
+            }
+            module = inner;
+        }
+        Some(module)
+    }
+
+    fn names(&mut self, path: &[String]) {
+        if let Some(module) = self.resolve(path) {
+            self.found.insert(self.tree.modules[&module].clone());
+        }
+    }
+
+    /// One path of a `use`. Where it ends with a module, that has a name from here on.
+    fn imports(&mut self, path: &[String], name: &str) {
+        self.names(path);
+        if let Some(module) = self.resolve(path).filter(|module| module.last() == path.last()) {
+            self.aliases.insert(name.into(), module);
+        }
+    }
+
+    fn use_tree(&mut self, before: &[String], tree: &UseTree) {
+        let with = |name: &syn::Ident| match name.to_string() {
+            itself if itself == "self" && !before.is_empty() => before.to_vec(),
+            name => [before.to_vec(), vec![name]].concat(),
+        };
+        match tree {
+            UseTree::Path(path) => self.use_tree(&with(&path.ident), &path.tree),
+            UseTree::Name(name) => {
+                let path = with(&name.ident);
+                self.imports(&path, path.last().map_or("", String::as_str));
+            }
+            UseTree::Rename(rename) => self.imports(&with(&rename.ident), &rename.rename.to_string()),
+            UseTree::Glob(_) => self.names(before),
+            UseTree::Group(group) => group.items.iter().for_each(|tree| self.use_tree(before, tree)),
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Reader<'_> {
+    fn visit_file(&mut self, file: &'ast syn::File) {
+        // Imports may stand behind their use.
+        let uses = |item: &'ast Item| if let Item::Use(item) = item { Some(item) } else { None };
+        file.items.iter().filter_map(uses).for_each(|item| self.visit_item_use(item));
+        visit::visit_file(self, file);
+    }
+
+    #[expect(clippy::wildcard_enum_match_arm, reason = "syn's enum of items is non-exhaustive")]
+    fn visit_item(&mut self, item: &'ast Item) {
+        let attributes = match item {
+            Item::Mod(item) => &item.attrs,
+            Item::Fn(item) => &item.attrs,
+            Item::Use(item) => &item.attrs,
+            Item::Impl(item) => &item.attrs,
+            _ => &Vec::new(),
+        };
+        if !is_test(attributes) {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_item_mod(&mut self, item: &'ast ItemMod) {
+        let outer = self.aliases.clone();
+        self.module.push(item.ident.to_string());
+        visit::visit_item_mod(self, item);
+        self.module.pop();
+        self.aliases = outer;
+    }
+
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        if item.leading_colon.is_none() && !is_test(&item.attrs) {
+            self.use_tree(&[], &item.tree);
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        // One name alone is a variable, or an item that a `use` has brought.
+        if path.leading_colon.is_none() && path.segments.len() > 1 {
+            let names: Vec<String> = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+            self.names(&names);
+        }
+        visit::visit_path(self, path);
+    }
+
+    /// `pub(in crate::job)` says who may see an item. It needs nothing of `job`.
+    fn visit_visibility(&mut self, _: &'ast Visibility) {}
+
+    /// The standard library's macros hold expressions, and `matches!` a pattern.
+    fn visit_macro(&mut self, item: &'ast Macro) {
+        if item.path.is_ident("macro_rules") {
+            return;
+        }
+        let expressions = Punctuated::<Expr, Token![,]>::parse_terminated;
+        if let Ok(expressions) = expressions.parse2(item.tokens.clone()) {
+            return expressions.iter().for_each(|expression| Reader::visit_expr(self, expression));
+        }
+        if let Ok((value, length)) = repeated.parse2(item.tokens.clone()) {
+            return [value, length].iter().for_each(|expression| Reader::visit_expr(self, expression));
+        }
+        let (value, pattern, condition) = matching.parse2(item.tokens.clone()).unwrap_or_else(|error| {
+            panic!("{}: a macro that holds neither expressions nor a pattern: {error}", self.module.join("::"))
+        });
+        self.visit_expr(&value);
+        self.visit_pat(&pattern);
+        condition.iter().for_each(|condition| Reader::visit_expr(self, condition));
+    }
+}
+
+/// What `vec!` holds: `value; length`.
+fn repeated(input: ParseStream<'_>) -> syn::Result<(Expr, Expr)> {
+    let value = input.parse()?;
+    input.parse::<Token![;]>()?;
+    Ok((value, input.parse()?))
+}
+
+/// What `matches!` holds: `value, pattern if condition`.
+fn matching(input: ParseStream<'_>) -> syn::Result<(Expr, Pat, Option<Expr>)> {
+    let value = input.parse()?;
+    input.parse::<Token![,]>()?;
+    let pattern = Pat::parse_multi_with_leading_vert(input)?;
+    let condition = if input.parse::<Option<Token![if]>>()?.is_some() { Some(input.parse()?) } else { None };
+    input.parse::<Option<Token![,]>>()?;
+    Ok((value, pattern, condition))
+}
+
+/// Whether an item is compiled for tests only.
+fn is_test(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| match &attribute.meta {
+        Meta::List(list) if list.path.is_ident("cfg") => {
+            list.parse_args::<syn::Path>().is_ok_and(|what| what.is_ident("test"))
+        }
+        Meta::Path(path) => path.is_ident("test"),
+        Meta::List(_) | Meta::NameValue(_) => false,
+    })
+}
