@@ -37,6 +37,8 @@ pub struct Standby {
     pub place: Option<Stage>,
     /// In the same physical machine as the stage: does not outlive that machine.
     pub same_machine: bool,
+    /// In the same known zone as the stage: does not outlive that zone.
+    pub same_zone: bool,
     /// Predicted nanoseconds from the stage's loss being noticed to the next token; none where there is no plan, or where
     /// plans for losses were not asked for.
     pub stall_ns: Option<u64>,
@@ -56,7 +58,7 @@ const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 /// device): they stay, and only the others are named, besides one entry for each stage that nobody can cover.
 ///
 /// The stage that is hardest to bring back (the most weights) chooses first. A device stands by for one stage. Another machine
-/// comes before the same one, the same numerics before others, then the least time per token, then the lowest id.
+/// comes before the same one, another zone (or an unknown one) before the same one, the same numerics before others, then the least time per token, then the lowest id.
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
     let mut taken: BTreeSet<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
     taken.extend(kept.iter().map(|&(_, device)| device));
@@ -78,7 +80,7 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
     chosen
 }
 
-type Rank = (bool, bool, Tier, u64, DeviceId);
+type Rank = (bool, bool, bool, Tier, u64, DeviceId);
 
 /// One stage that wants a standby.
 struct Question<'a> {
@@ -101,17 +103,20 @@ impl Question<'_> {
         let step_ns = cost::stage_ns(work, device, layers, 1)?;
         let owner = self.fleet.device(self.stage.device);
         let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
+        let same_zone = owner.is_some_and(|owner| owner.shares_zone(device));
         let other_numerics = owner.is_some_and(|owner| owner.numerics != device.numerics);
         let tier = if self.keeps_up(device, step_ns)? { Tier::Hot } else { Tier::Warm };
         let place = Stage { device: device.id, layers: layers.clone(), bytes, step_ns };
         let replay = match tier {
             Tier::Hot => 0,
-            Tier::Warm | Tier::Cold | Tier::None => self.replay_ns(self.plan),
+            Tier::Warm | Tier::Cold | Tier::None => replay_ns(self.plan, self.work, self.fleet),
         };
-        let stall_ns = self.switch_ns(device.id).saturating_add(replay).saturating_add(self.plan.token_ns());
-        let rank = (same_machine, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
+        let switch_ns = switch_ns(self.plan, self.fleet, self.options.head, &[self.stage.device], Some(device.id));
+        let stall_ns = switch_ns.saturating_add(replay).saturating_add(self.plan.token_ns());
+        let rank = (same_machine, same_zone, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
-        Some((rank, Standby { stage, tier, place: Some(place), same_machine, stall_ns: Some(stall_ns) }))
+        let (place, stall_ns) = (Some(place), Some(stall_ns));
+        Some((rank, Standby { stage, tier, place, same_machine, same_zone, stall_ns }))
     }
 
     /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows.
@@ -125,43 +130,58 @@ impl Question<'_> {
         Some(step_ns <= token_ns.saturating_mul(SLOWER_MAX) && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
-    /// Two round trips to the farthest participant: the new epoch is announced and answered, then the first frame travels.
-    fn switch_ns(&self, standby: DeviceId) -> u64 {
-        let others = self.plan.stages().iter().map(|stage| stage.device).filter(|&device| device != self.stage.device);
-        let told = others.chain([standby]).filter(|&device| device != self.options.head);
-        let slowest = told.map(|device| self.fleet.link(self.options.head, device).rtt_ns).max().unwrap_or(0);
-        slowest.saturating_mul(2)
-    }
-
-    /// A whole context sent through these stages again, in chunks.
-    fn replay_ns(&self, plan: &Plan) -> u64 {
-        const CHUNK: u32 = 512;
-        let chunks = u64::from(self.work.context.div_ceil(CHUNK));
-        let pass = plan.stages().iter().filter_map(|stage| {
-            let device = self.fleet.device(stage.device)?;
-            cost::stage_ns(self.work, device, &stage.layers, self.work.context.min(CHUNK))
-        });
-        pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
-    }
-
     /// Nobody has the memory: what the plan for the loss of this node would cost, if there is one.
     fn cold(&self) -> Standby {
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
-        let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine: false, stall_ns: None };
+        let (same_machine, same_zone) = (false, false);
+        let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine, same_zone, stall_ns: None };
         match self.plan.losses().iter().find(|loss| loss.lost == self.stage.device).map(|loss| &loss.plan) {
             None => {}
             Some(Err(_)) => standby.tier = Tier::None,
             Some(Ok(next)) => {
-                let moved = crate::repair::moved_bytes(self.plan, next, self.work);
-                let slowest = next.stages().iter().map(|stage| self.fleet.link(self.options.head, stage.device));
-                let fetch = slowest.filter_map(|link| cost::wire_ns(link, moved)).max().unwrap_or(0);
-                let load = moved.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND;
-                let stall = [fetch, load, self.replay_ns(next), self.switch_ns(self.stage.device), next.token_ns()];
-                standby.stall_ns = Some(stall.into_iter().fold(0, u64::saturating_add));
+                let lost = [self.stage.device];
+                standby.stall_ns = Some(placed_ns(self.plan, next, self.work, self.fleet, (self.options.head, &lost)));
             }
         }
         standby
     }
+}
+
+/// Two round trips to the farthest participant that is left: the new epoch is announced and answered, then the first frame travels.
+fn switch_ns(plan: &Plan, fleet: &Fleet, head: DeviceId, lost: &[DeviceId], standby: Option<DeviceId>) -> u64 {
+    let others = plan.stages().iter().map(|stage| stage.device).filter(|device| !lost.contains(device));
+    let asked = others.chain(standby).filter(|&device| device != head);
+    let slowest = asked.map(|device| fleet.link(head, device).rtt_ns).max().unwrap_or(0);
+    slowest.saturating_mul(2)
+}
+
+/// A whole context sent through these stages again, in chunks.
+fn replay_ns(plan: &Plan, work: &Work, fleet: &Fleet) -> u64 {
+    const CHUNK: u32 = 512;
+    let chunks = u64::from(work.context.div_ceil(CHUNK));
+    let pass = plan.stages().iter().filter_map(|stage| {
+        let device = fleet.device(stage.device)?;
+        cost::stage_ns(work, device, &stage.layers, work.context.min(CHUNK))
+    });
+    pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
+}
+
+/// Predicted nanoseconds from a loss being noticed to the next token where what was on the lost devices is placed again: its
+/// weights are fetched and loaded, and a whole context is sent through all stages.
+pub(crate) fn placed_ns(
+    plan: &Plan,
+    next: &Plan,
+    work: &Work,
+    fleet: &Fleet,
+    (head, lost): (DeviceId, &[DeviceId]),
+) -> u64 {
+    let moved = crate::repair::moved_bytes(plan, next, work);
+    let slowest = next.stages().iter().map(|stage| fleet.link(head, stage.device));
+    let fetch = slowest.filter_map(|link| cost::wire_ns(link, moved)).max().unwrap_or(0);
+    let load = moved.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND;
+    let switch = switch_ns(plan, fleet, head, lost, None);
+    let stall = [fetch, load, replay_ns(next, work, fleet), switch, next.token_ns()];
+    stall.into_iter().fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -204,6 +224,7 @@ mod tests {
             id,
             name: String::new(),
             machine,
+            zone: String::new(),
             memory,
             bytes_per_second: 10_000_000_000,
             flops_per_second: 0,
@@ -240,6 +261,26 @@ mod tests {
         fleet.devices.pop();
         let standby = &standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0];
         assert_eq!((standby.place.as_ref().unwrap().device, standby.same_machine), (C, true), "better than nobody");
+    }
+
+    #[test]
+    fn another_zone_comes_before_a_faster_node_of_the_same_one_and_unknown_zones_are_not_the_same() {
+        let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
+        let chosen = |fleet: &Fleet| {
+            let standby = standbys(&split(fleet), &work(), fleet, &options(), &[]).remove(0);
+            (standby.place.unwrap().device, standby.same_zone)
+        };
+        fleet.devices[3].step_ns *= 4;
+        assert_eq!(chosen(&fleet), (C, false), "the faster one where no zone is known");
+        let mut zone = |at: usize, zone: &str| fleet.devices[at].zone = String::from(zone);
+        zone(1, "attic");
+        zone(2, "attic");
+        let unknown = fleet.clone();
+        assert_eq!(chosen(&unknown), (D, false));
+        fleet.devices[3].zone = String::from("cellar");
+        assert_eq!(chosen(&fleet), (D, false));
+        fleet.devices[3].machine = 2;
+        assert_eq!(chosen(&fleet), (C, true), "the machine of the owner comes last");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! A job is parts joined by channels. The coordinator is the node whose API took the job, or a successor of that. It issues the
 //! job's epochs, places its parts, and keeps what is needed to go on after a loss. It may or may not hold a part itself.
 //! Next: `job/lifecycle.rs`, then `job/workload.rs`.
+mod domains;
 mod lifecycle;
 mod output;
 mod part;
@@ -28,6 +29,7 @@ use crate::work::{Asked, Change, Ending, Inheritance, JobSpec, PlanSpec};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
+pub use domains::{Apart, Domains};
 use lifecycle::{Job, Role};
 use output::Out;
 pub use output::{Ask, Holdings, JobOutput, Measured, What};
@@ -400,6 +402,11 @@ impl Jobs {
         let Some(job) = Job::inherited(self.me, inheritance, &mut self.out) else { return false };
         self.jobs.insert(id, job);
         true
+    }
+
+    /// Where the members stand, seen from this node, for the next placements.
+    pub fn set_domains(&mut self, domains: &Domains) {
+        self.jobs.values_mut().for_each(|job| job.domains_next = domains.clone());
     }
 
     // ---- losses

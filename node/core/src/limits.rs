@@ -12,6 +12,8 @@ pub const ADVERT_HOLDINGS_MAX: usize = 8;
 pub const SOURCES_MAX: usize = 16;
 /// Bytes of a node's name in its advert, cut at a character.
 pub const ADVERT_NAME_BYTES_MAX: usize = 64;
+/// Bytes of a zone's name in an advert, cut at a character: two words, beside a name and the holdings.
+pub const ZONE_BYTES_MAX: usize = 32;
 /// Addresses of one kind in an advert: a few interfaces, the first reachable one is used.
 pub const ADVERT_ADDRS_MAX: usize = 4;
 /// Largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.

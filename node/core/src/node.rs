@@ -238,7 +238,10 @@ impl Node {
             }
             Input::Start { call, job } => self.jobs.handle_start(call, *job),
             Input::Plan { call, what, standbys } => self.jobs.handle_plan(call, *what, standbys),
-            Input::Planned { asked, answer } => self.jobs.handle_planned(now, asked, answer),
+            Input::Planned { asked, answer } => {
+                self.jobs.set_domains(&self.domains());
+                self.jobs.handle_planned(now, asked, answer);
+            }
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
             Input::Cancel { call } => self.jobs.handle_cancel(now, call),
             Input::End { job } => self.jobs.handle_end(job),
@@ -502,6 +505,7 @@ impl Node {
         let participants = inheritance.record.participants(&inheritance.order.owners);
         let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
         if self.jobs.handle_inherited(inheritance) {
+            self.jobs.set_domains(&self.domains());
             self.failover.handle_inherited(self.now, job, participants, (before, silent));
         }
     }

@@ -147,6 +147,7 @@ mod tests {
             id: DeviceId([at as u8; 16]),
             name: format!("n{at}"),
             machine: at as u64,
+            zone: String::new(),
             memory,
             bytes_per_second: 1,
             flops_per_second: 1,

@@ -5,6 +5,7 @@
 //! `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
 mod placement;
 
+use super::domains::Domains;
 use super::output::{Holdings, JobOutput, Out};
 use super::part::Part;
 use super::rebalance::Rebalance;
@@ -75,6 +76,9 @@ pub(super) struct Job {
     pub(super) previous: Vec<NodeId>,
     /// Every node that was named a successor, under any placement: no other can have taken the job over.
     pub(super) named: BTreeSet<NodeId>,
+    /// Where nodes stand, as the present placement took it and as it is known by now: under one epoch the order of successors stays.
+    pub(super) domains: Domains,
+    pub(super) domains_next: Domains,
     /// This node took the job over, and has not placed it since.
     pub(super) inherited: bool,
     /// How it ended, once it has.
@@ -136,6 +140,8 @@ impl Job {
             rebalance: Rebalance::default(),
             previous: Vec::new(),
             named: BTreeSet::new(),
+            domains: Domains::default(),
+            domains_next: Domains::default(),
             inherited: false,
             ending: None,
         }

@@ -32,6 +32,7 @@ fn config(n: usize) -> Config {
         data_addrs: vec![SocketAddr::from((ip, 2))],
         capacity: Capacity {
             machine: n as u64,
+            zone: String::new(),
             device: String::from("cpu"),
             memory_total: 1 << 30,
             memory_free: 1 << 30,
