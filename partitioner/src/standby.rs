@@ -1,4 +1,5 @@
-//! Who steps in for whom: a standby for each stage that the head does not hold itself, on another machine where there is one.
+//! Who steps in for whom: a standby for each stage that the head does not hold itself, on another machine where there is one, then
+//! in another zone, then on a node that has nothing else of the job.
 //!
 //! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
 //! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
@@ -8,7 +9,7 @@ use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan, Stage};
 use crate::work::Work;
-use alloc::{collections::BTreeSet, vec::Vec};
+use alloc::{collections::BTreeMap, vec::Vec};
 use core::cmp::Reverse;
 use serde::{Deserialize, Serialize};
 
@@ -54,14 +55,22 @@ const LINK_SHARE: u64 = 4;
 /// Bytes a second at which weights get from disk into memory.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 
-/// Standbys for the stages of a plan on the devices it does not use. `kept` are those that stand by already (stage,
-/// device): they stay, and only the others are named, besides one entry for each stage that nobody can cover.
+/// Standbys for the stages of a plan. `kept` are those that are standbys already (stage, device): they stay, and only the others are
+/// named, besides one entry for each stage that no device can cover. `fleet` is the mesh as it would be if no device held anything of
+/// the job.
 ///
-/// The stage that is hardest to bring back (the most weights) chooses first. A device stands by for one stage. Another machine
-/// comes before the same one, another zone (or an unknown one) before the same one, the same numerics before others, then the least time per token, then the lowest id.
+/// The stage that is hardest to bring back (the most weights) chooses first. Another machine comes before the same one, another
+/// zone (or an unknown one) before the same one, then the device with the fewest parts of the job, the same numerics before others,
+/// then the least time per token, then the lowest id. So the owner of another stage, with memory for both, is a standby only where
+/// no device without a stage is as far away.
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
-    let mut taken: BTreeSet<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
-    taken.extend(kept.iter().map(|&(_, device)| device));
+    let mut loads = Loads::default();
+    plan.stages().iter().for_each(|stage| loads.add(stage.device, stage.bytes, stage.step_ns, true));
+    for &(stage, device) in kept {
+        let layers = plan.stages().get(usize::from(stage)).map(|stage| &stage.layers);
+        let step_ns = layers.and_then(|layers| cost::stage_ns(work, fleet.device(device)?, layers, 1));
+        loads.add(device, layers.map_or(0, |layers| cost::stage_bytes(work, layers)), step_ns.unwrap_or(0), false);
+    }
     let open = |(at, stage): &(usize, &Stage)| {
         stage.device != options.head && kept.iter().all(|&(covered, _)| usize::from(covered) != *at)
     };
@@ -70,17 +79,46 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
     let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
     for (at, stage) in stages {
         let question = Question { plan, work, fleet, options, at, stage };
-        let candidates = fleet.devices.iter().filter(|device| !taken.contains(&device.id));
-        let standby = candidates.filter_map(|device| question.ask(device)).min_by_key(|(rank, _)| *rank);
-        let standby = standby.map_or_else(|| question.cold(), |(_, standby)| standby);
-        taken.extend(standby.place.iter().map(|place| place.device));
+        let candidates = fleet.devices.iter().filter(|device| device.id != stage.device);
+        let asked = candidates.filter_map(|device| question.ask(device, loads.of(device.id)));
+        let standby = asked.min_by_key(|(rank, _)| *rank).map_or_else(|| question.cold(), |(_, standby)| standby);
+        if let Some(place) = &standby.place {
+            loads.add(place.device, place.bytes, place.step_ns, false);
+        }
         chosen.push(standby);
     }
     chosen.sort_by_key(|standby| standby.stage);
     chosen
 }
 
-type Rank = (bool, bool, bool, Tier, u64, DeviceId);
+type Rank = (bool, bool, u32, bool, Tier, u64, DeviceId);
+
+/// What a device has of the job.
+#[derive(Clone, Copy, Debug, Default)]
+struct Load {
+    parts: u32,
+    bytes: u64,
+    step_ns: u64,
+    /// One of the parts is its own.
+    owns: bool,
+}
+
+#[derive(Debug, Default)]
+struct Loads(BTreeMap<DeviceId, Load>);
+
+impl Loads {
+    fn of(&self, device: DeviceId) -> Load {
+        self.0.get(&device).copied().unwrap_or_default()
+    }
+
+    fn add(&mut self, device: DeviceId, bytes: u64, step_ns: u64, owns: bool) {
+        let load = self.0.entry(device).or_default();
+        load.parts = load.parts.saturating_add(1);
+        load.bytes = load.bytes.saturating_add(bytes);
+        load.step_ns = load.step_ns.saturating_add(step_ns);
+        load.owns |= owns;
+    }
+}
 
 /// One stage that wants a standby.
 struct Question<'a> {
@@ -93,11 +131,12 @@ struct Question<'a> {
 }
 
 impl Question<'_> {
-    /// What this device would be as a standby, and how good; nothing if it cannot hold the stage.
-    fn ask(&self, device: &Device) -> Option<(Rank, Standby)> {
+    /// What this device, which has this of the job already, would be as a standby, and how good; nothing if it cannot hold the stage
+    /// beside that.
+    fn ask(&self, device: &Device, load: Load) -> Option<(Rank, Standby)> {
         let (work, layers) = (self.work, &self.stage.layers);
         let bytes = cost::stage_bytes(work, layers);
-        if device.excluded || bytes > device.memory {
+        if device.excluded || bytes.saturating_add(load.bytes) > device.memory {
             return None;
         }
         let step_ns = cost::stage_ns(work, device, layers, 1)?;
@@ -105,7 +144,7 @@ impl Question<'_> {
         let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
         let same_zone = owner.is_some_and(|owner| owner.shares_zone(device));
         let other_numerics = owner.is_some_and(|owner| owner.numerics != device.numerics);
-        let tier = if self.keeps_up(device, step_ns)? { Tier::Hot } else { Tier::Warm };
+        let tier = if self.keeps_up(device, load, step_ns)? { Tier::Hot } else { Tier::Warm };
         let place = Stage { device: device.id, layers: layers.clone(), bytes, step_ns };
         let replay = match tier {
             Tier::Hot => 0,
@@ -113,21 +152,24 @@ impl Question<'_> {
         };
         let switch_ns = switch_ns(self.plan, self.fleet, self.options.head, &[self.stage.device], Some(device.id));
         let stall_ns = switch_ns.saturating_add(replay).saturating_add(self.plan.token_ns());
-        let rank = (same_machine, same_zone, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
+        let rank =
+            (same_machine, same_zone, load.parts, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
         let (place, stall_ns) = (Some(place), Some(stall_ns));
         Some((rank, Standby { stage, tier, place, same_machine, same_zone, stall_ns }))
     }
 
-    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows.
-    fn keeps_up(&self, device: &Device, step_ns: u64) -> Option<bool> {
+    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows. The owner of
+    /// another stage has to do so within the time in which the others compute: its own stage is not to wait.
+    fn keeps_up(&self, device: &Device, load: Load, step_ns: u64) -> Option<bool> {
         let token_ns = self.plan.token_ns().max(1);
         let (from, bytes) = match self.at.checked_sub(1) {
             Some(before) => (self.plan.stages()[before].device, self.work.activation_bytes),
             None => (self.options.head, cost::TOKEN_BYTES),
         };
         let copy_ns = cost::busy_ns(self.fleet, from, device.id, bytes)?;
-        Some(step_ns <= token_ns.saturating_mul(SLOWER_MAX) && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
+        let most_ns = if load.owns { token_ns } else { token_ns.saturating_mul(SLOWER_MAX) };
+        Some(step_ns.saturating_add(load.step_ns) <= most_ns && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
     /// Nobody has the memory: what the plan for the loss of this node would cost, if there is one.
@@ -190,7 +232,7 @@ mod tests {
     use crate::fleet::Link;
     use crate::plan::Goal;
     use crate::work::Layer;
-    use alloc::{collections::BTreeMap, string::String, vec};
+    use alloc::{collections::BTreeSet, string::String, vec};
 
     const A: DeviceId = DeviceId([1; 16]);
     const B: DeviceId = DeviceId([2; 16]);
@@ -250,7 +292,8 @@ mod tests {
 
     #[test]
     fn another_machine_comes_first_and_the_heads_own_stage_needs_none() {
-        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
+        let own = cost::stage_bytes(&work(), &(0..4));
+        let fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
         let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
         assert_eq!(found.len(), 1);
         let standby = &found[0];
@@ -265,7 +308,8 @@ mod tests {
 
     #[test]
     fn another_zone_comes_before_a_faster_node_of_the_same_one_and_unknown_zones_are_not_the_same() {
-        let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
+        let own = cost::stage_bytes(&work(), &(0..4));
+        let mut fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
         let chosen = |fleet: &Fleet| {
             let standby = standbys(&split(fleet), &work(), fleet, &options(), &[]).remove(0);
             (standby.place.unwrap().device, standby.same_zone)
@@ -291,6 +335,7 @@ mod tests {
         let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
         assert_eq!((hot.tier, warm.tier), (Tier::Hot, Tier::Warm));
         assert!(warm.stall_ns > hot.stall_ns, "{warm:?} {hot:?}");
+        fleet.devices[0].memory = cost::stage_bytes(&work(), &(0..4));
         fleet.devices[2].memory = 1 << 20;
         let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[0].clone();
         assert_eq!((cold.tier, cold.place), (Tier::Cold, None));
@@ -298,14 +343,40 @@ mod tests {
         assert!(with_losses.stages().len() == 1, "one device holds all: nothing to stand by for");
     }
 
+    /// The largest stage takes the device without a stage; the other one an owner with memory for both, or none.
     #[test]
-    fn a_device_stands_by_for_one_stage() {
-        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
-        let plan = Plan::new(&[(A, 0..2), (B, 2..4), (C, 4..8)], &work(), &fleet, &options()).unwrap();
-        let found = standbys(&plan, &work(), &fleet, &options(), &[]);
+    fn the_owner_of_another_stage_is_a_standby_where_its_memory_suffices_for_both() {
+        let stages = [(A, 0..2), (B, 2..4), (C, 4..8)];
+        let bytes = |layers| cost::stage_bytes(&work(), &layers);
+        let full = bytes(4..8);
+        let found = |a: u64, d: u64, kept: &[(u16, DeviceId)]| {
+            let fleet = fleet(&[(A, 1, a), (B, 2, bytes(2..4)), (C, 3, full), (D, 4, d)]);
+            let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
+            let found = standbys(&plan, &work(), &fleet, &options(), kept);
+            let place = |standby: &Standby| standby.place.as_ref().map(|place| place.device);
+            found.iter().map(|standby| (standby.stage, standby.tier, place(standby))).collect::<Vec<_>>()
+        };
+        let (both, large) = (bytes(0..2) + bytes(2..4), full + bytes(2..4));
+        assert_eq!(found(both, large, &[]), [(1, Tier::Hot, Some(A)), (2, Tier::Hot, Some(D))]);
         assert_eq!(
-            found.iter().map(|standby| (standby.stage, standby.tier)).collect::<Vec<_>>(),
-            vec![(1, Tier::Cold), (2, Tier::Hot)]
+            found(both - 1, large, &[]),
+            [(1, Tier::Hot, Some(D)), (2, Tier::Hot, Some(D))],
+            "D has room for both"
         );
+        assert_eq!(found(both - 1, large - 1, &[]), [(1, Tier::Cold, None), (2, Tier::Hot, Some(D))]);
+        assert_eq!(found(both, large - 1, &[(2, D)]), [(1, Tier::Hot, Some(A))]);
+        assert_eq!(found(both, large - 1, &[(1, D)]), [(2, Tier::Cold, None)]);
+        let mut fleet = fleet(&[(A, 1, bytes(0..2)), (B, 2, bytes(2..4)), (C, 3, full)]);
+        let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
+        let cold = standbys(&plan, &work(), &fleet, &options(), &[]);
+        assert!(cold.iter().all(|standby| standby.place.is_none()), "{cold:?}");
+        // An owner that has no time beside its own stage keeps the weights only.
+        fleet.devices.iter_mut().for_each(|device| device.memory = 1 << 30);
+        fleet.devices[0].bytes_per_second /= 100;
+        fleet.devices[2].excluded = true;
+        let slow = standbys(&plan, &work(), &fleet, &options(), &[]);
+        let places: BTreeSet<DeviceId> = slow.iter().filter_map(|s| Some(s.place.as_ref()?.device)).collect();
+        assert_eq!((slow[0].tier, slow[0].place.as_ref().unwrap().device), (Tier::Warm, A), "{slow:?}");
+        assert_eq!(places.len(), 2, "{slow:?}");
     }
 }

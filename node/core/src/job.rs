@@ -333,8 +333,11 @@ impl Jobs {
                 let owns = job.owners().contains(&from);
                 if role == Role::Standby {
                     job.drop_standby(now, part, out);
+                    job.unfit.insert(from);
                 }
-                (role == Role::Owner || held || !owns).then_some(Complaint::Failed { held, reason })
+                // Its own tile may not be sound any more; of a stage that shows with the next batch.
+                let both = held && !matches!(job.workload, Workload::Serve(_));
+                (role == Role::Owner || both || !owns).then_some(Complaint::Failed { held, reason })
             }
             say @ (ToCoordinator::Prepared { .. }
             | ToCoordinator::Fetched { .. }

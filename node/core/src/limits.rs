@@ -162,6 +162,8 @@ pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
 pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_millis(200);
 /// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
 pub const SUCCESSORS_MAX: usize = 4;
+/// Successors that keep a copy of the last checkpoint: the coordinator and one of them may be lost at once.
+pub const MIRRORS: usize = 2;
 /// Nodes that coordinated a simulation before and may come back.
 pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
 /// How long each successor leaves to the one before it, once a majority agrees.

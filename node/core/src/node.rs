@@ -484,6 +484,15 @@ impl Node {
                 self.out.push_back(Output::Share { tensor, also });
                 self.send_frame(to, header, Payload::Tensor(also), false);
             }
+            PartOutput::Frame { to, header, payload: Payload::Tensors(tensors), copy: _ } if to == self.me => {
+                let mut shared = Vec::with_capacity(tensors.len());
+                for tensor in tensors {
+                    let also = self.parts.name();
+                    self.out.push_back(Output::Share { tensor, also });
+                    shared.push(also);
+                }
+                self.send_frame(to, header, Payload::Tensors(shared), false);
+            }
             PartOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
             PartOutput::WorkStarted { job, budget } => self.liveness.handle_work_started(self.now, job, budget),
             PartOutput::WorkDone { job } => self.liveness.handle_work_done(self.now, job),

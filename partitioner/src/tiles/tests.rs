@@ -392,8 +392,12 @@ fn standbys_of_tiles_stand_in_another_zone_where_there_is_room() {
             Device { zone, ..device(at as u8 + 1, 10 + at as u64, 1 << 34) }
         });
         let fleet = fleet(devices.collect(), 1, 1_000_000_000);
-        let owners: Vec<(DeviceId, Block)> =
-            cut(&work, &fleet, &Paces::default(), Some(8)).unwrap().tiles().iter().map(|t| (t.device, t.block)).collect();
+        let owners: Vec<(DeviceId, Block)> = cut(&work, &fleet, &Paces::default(), Some(8))
+            .unwrap()
+            .tiles()
+            .iter()
+            .map(|t| (t.device, t.block))
+            .collect();
         let found = standbys(&work, &owners, 8, &fleet, &[]);
         assert_eq!(found.len(), owners.len());
         let shares = |standby: &&TileStandby| {

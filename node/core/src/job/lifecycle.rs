@@ -336,8 +336,16 @@ impl Job {
         reason: &str,
         out: &mut Out,
     ) -> Option<Role> {
-        self.resident.remove(&from);
-        let role = self.role(from, part)?;
+        let role = self.role(from, part);
+        // An owner that cannot be a standby as well has its own part still.
+        if role == Some(Role::Standby)
+            && let Some((_, parts)) = self.resident.get_mut(&from)
+        {
+            parts.remove(&part);
+        } else {
+            self.resident.remove(&from);
+        }
+        let role = role?;
         match role {
             Role::Owner => self.refusals.note(from, reason),
             Role::Standby => {

@@ -6,7 +6,7 @@
 //! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
 use super::{HeldJob, PartOutput, Parts};
 use crate::id::{JobId, NodeId};
-use crate::limits::{MIRROR_NEWER, MIRROR_RETRY, SUCCESSION_TURN, VOTE_MAX};
+use crate::limits::{MIRROR_NEWER, MIRROR_RETRY, MIRRORS, SUCCESSION_TURN, VOTE_MAX};
 use crate::message::ToParticipant;
 use crate::output::Output;
 use crate::planted::{self, Planted};
@@ -27,7 +27,7 @@ pub(super) struct Succession {
     mirror: Mirror,
 }
 
-/// The coordinator's checkpoint, at its first successor.
+/// The coordinator's checkpoint, at its first successors.
 #[derive(Debug, Default)]
 struct Mirror {
     have: Option<u32>,
@@ -125,11 +125,14 @@ impl Parts {
         }
     }
 
-    /// The first successor keeps a copy of the coordinator's checkpoint.
+    /// The first [`MIRRORS`] successors keep a copy of the coordinator's checkpoint.
     fn mirror(&mut self, now: Instant, job: JobId) {
         let me = self.me;
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer != me) else { return };
-        let Some(order) = held.order().filter(|order| order.successors.first() == Some(&me)) else { return };
+        let Some(order) = held.order().filter(|order| order.successors.iter().take(MIRRORS).any(|node| *node == me))
+        else {
+            return;
+        };
         let PartWork::Tile(tile) = &order.work else { return };
         let Some(record) = &held.succession.record else { return };
         let ProgramRecord::Steps(steps) = &record.program else { return };
