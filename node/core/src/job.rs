@@ -18,7 +18,7 @@ mod view;
 mod workload;
 
 use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
-use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, EXCLUDED, JOBS_MAX};
 use crate::message::ToCoordinator;
 use crate::output::Event;
 use crate::planted::{self, Planted};
@@ -333,7 +333,7 @@ impl Jobs {
                 let owns = job.owners().contains(&from);
                 if role == Role::Standby {
                     job.drop_standby(now, part, out);
-                    job.unfit.insert(from);
+                    job.unfit.insert(from, now + EXCLUDED);
                 }
                 // Its own tile may not be sound any more; of a stage that shows with the next batch.
                 let both = held && !matches!(job.workload, Workload::Serve(_));

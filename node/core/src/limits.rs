@@ -170,7 +170,7 @@ pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
 pub const SUCCESSION_TURN: Duration = Duration::from_secs(1);
 /// How long it counts that a participant said the coordinator is silent: it is said again five times within that.
 pub const VOTE_MAX: Duration = Duration::from_secs(1);
-/// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
+/// How soon a checkpoint that could not be copied to a successor is copied again: all of it travels each time.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// And how soon, where a newer one has replaced it meanwhile.
 pub const MIRROR_NEWER: Duration = Duration::from_secs(1);

@@ -14,7 +14,7 @@ use super::serve::Serve;
 use super::timeout::PrepareTimeout;
 use super::workload::{Found, Workload};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
-use crate::limits::{DEGRADED_MAX, PREPARE_RETRY, STANDBY_RETRY};
+use crate::limits::{DEGRADED_MAX, EXCLUDED, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::{ToCoordinator, ToParticipant};
 use crate::output::Event;
 use crate::time::Instant;
@@ -68,8 +68,8 @@ pub(super) struct Job {
     pub(super) draining: BTreeSet<NodeId>,
     /// When to look for standbys that are missing; none while nothing is missing or no new node could help.
     pub(super) standbys_due: Option<Instant>,
-    /// Nodes that refused to be a standby under the present placement.
-    pub(super) unfit: BTreeSet<NodeId>,
+    /// Nodes that could not be a standby under the present placement, and until when they are not asked again.
+    pub(super) unfit: BTreeMap<NodeId, Instant>,
     refusals: Refusals,
     pub(super) rebalance: Rebalance,
     /// Nodes that coordinated the job before, the last one first.
@@ -135,7 +135,7 @@ impl Job {
             timeout: PrepareTimeout::default(),
             draining: BTreeSet::new(),
             standbys_due: None,
-            unfit: BTreeSet::new(),
+            unfit: BTreeMap::new(),
             refusals: Refusals::default(),
             rebalance: Rebalance::default(),
             previous: Vec::new(),
@@ -349,7 +349,7 @@ impl Job {
         match role {
             Role::Owner => self.refusals.note(from, reason),
             Role::Standby => {
-                self.unfit.insert(from);
+                self.unfit.insert(from, now + EXCLUDED);
                 self.drop_standby(now, part, out);
             }
         }

@@ -548,3 +548,12 @@ fn strangers_addresses_take_a_few_dials_and_a_bounded_table() {
     assert!(node.contacts.contains_key(&member), "a member is not pushed out by strangers");
     assert!(node.dialled.len() <= CONTACTS_MAX + 1 && node.reaching.is_empty(), "{}", node.dialled.len());
 }
+
+#[test]
+fn a_zone_is_told_cut_to_what_an_advert_has_room_for() {
+    let mut config = config(0);
+    config.capacity.zone = "ü".repeat(40);
+    let node = Membership::new(&config, Instant(0), 0);
+    assert_eq!(node.own().capacity.zone, "ü".repeat(16));
+    assert_eq!(node.fleet().devices[0].zone, "ü".repeat(16));
+}
