@@ -62,6 +62,7 @@ fn config() -> Config {
         data_addrs: vec![SocketAddr::from(([10, 0, 0, 1], 9441))],
         capacity: Capacity {
             machine: 1,
+            zone: String::new(),
             device: "cpu".into(),
             memory_total: 1 << 30,
             memory_free: 1 << 30,

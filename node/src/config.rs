@@ -17,6 +17,8 @@ pub const API_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHO
 pub struct UpOptions {
     /// Name for people.
     pub name: String,
+    /// Failure domain that the machine stands in; `None` is unknown.
+    pub zone: Option<Zone>,
     /// Identity, credentials, store; one node at a time.
     pub data_dir: PathBuf,
     /// Fetched models; shared by all nodes of a user.
@@ -53,6 +55,7 @@ impl UpOptions {
     pub fn solo(data_dir: PathBuf, models_dir: PathBuf) -> Self {
         Self {
             name: hostname(),
+            zone: None,
             data_dir,
             models_dir,
             cache_bytes: None,
@@ -77,6 +80,8 @@ impl UpOptions {
 pub struct ConfigFile {
     /// See [`UpOptions::name`].
     pub name: Option<String>,
+    /// See [`UpOptions::zone`].
+    pub zone: Option<Zone>,
     /// See [`UpOptions::data_dir`].
     pub data_dir: Option<PathBuf>,
     /// Where fetched models and shards are kept.
@@ -155,6 +160,41 @@ pub enum ConfigError {
         /// Where and why.
         what: String,
     },
+}
+
+/// Name of a failure domain: a room, a site, a fuse. What ends one machine of a zone may end them all.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Zone(String);
+
+impl Zone {
+    /// As the mesh is told.
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Zone {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, most) = (text.trim(), node_core::limits::ZONE_BYTES_MAX);
+        let bad = |why: String| Err(format!("{why}: write 1 to {most} bytes of printable text, as in attic or rack-7"));
+        if name.is_empty() {
+            bad("the zone has no name".into())
+        } else if name.len() > most {
+            bad(format!("the name of the zone has {} bytes", name.len()))
+        } else if transport::printable(name, most) != name {
+            bad("the name of the zone has characters that cannot be printed".into())
+        } else {
+            Ok(Zone(name.into()))
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Zone {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
 }
 
 /// Where peers reach a node when not where it listens: behind a port forwarding, `IP:PORT` of its outer side.
@@ -362,6 +402,18 @@ mod tests {
         for text in ["", "example.org", "0.0.0.0:9471", "[::]", "224.0.0.1", "1.2.3.4:0", "1.2.3.4:65535", "1.2.3.4:"] {
             assert!(text.parse::<Advertised>().is_err(), "{text} was taken");
         }
+    }
+
+    #[test]
+    fn zones_have_short_printable_names() {
+        assert_eq!(" rack-7 ".parse::<Zone>().unwrap().name(), "rack-7");
+        for text in ["", "  ", "a\nb", "\u{1b}[31m", &"x".repeat(33), &"ü".repeat(17)] {
+            let error = text.parse::<Zone>().unwrap_err();
+            assert!(error.contains("1 to 32 bytes"), "{text}: {error}");
+        }
+        let file: ConfigFile = toml::from_str("zone = \"attic\"").unwrap();
+        assert_eq!(file.zone, Some("attic".parse().unwrap()));
+        assert!(toml::from_str::<ConfigFile>("zone = \"\"").unwrap_err().to_string().contains("no name"));
     }
 
     #[test]

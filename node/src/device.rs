@@ -51,7 +51,8 @@ impl Compute {
             numerics: numerics(&device),
             pass_steps: if gpu { 1 } else { kernels::grid::tile::PASS_STEPS_MAX as u32 },
         };
-        let capacity = Capacity::of(measured, asked);
+        let zone = options.zone.as_ref().map(|zone| zone.name().to_owned()).unwrap_or_default();
+        let capacity = Capacity { zone, ..Capacity::of(measured, asked) };
         if let Some(warning) = options.memory.and_then(|asked| doubtful(asked, capacity.memory_total, &device)) {
             tracing::warn!("{warning}");
         }

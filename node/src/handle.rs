@@ -23,9 +23,9 @@ use tokio::sync::mpsc;
 pub use crate::views::{JobView, LossView, PeerView, PlanReport, ReasonView, StageView, StateView, hex};
 pub(crate) use demand::Recalled;
 use demand::Wanted;
+pub(crate) use members::Vocabularies;
 use opened::{CONTEXT_DEFAULT, Opened, work};
 use remembered::Entry;
-pub(crate) use members::Vocabularies;
 pub(crate) use remembered::Remembered;
 use serving::Unserved;
 pub(crate) use serving::{ServedModels, Serving};
@@ -431,8 +431,14 @@ impl NodeHandle {
             Err(error @ NodeError::Plan(_)) => return Err(self.explain(&opened, &spec, job).await.unwrap_or(error)),
             Err(error) => return Err(error),
         };
+        let zones = self.zone_losses(job, {
+            let (plan, standbys, work) = (plan.clone(), standbys.clone(), spec.work.clone());
+            move |fleet, options| partitioner::zones::model_losses(&plan, &standbys, &work, fleet, options)
+        });
+        let zones = zones.await;
         let runs_there = change.is_some_and(|change| change.bytes == 0);
         let mut report = plan_report(opened.name, &plan, &standbys, change, &self.names().await);
+        report.zones = zones;
         if let Some(job) = job.filter(|_| runs_there) {
             // The standbys that there are, which were chosen when the mesh had other memory free.
             let views = self.inner.driver.views().await.jobs;

@@ -148,6 +148,7 @@ mod tests {
     fn residency(total: u64) -> Residency {
         Residency::new(Capacity {
             machine: 0,
+            zone: String::new(),
             device: "cpu".into(),
             memory_total: total,
             memory_free: total,

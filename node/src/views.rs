@@ -6,6 +6,7 @@ use node_core::membership::MemberState;
 use node_core::message::Advert;
 use node_core::node::Node;
 use node_core::work::{Change, DownReason, HeldPart, HeldWork};
+use partitioner::zones::{Then, ZoneLoss};
 use partitioner::{Plan, Standby, Tier};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -28,6 +29,8 @@ pub struct PlanReport {
     pub standbys: Vec<StandbyView>,
     /// What would happen if a node were lost.
     pub losses: Vec<LossView>,
+    /// What the loss of each zone would mean; empty where no zone is known.
+    pub zones: Vec<ZoneView>,
     /// Where the model is served already: from its present placement to this plan.
     pub change: Option<ChangeView>,
 }
@@ -98,6 +101,38 @@ pub struct LossView {
     pub stages: Vec<StageView>,
     /// Why there is none.
     pub error: Option<String>,
+}
+
+/// What the loss of a zone would mean.
+#[derive(Clone, Debug, Serialize)]
+pub struct ZoneView {
+    /// Its name.
+    pub zone: String,
+    /// The job's coordinator is in it.
+    pub coordinator: bool,
+    /// Stages or tiles in it, counted from 0.
+    pub parts: Vec<u16>,
+    /// "untouched"; "standbys", where each part goes on at its standby; "placed", where the parts are placed again on the nodes that
+    /// are left; "ends".
+    pub then: &'static str,
+    /// Predicted milliseconds without a token or a step, the time to notice the loss included.
+    pub stall_ms: Option<f64>,
+    /// Why the job could not go on.
+    pub error: Option<String>,
+}
+
+impl From<ZoneLoss> for ZoneView {
+    fn from(loss: ZoneLoss) -> Self {
+        let (then, stall_ns, error) = match loss.then {
+            Then::Untouched => ("untouched", None, None),
+            Then::Standbys { stall_ns } => ("standbys", stall_ns, None),
+            Then::Placed { stall_ns } => ("placed", stall_ns, None),
+            Then::Ends { why } => ("ends", None, Some(why)),
+        };
+        let stall_ms = stall_ns.map(|ns| limits::LEASE.as_secs_f64() * 1e3 + ns as f64 / 1e6);
+        let (zone, coordinator, parts) = (shown(&loss.zone), loss.coordinator, loss.parts);
+        ZoneView { zone, coordinator, parts, then, stall_ms, error }
+    }
 }
 
 /// Who steps in for a stage.
@@ -171,6 +206,8 @@ pub struct PeerView {
     pub this_node: bool,
     /// Device description.
     pub device: String,
+    /// Failure domain that its owner named; empty: unknown.
+    pub zone: String,
     /// Bytes offered in all.
     pub memory_total: u64,
     /// Bytes free.
@@ -384,6 +421,7 @@ fn peer_view(advert: &Advert, state: &str) -> PeerView {
         peer_id: transport::PeerId::from_bytes(&advert.peer_id).map(|p| p.to_string()).unwrap_or_default(),
         state: state.to_owned(),
         device: shown(&advert.capacity.device),
+        zone: shown(&advert.capacity.zone),
         memory_total: advert.capacity.memory_total,
         memory_free: advert.capacity.memory_free,
         bytes_per_second: advert.capacity.bytes_per_second,
@@ -419,6 +457,7 @@ pub(crate) fn plan_report(
     PlanReport {
         model,
         change: change.map(ChangeView::from),
+        zones: Vec::new(),
         token_ms: plan.token_ns() as f64 / 1e6,
         exact: plan.exact(),
         stages: stages(plan),

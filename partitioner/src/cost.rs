@@ -220,6 +220,7 @@ mod tests {
             id: DeviceId([id; 16]),
             name: String::new(),
             machine: 0,
+            zone: String::new(),
             memory: u64::MAX,
             bytes_per_second,
             flops_per_second,

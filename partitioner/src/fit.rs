@@ -69,6 +69,7 @@ mod tests {
             id: DeviceId([at as u8; 16]),
             name: String::new(),
             machine: at as u64,
+            zone: String::new(),
             memory,
             bytes_per_second: 1_000_000,
             flops_per_second: 0,

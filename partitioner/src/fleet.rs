@@ -15,6 +15,8 @@ pub struct Device {
     pub name: String,
     /// The physical machine it sits in: a standby belongs on another one.
     pub machine: u64,
+    /// Failure domain: a room, a site, a power supply. Empty: unknown, and the same as no other's.
+    pub zone: String,
     /// Bytes that plans may fill with weights, cache and scratch: the node has kept back what it needs itself.
     pub memory: u64,
     /// Quantised weight bytes per second that the device's own products reach in decode (one row). 0: not measured, and the
@@ -38,6 +40,13 @@ pub struct Device {
     pub pass_steps: u32,
     /// Draining or otherwise not to be given new work.
     pub excluded: bool,
+}
+
+impl Device {
+    /// Whether both are known to stand in one zone: what ends the one may end the other.
+    pub fn shares_zone(&self, other: &Device) -> bool {
+        !self.zone.is_empty() && self.zone == other.zone
+    }
 }
 
 /// A directed link.

@@ -20,6 +20,8 @@ mod repair;
 
 mod standby;
 
+pub mod zones;
+
 mod fit;
 
 mod question;

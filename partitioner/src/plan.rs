@@ -57,11 +57,12 @@ pub struct LossPlan {
     pub plan: Result<Plan, PlanError>,
 }
 
-/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made.
+/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made. Only where a
+/// standby took over does a device hold several ([`Plan::with_stage`]); such a plan is never sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::PlanRecord", into = "wire::PlanRecord")]
 pub struct Plan {
-    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct.
+    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct but for standbys that took over.
     stages: Vec<Stage>,
     /// At least the sum of the stages' steps.
     token_ns: u64,
@@ -118,9 +119,13 @@ impl Plan {
     pub fn stages(&self) -> &[Stage] {
         &self.stages
     }
-    /// The stage on a device, if it has one.
+    /// The stage on a device, if it has one; the first where it has several.
     pub fn stage_of(&self, device: DeviceId) -> Option<&Stage> {
-        self.stages.iter().find(|stage| stage.device == device)
+        self.stages_of(device).next()
+    }
+    /// The stages on a device.
+    pub fn stages_of(&self, device: DeviceId) -> impl Iterator<Item = &Stage> {
+        self.stages.iter().filter(move |stage| stage.device == device)
     }
     /// Layers covered.
     pub fn layers(&self) -> u32 {
@@ -147,11 +152,10 @@ impl Plan {
         &self.losses
     }
 
-    /// This plan with another device holding one stage: the same layers, so the rules hold but for devices used twice.
+    /// This plan with another device holding one stage, the same layers: its standby, which may hold another stage already.
     ///
     /// # Errors
-    /// [`InvalidPlan::DeviceTwice`] when the device holds a stage already; [`InvalidPlan::Layers`] when the layers differ
-    /// or the plan has no such stage.
+    /// [`InvalidPlan::Layers`] when the layers differ or the plan has no such stage.
     pub fn with_stage(&self, index: usize, stage: Stage) -> Result<Self, InvalidPlan> {
         let mut next = Self { losses: Vec::new(), ..self.clone() };
         let misfit = InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end };
@@ -159,7 +163,6 @@ impl Plan {
         // Links aside: they are measured anew with the next plan.
         next.token_ns = (self.token_ns - old.step_ns).saturating_add(stage.step_ns);
         *old = stage;
-        check_stages(&next.stages)?;
         Ok(next)
     }
 

@@ -96,25 +96,25 @@ fn problem(pool: &Pool<'_>, current: &Plan, work: &Work) -> Problem {
 
 /// What a device holds under a plan.
 struct Held {
-    layers: Range<u32>,
+    layers: Vec<Range<u32>>,
     embed: bool,
     head: bool,
 }
 
 impl Held {
     fn by(plan: &Plan, device: DeviceId, work: &Work) -> Self {
-        match plan.stage_of(device) {
-            None => Self { layers: 0..0, embed: false, head: false },
-            Some(stage) => Self {
-                layers: stage.layers.clone(),
-                embed: stage.layers.start == 0,
-                head: stage.layers.end as usize == work.layers.len(),
-            },
-        }
+        let layers: Vec<Range<u32>> = plan.stages_of(device).map(|stage| stage.layers.clone()).collect();
+        let embed = layers.iter().any(|layers| layers.start == 0);
+        let head = layers.iter().any(|layers| layers.end as usize == work.layers.len());
+        Self { layers, embed, head }
     }
 
     fn block_moved(&self, work: &Work, layer: usize) -> u64 {
-        if self.layers.contains(&(layer as u32)) { 0 } else { work.layers[layer].weight_bytes }
+        if self.layers.iter().any(|layers| layers.contains(&(layer as u32))) {
+            0
+        } else {
+            work.layers[layer].weight_bytes
+        }
     }
 
     /// A tied embedding is also there where the head is.

@@ -1,4 +1,5 @@
-//! Who steps in for whom: a standby for each stage, on another machine where there is one.
+//! Who steps in for whom: a standby for each stage, on another machine where there is one, then in another zone, then on a node that
+//! has nothing else of the job.
 //!
 //! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
 //! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
@@ -8,7 +9,7 @@ use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan, Stage};
 use crate::work::Work;
-use alloc::{collections::BTreeSet, vec::Vec};
+use alloc::{collections::BTreeMap, vec::Vec};
 use core::cmp::Reverse;
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +38,8 @@ pub struct Standby {
     pub place: Option<Stage>,
     /// In the same physical machine as the stage: does not outlive that machine.
     pub same_machine: bool,
+    /// In the same known zone as the stage: does not outlive that zone.
+    pub same_zone: bool,
     /// Predicted nanoseconds from the stage's loss being noticed to the next token; none where there is no plan, or where
     /// plans for losses were not asked for.
     pub stall_ns: Option<u64>,
@@ -52,14 +55,22 @@ const LINK_SHARE: u64 = 4;
 /// Bytes a second at which weights get from disk into memory.
 const LOAD_BYTES_PER_SECOND: u64 = 1_000_000_000;
 
-/// Standbys for the stages of a plan on the devices it does not use. `kept` are those that stand by already (stage,
-/// device): they stay, and only the others are named, besides one entry for each stage that nobody can cover.
+/// Standbys for the stages of a plan. `kept` are those that are standbys already (stage, device): they stay, and only the others are
+/// named, besides one entry for each stage that no device can cover. `fleet` is the mesh as it would be if no device held anything of
+/// the job.
 ///
-/// The stage that is hardest to bring back (the most weights) chooses first. A device stands by for one stage. Another machine
-/// comes before the same one, the same numerics before others, then the least time per token, then the lowest id.
+/// The stage that is hardest to bring back (the most weights) chooses first. Another machine comes before the same one, another
+/// zone (or an unknown one) before the same one, then the device with the fewest parts of the job, the same numerics before others,
+/// then the least time per token, then the lowest id. So the owner of another stage, with memory for both, is a standby only where
+/// no device without a stage is as far away.
 pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept: &[(u16, DeviceId)]) -> Vec<Standby> {
-    let mut taken: BTreeSet<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
-    taken.extend(kept.iter().map(|&(_, device)| device));
+    let mut loads = Loads::default();
+    plan.stages().iter().for_each(|stage| loads.add(stage.device, stage.bytes, stage.step_ns, true));
+    for &(stage, device) in kept {
+        let layers = plan.stages().get(usize::from(stage)).map(|stage| &stage.layers);
+        let step_ns = layers.and_then(|layers| cost::stage_ns(work, fleet.device(device)?, layers, 1));
+        loads.add(device, layers.map_or(0, |layers| cost::stage_bytes(work, layers)), step_ns.unwrap_or(0), false);
+    }
     let open = |(at, _): &(usize, &Stage)| kept.iter().all(|&(covered, _)| usize::from(covered) != *at);
     let mut stages: Vec<(usize, &Stage)> = plan.stages().iter().enumerate().filter(open).collect();
     // The coordinator's own last: its loss costs a change of coordinator as well.
@@ -68,17 +79,46 @@ pub fn standbys(plan: &Plan, work: &Work, fleet: &Fleet, options: &Options, kept
     let mut chosen: Vec<Standby> = Vec::with_capacity(stages.len());
     for (at, stage) in stages {
         let question = Question { plan, work, fleet, options, at, stage };
-        let candidates = fleet.devices.iter().filter(|device| !taken.contains(&device.id));
-        let standby = candidates.filter_map(|device| question.ask(device)).min_by_key(|(rank, _)| *rank);
-        let standby = standby.map_or_else(|| question.cold(), |(_, standby)| standby);
-        taken.extend(standby.place.iter().map(|place| place.device));
+        let candidates = fleet.devices.iter().filter(|device| device.id != stage.device);
+        let asked = candidates.filter_map(|device| question.ask(device, loads.of(device.id)));
+        let standby = asked.min_by_key(|(rank, _)| *rank).map_or_else(|| question.cold(), |(_, standby)| standby);
+        if let Some(place) = &standby.place {
+            loads.add(place.device, place.bytes, place.step_ns, false);
+        }
         chosen.push(standby);
     }
     chosen.sort_by_key(|standby| standby.stage);
     chosen
 }
 
-type Rank = (bool, bool, Tier, u64, DeviceId);
+type Rank = (bool, bool, u32, bool, Tier, u64, DeviceId);
+
+/// What a device has of the job.
+#[derive(Clone, Copy, Debug, Default)]
+struct Load {
+    parts: u32,
+    bytes: u64,
+    step_ns: u64,
+    /// One of the parts is its own.
+    owns: bool,
+}
+
+#[derive(Debug, Default)]
+struct Loads(BTreeMap<DeviceId, Load>);
+
+impl Loads {
+    fn of(&self, device: DeviceId) -> Load {
+        self.0.get(&device).copied().unwrap_or_default()
+    }
+
+    fn add(&mut self, device: DeviceId, bytes: u64, step_ns: u64, owns: bool) {
+        let load = self.0.entry(device).or_default();
+        load.parts = load.parts.saturating_add(1);
+        load.bytes = load.bytes.saturating_add(bytes);
+        load.step_ns = load.step_ns.saturating_add(step_ns);
+        load.owns |= owns;
+    }
+}
 
 /// One stage that wants a standby.
 struct Question<'a> {
@@ -91,77 +131,99 @@ struct Question<'a> {
 }
 
 impl Question<'_> {
-    /// What this device would be as a standby, and how good; nothing if it cannot hold the stage.
-    fn ask(&self, device: &Device) -> Option<(Rank, Standby)> {
+    /// What this device, which has this of the job already, would be as a standby, and how good; nothing if it cannot hold the stage
+    /// beside that.
+    fn ask(&self, device: &Device, load: Load) -> Option<(Rank, Standby)> {
         let (work, layers) = (self.work, &self.stage.layers);
         let bytes = cost::stage_bytes(work, layers);
-        if device.excluded || bytes > device.memory {
+        if device.excluded || bytes.saturating_add(load.bytes) > device.memory {
             return None;
         }
         let step_ns = cost::stage_ns(work, device, layers, 1)?;
         let owner = self.fleet.device(self.stage.device);
         let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
+        let same_zone = owner.is_some_and(|owner| owner.shares_zone(device));
         let other_numerics = owner.is_some_and(|owner| owner.numerics != device.numerics);
-        let tier = if self.keeps_up(device, step_ns)? { Tier::Hot } else { Tier::Warm };
+        let tier = if self.keeps_up(device, load, step_ns)? { Tier::Hot } else { Tier::Warm };
         let place = Stage { device: device.id, layers: layers.clone(), bytes, step_ns };
         let replay = match tier {
             Tier::Hot => 0,
-            Tier::Warm | Tier::Cold | Tier::None => self.replay_ns(self.plan),
+            Tier::Warm | Tier::Cold | Tier::None => replay_ns(self.plan, self.work, self.fleet),
         };
-        let stall_ns = self.switch_ns(device.id).saturating_add(replay).saturating_add(self.plan.token_ns());
-        let rank = (same_machine, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
+        let switch_ns = switch_ns(self.plan, self.fleet, self.options.head, &[self.stage.device], Some(device.id));
+        let stall_ns = switch_ns.saturating_add(replay).saturating_add(self.plan.token_ns());
+        let rank =
+            (same_machine, same_zone, load.parts, other_numerics, tier, stall_ns.saturating_add(step_ns), device.id);
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
-        Some((rank, Standby { stage, tier, place: Some(place), same_machine, stall_ns: Some(stall_ns) }))
+        let (place, stall_ns) = (Some(place), Some(stall_ns));
+        Some((rank, Standby { stage, tier, place, same_machine, same_zone, stall_ns }))
     }
 
-    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows.
-    fn keeps_up(&self, device: &Device, step_ns: u64) -> Option<bool> {
+    /// Whether the device can compute the tokens as fast as they come, some at a time, and be sent a copy of its rows. The owner of
+    /// another stage has to do so within the time in which the others compute: its own stage is not to wait.
+    fn keeps_up(&self, device: &Device, load: Load, step_ns: u64) -> Option<bool> {
         let token_ns = self.plan.token_ns().max(1);
         let (from, bytes) = match self.at.checked_sub(1) {
             Some(before) => (self.plan.stages()[before].device, self.work.activation_bytes),
             None => (self.options.head, cost::TOKEN_BYTES),
         };
         let copy_ns = cost::busy_ns(self.fleet, from, device.id, bytes)?;
-        Some(step_ns <= token_ns.saturating_mul(SLOWER_MAX) && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
-    }
-
-    /// Two round trips to the farthest participant: the new epoch is announced and answered, then the first frame travels.
-    fn switch_ns(&self, standby: DeviceId) -> u64 {
-        let others = self.plan.stages().iter().map(|stage| stage.device).filter(|&device| device != self.stage.device);
-        let told = others.chain([standby]).filter(|&device| device != self.options.head);
-        let slowest = told.map(|device| self.fleet.link(self.options.head, device).rtt_ns).max().unwrap_or(0);
-        slowest.saturating_mul(2)
-    }
-
-    /// A whole context sent through these stages again, in chunks.
-    fn replay_ns(&self, plan: &Plan) -> u64 {
-        const CHUNK: u32 = 512;
-        let chunks = u64::from(self.work.context.div_ceil(CHUNK));
-        let pass = plan.stages().iter().filter_map(|stage| {
-            let device = self.fleet.device(stage.device)?;
-            cost::stage_ns(self.work, device, &stage.layers, self.work.context.min(CHUNK))
-        });
-        pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
+        let most_ns = if load.owns { token_ns } else { token_ns.saturating_mul(SLOWER_MAX) };
+        Some(step_ns.saturating_add(load.step_ns) <= most_ns && copy_ns.saturating_mul(LINK_SHARE) <= token_ns)
     }
 
     /// Nobody has the memory: what the plan for the loss of this node would cost, if there is one.
     fn cold(&self) -> Standby {
         let stage = u16::try_from(self.at).unwrap_or(u16::MAX);
-        let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine: false, stall_ns: None };
+        let (same_machine, same_zone) = (false, false);
+        let mut standby = Standby { stage, tier: Tier::Cold, place: None, same_machine, same_zone, stall_ns: None };
         match self.plan.losses().iter().find(|loss| loss.lost == self.stage.device).map(|loss| &loss.plan) {
             None => {}
             Some(Err(_)) => standby.tier = Tier::None,
             Some(Ok(next)) => {
-                let moved = crate::repair::moved_bytes(self.plan, next, self.work);
-                let slowest = next.stages().iter().map(|stage| self.fleet.link(self.options.head, stage.device));
-                let fetch = slowest.filter_map(|link| cost::wire_ns(link, moved)).max().unwrap_or(0);
-                let load = moved.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND;
-                let stall = [fetch, load, self.replay_ns(next), self.switch_ns(self.stage.device), next.token_ns()];
-                standby.stall_ns = Some(stall.into_iter().fold(0, u64::saturating_add));
+                let lost = [self.stage.device];
+                standby.stall_ns = Some(placed_ns(self.plan, next, self.work, self.fleet, (self.options.head, &lost)));
             }
         }
         standby
     }
+}
+
+/// Two round trips to the farthest participant that is left: the new epoch is announced and answered, then the first frame travels.
+fn switch_ns(plan: &Plan, fleet: &Fleet, head: DeviceId, lost: &[DeviceId], standby: Option<DeviceId>) -> u64 {
+    let others = plan.stages().iter().map(|stage| stage.device).filter(|device| !lost.contains(device));
+    let asked = others.chain(standby).filter(|&device| device != head);
+    let slowest = asked.map(|device| fleet.link(head, device).rtt_ns).max().unwrap_or(0);
+    slowest.saturating_mul(2)
+}
+
+/// A whole context sent through these stages again, in chunks.
+fn replay_ns(plan: &Plan, work: &Work, fleet: &Fleet) -> u64 {
+    const CHUNK: u32 = 512;
+    let chunks = u64::from(work.context.div_ceil(CHUNK));
+    let pass = plan.stages().iter().filter_map(|stage| {
+        let device = fleet.device(stage.device)?;
+        cost::stage_ns(work, device, &stage.layers, work.context.min(CHUNK))
+    });
+    pass.fold(0u64, u64::saturating_add).saturating_mul(chunks)
+}
+
+/// Predicted nanoseconds from a loss being noticed to the next token where what was on the lost devices is placed again: its
+/// weights are fetched and loaded, and a whole context is sent through all stages.
+pub(crate) fn placed_ns(
+    plan: &Plan,
+    next: &Plan,
+    work: &Work,
+    fleet: &Fleet,
+    (head, lost): (DeviceId, &[DeviceId]),
+) -> u64 {
+    let moved = crate::repair::moved_bytes(plan, next, work);
+    let slowest = next.stages().iter().map(|stage| fleet.link(head, stage.device));
+    let fetch = slowest.filter_map(|link| cost::wire_ns(link, moved)).max().unwrap_or(0);
+    let load = moved.saturating_mul(1_000_000_000) / LOAD_BYTES_PER_SECOND;
+    let switch = switch_ns(plan, fleet, head, lost, None);
+    let stall = [fetch, load, replay_ns(next, work, fleet), switch, next.token_ns()];
+    stall.into_iter().fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -170,7 +232,7 @@ mod tests {
     use crate::fleet::Link;
     use crate::plan::Goal;
     use crate::work::Layer;
-    use alloc::{collections::BTreeMap, string::String, vec};
+    use alloc::{collections::BTreeSet, string::String, vec};
 
     const A: DeviceId = DeviceId([1; 16]);
     const B: DeviceId = DeviceId([2; 16]);
@@ -204,6 +266,7 @@ mod tests {
             id,
             name: String::new(),
             machine,
+            zone: String::new(),
             memory,
             bytes_per_second: 10_000_000_000,
             flops_per_second: 0,
@@ -229,7 +292,8 @@ mod tests {
 
     #[test]
     fn another_machine_comes_first_and_the_coordinators_own_stage_last() {
-        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
+        let own = cost::stage_bytes(&work(), &(0..4));
+        let fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 2, 1 << 30), (D, 3, 1 << 30)]);
         let found = standbys(&split(&fleet), &work(), &fleet, &options(), &[]);
         assert_eq!(found.iter().map(|standby| standby.stage).collect::<Vec<_>>(), [0, 1]);
         assert_eq!(found[0].place.as_ref().unwrap().device, C, "what is left");
@@ -245,6 +309,27 @@ mod tests {
     }
 
     #[test]
+    fn another_zone_comes_before_a_faster_node_of_the_same_one_and_unknown_zones_are_not_the_same() {
+        let own = cost::stage_bytes(&work(), &(0..4));
+        let mut fleet = fleet(&[(A, 1, own), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
+        let chosen = |fleet: &Fleet| {
+            let standby = standbys(&split(fleet), &work(), fleet, &options(), &[]).remove(1);
+            (standby.place.unwrap().device, standby.same_zone)
+        };
+        fleet.devices[3].step_ns *= 4;
+        assert_eq!(chosen(&fleet), (C, false), "the faster one where no zone is known");
+        let mut zone = |at: usize, zone: &str| fleet.devices[at].zone = String::from(zone);
+        zone(1, "attic");
+        zone(2, "attic");
+        let unknown = fleet.clone();
+        assert_eq!(chosen(&unknown), (D, false));
+        fleet.devices[3].zone = String::from("cellar");
+        assert_eq!(chosen(&fleet), (D, false));
+        fleet.devices[3].machine = 2;
+        assert_eq!(chosen(&fleet), (C, true), "the machine of the owner comes last");
+    }
+
+    #[test]
     fn a_link_that_cannot_carry_the_copy_makes_it_warm_and_no_memory_cold() {
         let mut fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30)]);
         let hot = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
@@ -252,6 +337,7 @@ mod tests {
         let warm = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((hot.tier, warm.tier), (Tier::Hot, Tier::Warm));
         assert!(warm.stall_ns > hot.stall_ns, "{warm:?} {hot:?}");
+        fleet.devices[0].memory = cost::stage_bytes(&work(), &(0..4));
         fleet.devices[2].memory = 1 << 20;
         let cold = standbys(&split(&fleet), &work(), &fleet, &options(), &[])[1].clone();
         assert_eq!((cold.tier, cold.place), (Tier::Cold, None));
@@ -259,14 +345,42 @@ mod tests {
         assert!(with_losses.stages().len() == 1, "one device holds all: nothing to stand by for");
     }
 
+    /// The largest stage takes the device without a stage; the other one an owner with memory for both, or none.
     #[test]
-    fn a_device_stands_by_for_one_stage() {
-        let fleet = fleet(&[(A, 1, 1 << 30), (B, 2, 1 << 30), (C, 3, 1 << 30), (D, 4, 1 << 30)]);
-        let plan = Plan::new(&[(A, 0..2), (B, 2..4), (C, 4..8)], &work(), &fleet, &options()).unwrap();
-        let found = standbys(&plan, &work(), &fleet, &options(), &[]);
+    fn the_owner_of_another_stage_is_a_standby_where_its_memory_suffices_for_both() {
+        let stages = [(A, 0..2), (B, 2..4), (C, 4..8)];
+        let bytes = |layers| cost::stage_bytes(&work(), &layers);
+        let full = bytes(4..8);
+        let found = |a: u64, d: u64, kept: &[(u16, DeviceId)]| {
+            let fleet = fleet(&[(A, 1, a), (B, 2, bytes(2..4)), (C, 3, full), (D, 4, d)]);
+            let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
+            let found = standbys(&plan, &work(), &fleet, &options(), kept);
+            let place = |standby: &Standby| standby.place.as_ref().map(|place| place.device);
+            // The coordinator's own stage gets what the others leave.
+            let others = found.iter().filter(|standby| standby.stage > 0);
+            others.map(|standby| (standby.stage, standby.tier, place(standby))).collect::<Vec<_>>()
+        };
+        let (both, large) = (bytes(0..2) + bytes(2..4), full + bytes(2..4));
+        assert_eq!(found(both, large, &[]), [(1, Tier::Hot, Some(A)), (2, Tier::Hot, Some(D))]);
         assert_eq!(
-            found.iter().map(|standby| (standby.stage, standby.tier)).collect::<Vec<_>>(),
-            vec![(0, Tier::Cold), (1, Tier::Cold), (2, Tier::Hot)]
+            found(both - 1, large, &[]),
+            [(1, Tier::Hot, Some(D)), (2, Tier::Hot, Some(D))],
+            "D has room for both"
         );
+        assert_eq!(found(both - 1, large - 1, &[]), [(1, Tier::Cold, None), (2, Tier::Hot, Some(D))]);
+        assert_eq!(found(both, large - 1, &[(2, D)]), [(1, Tier::Hot, Some(A))]);
+        assert_eq!(found(both, large - 1, &[(1, D)]), [(2, Tier::Cold, None)]);
+        let mut fleet = fleet(&[(A, 1, bytes(0..2)), (B, 2, bytes(2..4)), (C, 3, full)]);
+        let plan = Plan::new(&stages, &work(), &fleet, &options()).unwrap();
+        let cold = standbys(&plan, &work(), &fleet, &options(), &[]);
+        assert!(cold.iter().all(|standby| standby.place.is_none()), "{cold:?}");
+        // An owner that has no time beside its own stage keeps the weights only.
+        fleet.devices.iter_mut().for_each(|device| device.memory = 1 << 30);
+        fleet.devices[0].bytes_per_second /= 100;
+        fleet.devices[2].excluded = true;
+        let slow = standbys(&plan, &work(), &fleet, &options(), &[]).split_off(1);
+        let places: BTreeSet<DeviceId> = slow.iter().filter_map(|s| Some(s.place.as_ref()?.device)).collect();
+        assert_eq!((slow[0].tier, slow[0].place.as_ref().unwrap().device), (Tier::Warm, A), "{slow:?}");
+        assert_eq!(places.len(), 2, "{slow:?}");
     }
 }

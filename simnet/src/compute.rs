@@ -141,12 +141,14 @@ impl Executor {
         load: LoadId,
         order: &Order,
         replaces: &[PartId],
-    ) -> Result<(), (Instant, Input)> {
+    ) -> Result<(), Box<(Instant, Input)>> {
         let (part, bytes) = (order.part, order.bytes_max);
         let old: Vec<Stage> = replaces.iter().filter_map(|part| self.stages.remove(&(job, *part))).collect();
         let free = self.memory_free();
-        let refused =
-            |reason| Err((now + Duration::from_millis(1), Input::Loaded { job, part, load, result: Err(reason) }));
+        let refused = |reason| {
+            let refusal = Input::Loaded { job, part, load, result: Err(reason) };
+            Err(Box::new((now + Duration::from_millis(1), refusal)))
+        };
         if self.refusals > 0 {
             self.refusals -= 1;
             return refused("out of memory".into());

@@ -41,6 +41,7 @@ impl Default for HostSpec {
             region: 0,
             capacity: Capacity {
                 machine: 0,
+                zone: String::new(),
                 device: "simulated".into(),
                 memory_total: 8 << 30,
                 memory_free: 8 << 30,

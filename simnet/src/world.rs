@@ -509,7 +509,7 @@ impl World {
                         Ok(()) => {
                             self.begin_transfer(id, Purpose::Load { job, part: order.part, load }, &order, &sources);
                         }
-                        Err(refusal) => self.answer_at(id, refusal),
+                        Err(refusal) => self.answer_at(id, *refusal),
                     }
                     self.measure_memory(id);
                 }

@@ -28,6 +28,8 @@ pub struct Config {
 pub struct Capacity {
     /// Hash of what tells one physical machine from another.
     pub machine: u64,
+    /// Failure domain that the node's owner named, at most [`ZONE_BYTES_MAX`](crate::limits::ZONE_BYTES_MAX) bytes. Empty: unknown.
+    pub zone: String,
     /// "cpu", "cuda:0 NVIDIA H200", …: for people.
     pub device: String,
     /// Bytes that stages and tiles may take in all: plans fill them whole.
@@ -112,6 +114,7 @@ impl Capacity {
         } = device.speed;
         Self {
             machine: device.machine,
+            zone: String::new(),
             device: device.device,
             memory_total: offered,
             memory_free: offered,

@@ -3,6 +3,7 @@
 //! A job is parts joined by channels. The coordinator is the node whose API took the job, or a successor of that. It issues the
 //! job's epochs, places its parts, and keeps what is needed to go on after a loss. It may or may not hold a part itself.
 //! Next: `job/lifecycle.rs`, then `job/workload.rs`.
+mod domains;
 mod gateway;
 mod lifecycle;
 mod output;
@@ -18,7 +19,7 @@ mod view;
 mod workload;
 
 use crate::id::{CallId, Epoch, Generation, JobId, NodeId, PartId};
-use crate::limits::{EPOCHS_FORGOTTEN_MAX, JOBS_MAX};
+use crate::limits::{EPOCHS_FORGOTTEN_MAX, EXCLUDED, JOBS_MAX};
 use crate::message::ToCoordinator;
 use crate::output::Event;
 use crate::planted::{self, Planted};
@@ -29,6 +30,7 @@ use crate::work::{Asked, Change, Ending, Inheritance, JobSpec, PlanSpec};
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::{format, string::String, vec::Vec};
+pub use domains::{Apart, Domains};
 use gateway::Gateway;
 use lifecycle::{Job, Role};
 use output::Out;
@@ -369,8 +371,11 @@ impl Jobs {
                 let owns = job.owners().contains(&from);
                 if role == Role::Standby {
                     job.drop_standby(now, part, out);
+                    job.unfit.insert(from, now + EXCLUDED);
                 }
-                (role == Role::Owner || held || !owns).then_some(Complaint::Failed { held, reason })
+                // Its own tile may not be sound any more; of a stage that shows with the next batch.
+                let both = held && !matches!(job.workload, Workload::Serve(_));
+                (role == Role::Owner || both || !owns).then_some(Complaint::Failed { held, reason })
             }
             say @ (ToCoordinator::Prepared { .. }
             | ToCoordinator::Fetched { .. }
@@ -440,6 +445,11 @@ impl Jobs {
         let Some(job) = Job::inherited(self.me, inheritance, &mut self.out) else { return false };
         self.jobs.insert(id, job);
         true
+    }
+
+    /// Where the members stand, seen from this node, for the next placements.
+    pub fn set_domains(&mut self, domains: &Domains) {
+        self.jobs.values_mut().for_each(|job| job.domains_next = domains.clone());
     }
 
     // ---- losses

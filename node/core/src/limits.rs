@@ -12,6 +12,8 @@ pub const ADVERT_HOLDINGS_MAX: usize = 8;
 pub const SOURCES_MAX: usize = 16;
 /// Bytes of a node's name in its advert, cut at a character.
 pub const ADVERT_NAME_BYTES_MAX: usize = 64;
+/// Bytes of a zone's name in an advert, cut at a character: two words, beside a name and the holdings.
+pub const ZONE_BYTES_MAX: usize = 32;
 /// Addresses of one kind in an advert: a few interfaces, the first reachable one is used.
 pub const ADVERT_ADDRS_MAX: usize = 4;
 /// Largest control message: a full push-pull of 2,000 members with adverts, or a plan with its manifest.
@@ -160,6 +162,8 @@ pub const SNAPSHOT_RETRY: Duration = Duration::from_secs(2);
 pub const SNAPSHOT_EVERY_MIN: Duration = Duration::from_millis(200);
 /// Nodes that may succeed the coordinator of a simulation, in order: the loss of so many at once is not promised.
 pub const SUCCESSORS_MAX: usize = 4;
+/// Successors that keep a copy of the last checkpoint: the coordinator and one of them may be lost at once.
+pub const MIRRORS: usize = 2;
 /// Nodes that coordinated a simulation before and may come back.
 pub const PREVIOUS_COORDINATORS_MAX: usize = 8;
 /// How long each successor leaves to the one before it, once a majority agrees.
@@ -190,7 +194,7 @@ pub const ASK_AGAIN: Duration = Duration::from_secs(2);
 pub const VOTE_MAX: Duration = Duration::from_millis(600);
 /// How long a participant keeps the orders of a successor while it hears the coordinator: the successor repeats them.
 pub const DEFERRED_MAX: Duration = PREPARE_RETRY;
-/// How soon a checkpoint that could not be copied to the first successor is copied again: all of it travels each time.
+/// How soon a checkpoint that could not be copied to a successor is copied again: all of it travels each time.
 pub const MIRROR_RETRY: Duration = Duration::from_secs(30);
 /// And how soon, where a newer one has replaced it meanwhile.
 pub const MIRROR_NEWER: Duration = Duration::from_secs(1);

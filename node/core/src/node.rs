@@ -239,7 +239,10 @@ impl Node {
             }
             Input::Start { call, job } => self.jobs.handle_start(call, *job),
             Input::Plan { call, what, standbys } => self.jobs.handle_plan(call, *what, standbys),
-            Input::Planned { asked, answer } => self.jobs.handle_planned(now, asked, answer),
+            Input::Planned { asked, answer } => {
+                self.jobs.set_domains(&self.domains());
+                self.jobs.handle_planned(now, asked, answer);
+            }
             Input::Submit { call, job, request } => self.jobs.handle_submit(now, call, job, *request),
             Input::Ask { call, to, job, request } => {
                 self.membership.connect(now, to);
@@ -489,6 +492,15 @@ impl Node {
                 self.out.push_back(Output::Share { tensor, also });
                 self.send_frame(to, header, Payload::Tensor(also), false);
             }
+            PartOutput::Frame { to, header, payload: Payload::Tensors(tensors), copy: _ } if to == self.me => {
+                let mut shared = Vec::with_capacity(tensors.len());
+                for tensor in tensors {
+                    let also = self.parts.name();
+                    self.out.push_back(Output::Share { tensor, also });
+                    shared.push(also);
+                }
+                self.send_frame(to, header, Payload::Tensors(shared), false);
+            }
             PartOutput::Frame { to, header, payload, copy } => self.send_frame(to, header, payload, copy),
             PartOutput::WorkStarted { job, budget } => self.liveness.handle_work_started(self.now, job, budget),
             PartOutput::WorkDone { job } => self.liveness.handle_work_done(self.now, job),
@@ -510,6 +522,7 @@ impl Node {
         let participants = inheritance.record.participants(&inheritance.order.owners);
         let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
         if self.jobs.handle_inherited(inheritance) {
+            self.jobs.set_domains(&self.domains());
             self.failover.handle_inherited(self.now, job, participants, (before, silent));
         }
     }

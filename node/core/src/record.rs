@@ -190,6 +190,7 @@ mod tests {
     fn recording() -> Vec<u8> {
         let capacity = Capacity {
             machine: 1,
+            zone: String::new(),
             device: "cpu".into(),
             memory_total: 2,
             memory_free: 1,

@@ -158,6 +158,7 @@ mod tests {
             id: node.into(),
             name: String::new(),
             machine: 1,
+            zone: String::new(),
             memory: 1,
             bytes_per_second: 1_000,
             flops_per_second: 0,

@@ -1,7 +1,7 @@
 //! What the API needs of a node, narrow enough that its tests can drive the API without a mesh.
 use crate::handle::{
-    BanReport, Elsewhere, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport, StateView,
-    TokenEvent, TokenStream, Words,
+    BanReport, Elsewhere, GenerateRequest, ModelHandle, ModelOptions, ModelRef, NodeError, NodeHandle, PlanReport,
+    StateView, TokenEvent, TokenStream, Words,
 };
 use crate::submissions::Submissions;
 use kernels::chat_template::ChatMessage;
@@ -178,7 +178,8 @@ impl Engine for NodeHandle {
             return self.ask(elsewhere, model.context, request);
         }
         let name = &model.name;
-        let handle = self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is not served any more")))?;
+        let handle =
+            self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is not served any more")))?;
         NodeHandle::submit(self, &handle, request).await
     }
 

@@ -86,7 +86,8 @@ impl Key {
 pub(crate) fn last_event(headers: &HeaderMap) -> Result<Option<u64>, ApiError> {
     let Some(value) = headers.get(LAST_EVENT) else { return Ok(None) };
     let id = value.to_str().ok().and_then(|text| text.parse().ok());
-    let wrong = || ApiError::invalid("Last-Event-ID", "`Last-Event-ID` is the number in `id:` of the last event that came");
+    let wrong =
+        || ApiError::invalid("Last-Event-ID", "`Last-Event-ID` is the number in `id:` of the last event that came");
     id.ok_or_else(wrong).map(Some)
 }
 

@@ -2,9 +2,9 @@
 use super::engine::Engine;
 use super::error::ApiError;
 use super::fields::Field;
-use super::idempotency::Key;
 use super::generation::{Figures, Generation, Order, Step};
 use super::guard::Caller;
+use super::idempotency::Key;
 use super::openai::{find, find_or_serve};
 use super::request::{self, MessageBody, Prompt, Settings, chat_prompt};
 use super::{App, body, off_thread};

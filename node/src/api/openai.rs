@@ -147,8 +147,7 @@ async fn generate<E: Engine>(app: App<E>, request: Request, shape: Shape) -> Res
     let answer = Answer::new(shape, &id, &model);
     let generation = Generation::start(&app.engine, model, order, name, &app.metrics).await?;
     let running = Running { generation, answer, record, after };
-    let mut response =
-        if streaming { stream_answer(running, include_usage) } else { whole_answer(running).await? };
+    let mut response = if streaming { stream_answer(running, include_usage) } else { whole_answer(running).await? };
     if let Ok(id) = HeaderValue::from_str(id.as_str()) {
         response.headers_mut().insert(idempotency::REQUEST_ID, id);
     }

@@ -1,11 +1,11 @@
 //! Commands that measure or prove something on this machine: `bench`, `selftest`, `demo`.
-use crate::demo::Kills;
 use super::interrupt::Interrupts;
 use super::model::fetch;
 use super::progress::Spinner;
 use super::table::{render, row};
 use super::{Failure, Global, answer, remark};
 use crate::config::UpOptions;
+use crate::demo::Kills;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 

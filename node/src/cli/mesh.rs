@@ -241,6 +241,12 @@ fn status_text(state: &Value, all: bool) -> String {
 fn peers_text(peers: &Value, all: bool) -> String {
     let mut rows =
         vec![row(["NAME", "STATE", "DEVICE", "DECODE", "ATTENTION", "PREFILL", "FREE", "OF", "RTT", "LINK", "NODE"])];
+    // A column only where a zone is known.
+    let zone = |peer: &Value| peer["zone"].as_str().filter(|zone| !zone.is_empty()).map(str::to_owned);
+    let zones = list(peers).any(|peer| zone(peer).is_some());
+    if zones {
+        rows[0].insert(3, "ZONE".into());
+    }
     for peer in list(peers).filter(|peer| all || peer["state"] != "left") {
         let mut state = string(&peer["state"]).to_owned();
         if peer["draining"] == true {
@@ -255,7 +261,7 @@ fn peers_text(peers: &Value, all: bool) -> String {
             (false, Some(millis)) => format!("{millis:.2} ms"),
             (false, None) => "–".into(),
         };
-        rows.push(vec![
+        let mut cells = vec![
             string(&peer["name"]).to_owned(),
             state,
             string(&peer["device"]).to_owned(),
@@ -267,7 +273,11 @@ fn peers_text(peers: &Value, all: bool) -> String {
             rtt,
             peer["link_bytes_per_second"].as_u64().map_or_else(|| "–".into(), |bytes| format!("{}/s", Size(bytes))),
             string(&peer["node"]).chars().take(12).collect(),
-        ]);
+        ];
+        if zones {
+            cells.insert(3, zone(peer).unwrap_or_else(|| "–".into()));
+        }
+        rows.push(cells);
     }
     render(&rows)
 }
@@ -376,5 +386,14 @@ mod tests {
         let peers = json!([{"name": "here", "state": "alive"}, {"name": "gone", "state": "left"}]);
         assert!(!peers_text(&peers, false).contains("gone"));
         assert!(peers_text(&peers, true).contains("gone"));
+    }
+
+    #[test]
+    fn zones_have_a_column_where_one_is_known() {
+        let peers = json!([{"name": "here", "state": "alive", "zone": ""}, {"name": "there", "state": "alive"}]);
+        assert!(!peers_text(&peers, false).contains("ZONE"));
+        let peers = json!([{"name": "here", "state": "alive", "zone": "attic"}, {"name": "there", "state": "alive"}]);
+        let text = peers_text(&peers, false);
+        assert!(text.contains("ZONE") && text.contains("attic"), "{text}");
     }
 }

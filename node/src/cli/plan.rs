@@ -102,6 +102,7 @@ fn simulation_text(report: &Value) -> String {
         }
         let _ = write!(text, "\n{}", render(&rows));
     }
+    text.push_str(&zones(&report["zones"], &SIMULATION));
     text
 }
 
@@ -138,7 +139,52 @@ fn text(model: &str, report: &Value) -> String {
             None => write!(text, "\nWithout {}:\n{}", string(&loss["node"]), stages(&loss["stages"])),
         };
     }
+    text.push_str(&zones(&report["zones"], &MODEL));
     text
+}
+
+/// What kind of job a zone is lost under.
+struct Kind {
+    part: &'static str,
+    /// What becomes of parts that are placed again.
+    placed: &'static str,
+    /// What the loss of the coordinator means.
+    coordinator: &'static str,
+}
+
+const MODEL: Kind = Kind {
+    part: "stage",
+    placed: "placed again on the nodes that are left",
+    coordinator: "its coordinator is there: a successor goes on if more than half of the nodes that take part are left",
+};
+
+const SIMULATION: Kind = Kind {
+    part: "tile",
+    placed: "placed again with all others, from the last checkpoint or the beginning",
+    coordinator: "its coordinator is there: a successor goes on if more than half of the nodes that take part are left",
+};
+
+/// A line for each zone: what goes on when it is lost, and after how long.
+fn zones(zones: &Value, kind: &Kind) -> String {
+    let mut text = String::new();
+    for zone in zones.as_array().into_iter().flatten() {
+        let numbers: Vec<String> = zone["parts"].as_array().into_iter().flatten().map(Value::to_string).collect();
+        let s = if numbers.len() == 1 { "" } else { "s" };
+        let parts = format!("{}{s} {}", kind.part, numbers.join(", "));
+        let then = match zone["then"].as_str() {
+            Some("standbys") => format!("{parts}: on at the standby{s}"),
+            Some("placed") => format!("{parts}: {}", kind.placed),
+            Some("ends") => format!("{parts}: the job could not go on: {}", string(&zone["error"])),
+            _ => format!("no {} is there", kind.part),
+        };
+        let stall = zone["stall_ms"].as_f64().map_or_else(String::new, |ms| format!(", stall about {ms:.0} ms"));
+        let coordinator = match zone["coordinator"] == true {
+            true => format!("; {}", kind.coordinator),
+            false => String::new(),
+        };
+        let _ = writeln!(text, "zone lost: {}: {then}{stall}{coordinator}", string(&zone["zone"]));
+    }
+    if text.is_empty() { text } else { format!("\n{text}") }
 }
 
 /// The stages of a plan or a job.
@@ -200,6 +246,23 @@ fn string(value: &Value) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_zone_says_what_its_loss_means() {
+        let known = serde_json::json!([
+            {"zone": "attic", "coordinator": true, "parts": [0], "then": "standbys", "stall_ms": 405.4, "error": null},
+            {"zone": "cellar", "coordinator": false, "parts": [1, 2], "then": "ends", "error": "3 GiB are missing"},
+            {"zone": "shed", "coordinator": false, "parts": [], "then": "untouched"},
+        ]);
+        assert_eq!(
+            zones(&known, &MODEL),
+            "\nzone lost: attic: stage 0: on at the standby, stall about 405 ms; its coordinator is there: a \
+             successor goes on if more than half of the nodes that take part are left\n\
+             zone lost: cellar: stages 1, 2: the job could not go on: 3 GiB are missing\n\
+             zone lost: shed: no stage is there\n"
+        );
+        assert_eq!(zones(&Value::Null, &MODEL), "");
+    }
 
     #[test]
     fn a_short_run_is_not_predicted_to_take_no_time() {

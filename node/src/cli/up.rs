@@ -3,7 +3,7 @@ use super::model::{ComputeArgs, listen_address};
 use super::{Failure, Global, remark, say};
 use crate::api::Api;
 use crate::api_key::{Announced, ApiKey};
-use crate::config::{Advertised, PORT_DEFAULT, Size, UpOptions, data_dir_default, hostname};
+use crate::config::{Advertised, PORT_DEFAULT, Size, UpOptions, Zone, data_dir_default, hostname};
 use crate::folders::Folders;
 use crate::handle::{NodeError, NodeHandle};
 use crate::telemetry::Metrics;
@@ -27,6 +27,7 @@ const PORTS_APART: u16 = 10;
 Examples:
   meshnode up                                       prints a ticket for others
   meshnode up --memory 8G --device cuda
+  meshnode up --zone attic                          standbys are sought on machines in other zones
   MESHNODE_API_KEY=… meshnode up --api 0.0.0.0:9470
   meshnode up --advertise 203.0.113.5:9471          behind a router that forwards UDP 9471 and 9472
 
@@ -69,6 +70,10 @@ struct NodeArgs {
     /// Name for people [default: the host's]
     #[arg(long, value_name = "NAME", env = "MESHNODE_NAME")]
     name: Option<String>,
+    /// Failure domain that this machine stands in: a room, a site, a fuse; at most 32 bytes. Standbys and successors are chosen in
+    /// another one [default: unknown]
+    #[arg(long, value_name = "NAME", env = "MESHNODE_ZONE")]
+    zone: Option<Zone>,
     /// Identity and state [default: ~/.local/share/meshnode]
     #[arg(long, value_name = "DIR", env = "MESHNODE_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -113,6 +118,7 @@ impl NodeArgs {
         let file = &global.file;
         UpOptions {
             name: self.name.clone().or_else(|| file.name.clone()).unwrap_or_else(hostname),
+            zone: self.zone.clone().or_else(|| file.zone.clone()),
             data_dir: self.data_dir.clone().or_else(|| file.data_dir.clone()).unwrap_or_else(data_dir_default),
             models_dir: global.models_dir(),
             cache_bytes: global.cache_bytes(),
@@ -243,9 +249,10 @@ fn idle_gpu_advice(options: &UpOptions, api: SocketAddr, gpu: &Device, number: u
     let step = PORTS_APART.saturating_mul(u16::try_from(number + 1).unwrap_or(u16::MAX));
     let mut data_dir = options.data_dir.clone().into_os_string();
     data_dir.push(format!("-{suffix}"));
+    let zone = options.zone.as_ref().map(|zone| format!(" --zone '{}'", zone.name())).unwrap_or_default();
     format!(
         "{} ({}, {}) stays idle: a node uses one device. Start a second node on it with:\n  meshnode join \"$(meshnode --api {api} \
-         invite)\" --device {} --name {}-{suffix} --data-dir {} --port {} --api {}",
+         invite)\" --device {} --name {}-{suffix}{zone} --data-dir {} --port {} --api {}",
         gpu.id,
         gpu.name,
         Size(gpu.memory_total),

@@ -65,7 +65,8 @@ impl Demo {
         });
         let mut answer = Answer::default();
         let mut killed = None;
-        let first = ask(&nodes[coordinator], key, &body, None)?.ok_or_else(|| Error::other("the model is not served"))?;
+        let first =
+            ask(&nodes[coordinator], key, &body, None)?.ok_or_else(|| Error::other("the model is not served"))?;
         read(first, &mut answer, |answer| {
             if answer.tokens >= moment && killed.is_none() {
                 killed = Some(Instant::now());

@@ -9,6 +9,7 @@ use node_core::limits::LEASE;
 use node_core::output::Event;
 use node_core::work::PlanSpec;
 use partitioner::tiles::{GridPlan, GridWork, TileStandby, takeover_ns};
+use partitioner::zones::grid_losses;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,6 +50,12 @@ impl NodeHandle {
         let names = self.names().await;
         let (plan, standbys) = answer?;
         let mut report = report(&simulation, &work, &plan, &names);
+        let zones = self.zone_losses(None, {
+            let (plan, work) = (plan.clone(), work.clone());
+            let (standbys, hot) = (standbys.clone(), tier == Tier::Hot);
+            move |fleet, options| grid_losses(&plan, (&standbys, hot), &work, fleet, options.head)
+        });
+        report["zones"] = json!(zones.await);
         let standby_of = |tile: usize| standbys.iter().find(|standby| usize::from(standby.tile) == tile);
         let tiles = if tier == Tier::None { 0 } else { plan.tiles().len() };
         let standbys: Vec<Value> = (0..tiles)

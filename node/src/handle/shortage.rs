@@ -2,9 +2,11 @@
 use super::{NodeError, NodeHandle, Opened, PLAN_MAX};
 use crate::config::Size;
 use crate::hub::CallEvent;
+use crate::views::ZoneView;
 use node_core::id::JobId;
 use node_core::input::Input;
 use node_core::output::Event;
+use partitioner::zones::ZoneLoss;
 use partitioner::{Fit, Fleet, Options, PlanError};
 use std::fmt::Write;
 
@@ -94,7 +96,7 @@ impl NodeHandle {
     }
 
     /// The mesh as plans see it, with what a job holds counted as free.
-    async fn survey(&self, job: Option<JobId>) -> Option<(Fleet, Options)> {
+    pub(super) async fn survey(&self, job: Option<JobId>) -> Option<(Fleet, Options)> {
         let (call, mut events) = self.inner.hub.open(8);
         self.inner.driver.input(Input::Survey { call, job });
         let answer = tokio::time::timeout(PLAN_MAX, async {
@@ -108,6 +110,17 @@ impl NodeHandle {
         .await;
         self.inner.hub.forget(call);
         answer.ok().flatten()
+    }
+
+    /// What the loss of each zone would mean, by the mesh as plans see it. It is worked out beside what must not wait.
+    pub(super) async fn zone_losses(
+        &self,
+        job: Option<JobId>,
+        losses: impl FnOnce(&Fleet, &Options) -> Vec<ZoneLoss> + Send + 'static,
+    ) -> Vec<ZoneView> {
+        let Some((fleet, options)) = self.survey(job).await else { return Vec::new() };
+        let found = tokio::task::spawn_blocking(move || losses(&fleet, &options)).await;
+        found.unwrap_or_default().into_iter().map(ZoneView::from).collect()
     }
 
     /// What takes memory in the mesh as far as this node knows, but for one job.
@@ -147,6 +160,7 @@ mod tests {
             id: DeviceId([at as u8; 16]),
             name: format!("n{at}"),
             machine: at as u64,
+            zone: String::new(),
             memory,
             bytes_per_second: 1,
             flops_per_second: 1,

@@ -62,7 +62,7 @@ const SNAPSHOT_COPIED_NS: u64 = 1_000_000_000;
 const SNAPSHOT_MOST_NS: u64 = 30_000_000_000;
 
 /// Who stands by for which tile: for each that has none yet (`kept`) the node, other than its owner, that has the memory, on
-/// another machine where there is one, with the fewest tiles to look after, the fastest of these. Where only its owner is left
+/// another machine where there is one, then in another zone (or an unknown one), with the fewest tiles to look after, the fastest of these. Where only its owner is left
 /// for a tile, somebody who was chosen for another one changes over, at worst one of `kept`. `fleet` is the mesh as it would be if nobody held anything
 /// of the job.
 pub fn standbys(
@@ -113,15 +113,16 @@ impl Guards<'_> {
     /// The best of those who may, where these are chosen already.
     fn best(&self, tile: u16, chosen: &[(u16, DeviceId)]) -> Option<DeviceId> {
         let owner = self.owners[usize::from(tile)].0;
-        let machine = |id: DeviceId| self.fleet.device(id).map(|device| device.machine);
+        let owner = self.fleet.device(owner);
         let tiles_of = |id: DeviceId| {
             let owned = self.owners.iter().filter(|(owner, _)| *owner == id).count();
             owned + chosen.iter().filter(|(_, by)| *by == id).count()
         };
         let may = self.fleet.devices.iter().filter(|device| self.allows(tile, device.id, chosen));
         let best = may.min_by_key(|device| {
-            let same = machine(owner) == Some(device.machine);
-            (same, tiles_of(device.id), core::cmp::Reverse(device.copy_bytes_per_second), device.id)
+            let same_machine = owner.is_some_and(|owner| owner.machine == device.machine);
+            let same_zone = owner.is_some_and(|owner| owner.shares_zone(device));
+            (same_machine, same_zone, tiles_of(device.id), core::cmp::Reverse(device.copy_bytes_per_second), device.id)
         });
         best.map(|device| device.id)
     }

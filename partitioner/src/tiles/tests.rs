@@ -27,6 +27,7 @@ fn device(id: u8, gigabytes: u64, memory: u64) -> Device {
         id: DeviceId([id; 16]),
         name: String::new(),
         machine: id.into(),
+        zone: String::new(),
         memory,
         bytes_per_second: gigabytes * 1_000_000_000,
         flops_per_second: 0,
@@ -378,5 +379,32 @@ fn each_tile_has_a_standby_where_there_is_room_for_all() {
         let [changed, last] = found[..] else { panic!("{found:?}") };
         assert_eq!((last.tile, changed.device), (3, owners[3].0), "{found:?}");
         assert!(kept.contains(&(changed.tile, last.device)), "{found:?}");
+    }
+}
+
+#[test]
+fn standbys_of_tiles_stand_in_another_zone_where_there_is_room() {
+    let work = d2q9(2048, 2048);
+    let zones = ["attic", "attic", "cellar", "cellar", ""];
+    for count in 2..=5 {
+        let devices = (0..count).map(|at| {
+            let zone = String::from(zones[at]);
+            Device { zone, ..device(at as u8 + 1, 10 + at as u64, 1 << 34) }
+        });
+        let fleet = fleet(devices.collect(), 1, 1_000_000_000);
+        let owners: Vec<(DeviceId, Block)> = cut(&work, &fleet, &Paces::default(), Some(8))
+            .unwrap()
+            .tiles()
+            .iter()
+            .map(|t| (t.device, t.block))
+            .collect();
+        let found = standbys(&work, &owners, 8, &fleet, &[]);
+        assert_eq!(found.len(), owners.len());
+        let shares = |standby: &&TileStandby| {
+            let owner = fleet.device(owners[usize::from(standby.tile)].0).unwrap();
+            owner.shares_zone(fleet.device(standby.device).unwrap())
+        };
+        let same = found.iter().filter(shares).count();
+        assert_eq!(same, if count == 2 { 2 } else { 0 }, "{count}: {found:?}");
     }
 }

@@ -62,6 +62,7 @@ pub(crate) fn fleet(random: &mut Random, devices: usize) -> Fleet {
         id: id(n),
         name: format!("node-{n}"),
         machine: n as u64,
+        zone: String::new(),
         memory: 100 + random.below(900),
         bytes_per_second: if random.below(12) == 0 { 0 } else { 100 + random.below(2_000) },
         flops_per_second: random.below(3) * (100 + random.below(5_000)),

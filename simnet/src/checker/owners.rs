@@ -25,6 +25,8 @@ pub struct Owners {
 struct Seen {
     /// Who owns which stage of a job under an epoch, as its head said.
     owners: BTreeMap<(JobId, Epoch), BTreeMap<PartId, NodeId>>,
+    /// Who was ordered to be the standby of which stage: it may own several once it has taken over.
+    standbys: BTreeSet<(JobId, PartId, NodeId)>,
     /// Who owns which tile: a node may own several, those that it was the standby of.
     tiles: BTreeMap<(JobId, Epoch), Vec<NodeId>>,
     /// The owners of a simulation as a participant received them last, and who told it that the coordinator is silent.
@@ -118,13 +120,15 @@ impl Seen {
         if let Some(before) = before {
             return Some(format!("{node} and {before} own part {part} under {epoch:?}"));
         }
-        let other = owners.iter().find(|(at, owner)| **at != part && **owner == node);
-        other.map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
+        let took_over = |at: &PartId| self.standbys.contains(&(job, *at, node));
+        let other = owners.iter().find(|(at, owner)| **at != part && **owner == node && !took_over(at));
+        other.filter(|_| !took_over(&part)).map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
     }
 
-    fn stand_by(&self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
-        let owned = self.owners.get(&(job, epoch))?.iter().find(|(_, owner)| **owner == node);
-        owned.map(|(at, _)| format!("{node} is listed as standby of part {part} and owns part {at} under {epoch:?}"))
+    fn stand_by(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
+        self.standbys.insert((job, part, node));
+        let owner = self.owners.get(&(job, epoch))?.get(&part)?;
+        (*owner == node).then(|| format!("{node} is listed as standby of part {part} and owns it under {epoch:?}"))
     }
 }
 

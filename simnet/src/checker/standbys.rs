@@ -103,20 +103,17 @@ impl Seen {
     }
 }
 
-/// Stages without a standby although a host outside the job has memory for one. Empty while the job is not ready.
+/// Stages without a standby although a host besides their owners has memory for one. Empty while the job is not ready.
 pub fn missing(world: &World, work: &Workload) -> Vec<String> {
     let Some(view) = job(world, work) else { return Vec::new() };
-    let listed = view.parts.iter().filter_map(|part| part.standby.as_ref().filter(|s| s.resident)?.node);
-    let owners: BTreeSet<NodeId> = view.parts.iter().map(|part| part.owner).collect();
-    let part: BTreeSet<NodeId> = owners.iter().copied().chain(listed).collect();
-    let idle = |bytes: u64| {
-        let free = world.hosts().filter(|host| host.runs() && !host.leaves && !part.contains(&host.node_id));
+    let idle = |owner: NodeId, bytes: u64| {
+        let free = world.hosts().filter(|host| host.runs() && !host.leaves && host.node_id != owner);
         free.map(|host| host.executor.memory_free()).any(|free| free >= bytes + bytes / MARGIN)
     };
     let covered =
         |part: &PartView| part.standby.as_ref().is_some_and(|standby| standby.node.is_some() && standby.resident);
     let open = view.parts.iter().enumerate().filter(|(_, part)| !covered(part));
-    let lacks = open.filter(|(_, part)| part.bytes.is_some_and(idle));
+    let lacks = open.filter(|(_, part)| part.bytes.is_some_and(|bytes| idle(part.owner, bytes)));
     lacks.map(|(at, part)| format!("part {at}, {:?}, has no standby, though a host has room", part.what)).collect()
 }
 

@@ -228,6 +228,7 @@ fn advert() -> Advert {
         data_addrs: vec![SocketAddr::from((Ipv6Addr::LOCALHOST, 9441))],
         capacity: Capacity {
             machine: 77,
+            zone: String::from("attic"),
             device: String::from("cpu"),
             memory_total: 16 << 30,
             memory_free: 12 << 30,
@@ -292,7 +293,7 @@ fn golden_bytes_of_protocol_12() {
             "0c03fd0807060504030201071009090909090909090909090909090909fbe803fbd007fc70110100",
             "0c0105fb2c01",
             "0c1001010101010101010101010101010101fc00d2496b032608080808080808",
-            "6b79416dff89448f",
+            "645bf1746b19c649",
         ]
     );
 }

@@ -5,6 +5,7 @@
 //! `succession.rs` beside this file, then `serve.rs` and `steps.rs`.
 mod placement;
 
+use super::domains::Domains;
 use super::output::{Holdings, JobOutput, Out};
 use super::part::Part;
 use super::rebalance::Rebalance;
@@ -14,7 +15,7 @@ use super::succession::Claims;
 use super::timeout::PrepareTimeout;
 use super::workload::{Found, Then, Workload};
 use crate::id::{CallId, Epoch, JobId, NodeId, PartId};
-use crate::limits::{DEGRADED_MAX, PREPARE_RETRY, STANDBY_RETRY};
+use crate::limits::{DEGRADED_MAX, EXCLUDED, PREPARE_RETRY, STANDBY_RETRY};
 use crate::message::{ToCoordinator, ToParticipant};
 use crate::output::Event;
 use crate::time::Instant;
@@ -68,14 +69,17 @@ pub(super) struct Job {
     pub(super) draining: BTreeSet<NodeId>,
     /// When to look for standbys that are missing; none while nothing is missing or no new node could help.
     pub(super) standbys_due: Option<Instant>,
-    /// Nodes that refused to be a standby under the present placement.
-    pub(super) unfit: BTreeSet<NodeId>,
+    /// Nodes that could not be a standby under the present placement, and until when they are not asked again.
+    pub(super) unfit: BTreeMap<NodeId, Instant>,
     refusals: Refusals,
     pub(super) rebalance: Rebalance,
     /// Nodes that coordinated the job before, the last one first.
     pub(super) previous: Vec<NodeId>,
     /// Every node that was named a successor, under any placement: no other can have taken the job over.
     pub(super) named: BTreeSet<NodeId>,
+    /// Where nodes stand, as the present placement took it and as it is known by now: under one epoch the order of successors stays.
+    pub(super) domains: Domains,
+    pub(super) domains_next: Domains,
     /// This node took the job over, and has not placed it since.
     pub(super) inherited: bool,
     /// How it ended, once it has.
@@ -140,11 +144,13 @@ impl Job {
             timeout: PrepareTimeout::default(),
             draining: BTreeSet::new(),
             standbys_due: None,
-            unfit: BTreeSet::new(),
+            unfit: BTreeMap::new(),
             refusals: Refusals::default(),
             rebalance: Rebalance::default(),
             previous: Vec::new(),
             named: BTreeSet::new(),
+            domains: Domains::default(),
+            domains_next: Domains::default(),
             inherited: false,
             ending: None,
             successor: None,
@@ -347,12 +353,20 @@ impl Job {
         reason: &str,
         out: &mut Out,
     ) -> Option<Role> {
-        self.resident.remove(&from);
-        let role = self.role(from, part)?;
+        let role = self.role(from, part);
+        // An owner that cannot be a standby as well has its own part still.
+        if role == Some(Role::Standby)
+            && let Some((_, parts)) = self.resident.get_mut(&from)
+        {
+            parts.remove(&part);
+        } else {
+            self.resident.remove(&from);
+        }
+        let role = role?;
         match role {
             Role::Owner => self.refusals.note(from, reason),
             Role::Standby => {
-                self.unfit.insert(from);
+                self.unfit.insert(from, now + EXCLUDED);
                 self.drop_standby(now, part, out);
             }
         }

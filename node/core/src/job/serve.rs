@@ -295,8 +295,8 @@ impl Serve {
     /// Stages of a plan that are not where they are now.
     pub(super) fn moved<'a>(&'a self, plan: &'a Plan) -> impl Iterator<Item = (PartId, &'a Stage)> + 'a {
         let stays = |stage: &Stage| {
-            let held = self.plan.as_deref().and_then(|present| present.stage_of(stage.device));
-            held.is_some_and(|held| held.layers == stage.layers)
+            let mut held = self.plan.as_deref().into_iter().flat_map(|present| present.stages_of(stage.device));
+            held.any(|held| held.layers == stage.layers)
         };
         plan.stages().iter().enumerate().filter(move |(_, stage)| !stays(stage)).map(|(at, s)| (PartId::of(at), s))
     }

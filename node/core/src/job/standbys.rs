@@ -33,7 +33,9 @@ impl Job {
         };
         let kept = self.parts.iter().enumerate().filter_map(kept).collect();
         if let Some(what) = self.workload.ask_standbys(&self.parts, kept) {
-            self.standbys_asked = Some(self.ask(self.unfit.clone(), what, out));
+            self.unfit.retain(|_, until| *until > now);
+            let without = self.unfit.keys().copied().collect();
+            self.standbys_asked = Some(self.ask(without, what, out));
         }
         self.standbys_due = Some(now + STANDBY_RETRY);
     }

@@ -1,4 +1,5 @@
 //! What a coordinator leaves to its successors, and how one of them goes on.
+use super::domains::Apart;
 use super::lifecycle::{Job, Phase};
 use super::output::{JobOutput, Out};
 use super::part::{Part, Standby};
@@ -15,14 +16,17 @@ use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl Job {
-    /// Nodes that may take the job over, in order: its owners, then its standbys.
+    /// Nodes that may take the job over, in order: its owners, then its standbys; those first that the loss of this node's machine or
+    /// zone leaves.
     pub(super) fn successors(&self) -> Vec<NodeId> {
         let mut successors = Vec::new();
         for owner in self.owners().into_iter().chain(self.standby_nodes()) {
-            if owner != self.me && !successors.contains(&owner) && successors.len() < SUCCESSORS_MAX {
+            if owner != self.me && !successors.contains(&owner) {
                 successors.push(owner);
             }
         }
+        successors.sort_by_key(|owner| Apart::among(&self.domains, *owner));
+        successors.truncate(SUCCESSORS_MAX);
         successors
     }
 

@@ -237,3 +237,18 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
     let held: Vec<(NodeId, u64)> = asked.expect("it asks for a placement").into_iter().collect();
     assert_eq!(held, [0, 1, 2, 3].map(|tile| (owner(tile), 1 << 20)));
 }
+
+#[test]
+fn successors_that_the_loss_of_the_coordinators_zone_leaves_come_first() {
+    let (mut jobs, _) = running();
+    let apart = [(owner(0), Apart::SameMachine), (owner(1), Apart::SameZone), (owner(3), Apart::OtherZone)];
+    let job = jobs.jobs.get_mut(&JOB).unwrap();
+    assert_eq!(job.successors(), [0, 1, 2, 3].map(owner), "in the order of their tiles where nothing is known");
+    job.domains = Domains::new(apart.into());
+    assert_eq!(job.successors(), [3, 2, 1, 0].map(owner));
+    let at = |machine: u64, zone: &'static str| (machine, zone);
+    assert_eq!(Apart::of(at(1, "a"), at(1, "b")), Apart::SameMachine);
+    assert_eq!(Apart::of(at(1, "a"), at(2, "a")), Apart::SameZone);
+    assert_eq!(Apart::of(at(1, "a"), at(2, "b")), Apart::OtherZone);
+    assert_eq!([Apart::of(at(1, ""), at(2, "")), Apart::of(at(1, ""), at(2, "b"))], [Apart::Unknown; 2]);
+}

@@ -3,7 +3,7 @@
 use crate::codec;
 use crate::config::{Capacity, Config};
 use crate::id::{ContentId, Generation, NodeId};
-use crate::limits::{ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, MEMBERS_MAX};
+use crate::limits::{ADVERT_ADDRS_MAX, ADVERT_HOLDINGS_MAX, ADVERT_NAME_BYTES_MAX, MEMBERS_MAX, ZONE_BYTES_MAX};
 use crate::message::{Advert, SignedAdvert};
 use crate::time::{Duration, Instant};
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -47,10 +47,10 @@ impl Adverts {
             generation: config.generation,
             version: 0,
             peer_id: config.peer_id.clone(),
-            name: cut(&config.name),
+            name: cut(&config.name, ADVERT_NAME_BYTES_MAX),
             gossip_addrs: config.gossip_addrs.iter().copied().take(ADVERT_ADDRS_MAX).collect(),
             data_addrs: config.data_addrs.iter().copied().take(ADVERT_ADDRS_MAX).collect(),
-            capacity: Capacity { device: cut(&config.capacity.device), ..config.capacity.clone() },
+            capacity: bounded(config.capacity.clone()),
             holds: Vec::new(),
             draining: false,
         };
@@ -110,7 +110,7 @@ impl Adverts {
 
     /// Free memory moves with every request, so small moves wait until something else is worth telling.
     pub(super) fn handle_capacity(&mut self, now: Instant, capacity: Capacity) {
-        let old = core::mem::replace(&mut self.own.capacity, Capacity { device: cut(&capacity.device), ..capacity });
+        let old = core::mem::replace(&mut self.own.capacity, bounded(capacity));
         let new = &self.own.capacity;
         let moved = |a: u64, b: u64| a.abs_diff(b) > a.max(b) / 20;
         let worth_telling = moved(old.memory_free, new.memory_free)
@@ -118,8 +118,8 @@ impl Adverts {
             || moved(old.flops_per_second, new.flops_per_second)
             || moved(old.copy_bytes_per_second, new.copy_bytes_per_second)
             || moved(old.cache_bytes_per_second, new.cache_bytes_per_second)
-            || (old.machine, &old.device, old.memory_total, old.numerics)
-                != (new.machine, &new.device, new.memory_total, new.numerics);
+            || (old.machine, &old.zone, &old.device, old.memory_total, old.numerics)
+                != (new.machine, &new.zone, &new.device, new.memory_total, new.numerics);
         self.touch(if worth_telling { now } else { now + SMALL_CHANGES });
     }
 
@@ -156,6 +156,9 @@ impl Adverts {
         let advert = codec::decode_advert(&signed.bytes).map_err(|_| BAD)?;
         if advert.gossip_addrs.len() > ADVERT_ADDRS_MAX || advert.data_addrs.len() > ADVERT_ADDRS_MAX {
             return Err("an advert with more addresses than allowed");
+        }
+        if advert.capacity.zone.len() > ZONE_BYTES_MAX {
+            return Err("an advert with a longer name of a zone than allowed");
         }
         if NodeId::of_peer(&advert.peer_id) != advert.node {
             return Err("an advert whose key does not belong to its node");
@@ -280,9 +283,15 @@ impl Adverts {
     }
 }
 
-/// The longest prefix of whole characters that an advert has room for.
-fn cut(name: &str) -> String {
-    let end = (0..=name.len().min(ADVERT_NAME_BYTES_MAX)).rev().find(|end| name.is_char_boundary(*end));
+/// What a node offers, with texts that an advert has room for.
+fn bounded(capacity: Capacity) -> Capacity {
+    let device = cut(&capacity.device, ADVERT_NAME_BYTES_MAX);
+    Capacity { device, zone: cut(&capacity.zone, ZONE_BYTES_MAX), ..capacity }
+}
+
+/// The longest prefix of whole characters of at most this number of bytes.
+fn cut(name: &str, most: usize) -> String {
+    let end = (0..=name.len().min(most)).rev().find(|end| name.is_char_boundary(*end));
     String::from(&name[..end.unwrap_or(0)])
 }
 

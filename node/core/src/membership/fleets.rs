@@ -186,6 +186,7 @@ impl Case {
                 id: ids[n],
                 name: String::new(),
                 machine: capacity.machine,
+                zone: capacity.zone.clone(),
                 memory: capacity.memory_free,
                 bytes_per_second: capacity.bytes_per_second,
                 flops_per_second: capacity.flops_per_second,

@@ -32,6 +32,7 @@ fn config(n: usize) -> Config {
         data_addrs: vec![SocketAddr::from((ip, 2))],
         capacity: Capacity {
             machine: n as u64,
+            zone: String::new(),
             device: String::from("cpu"),
             memory_total: 1 << 30,
             memory_free: 1 << 30,
@@ -546,4 +547,13 @@ fn strangers_addresses_take_a_few_dials_and_a_bounded_table() {
     assert_eq!(node.contacts.len(), CONTACTS_MAX);
     assert!(node.contacts.contains_key(&member), "a member is not pushed out by strangers");
     assert!(node.dialled.len() <= CONTACTS_MAX + 1 && node.reaching.is_empty(), "{}", node.dialled.len());
+}
+
+#[test]
+fn a_zone_is_told_cut_to_what_an_advert_has_room_for() {
+    let mut config = config(0);
+    config.capacity.zone = "ü".repeat(40);
+    let node = Membership::new(&config, Instant(0), 0);
+    assert_eq!(node.own().capacity.zone, "ü".repeat(16));
+    assert_eq!(node.fleet().devices[0].zone, "ü".repeat(16));
 }

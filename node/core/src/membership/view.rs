@@ -155,6 +155,7 @@ impl Membership {
             id: advert.node.into(),
             name: advert.name.clone(),
             machine: capacity.machine,
+            zone: capacity.zone.clone(),
             memory: capacity.memory_free,
             bytes_per_second: capacity.bytes_per_second,
             flops_per_second: capacity.flops_per_second,

@@ -1,8 +1,9 @@
 //! The mesh as plans see it: what members say, corrected by what was measured, with what a job holds counted as free.
 use super::Node;
 use crate::id::{CallId, Epoch, JobId, NodeId};
-use crate::job::{Ask, Measured, What};
+use crate::job::{Apart, Ask, Domains, Measured, What};
 use crate::limits::{CHALLENGE_STEPS, HALO_LOG_BYTES_MAX, SNAPSHOT_EVERY_MIN, SOURCES_MAX};
+use crate::membership::Member;
 use crate::output::Event;
 use crate::speeds::Timing;
 use crate::work::Order;
@@ -59,6 +60,17 @@ impl Node {
                 }))
             }
         }
+    }
+
+    /// Where the members stand, seen from this node.
+    pub(super) fn domains(&self) -> Domains {
+        let own = &self.membership.own().capacity;
+        let apart = |member: Member<'_>| {
+            let capacity = &member.advert?.capacity;
+            let apart = Apart::of((own.machine, &own.zone), (capacity.machine, &capacity.zone));
+            Some((member.node, apart))
+        };
+        Domains::new(self.membership.members().filter_map(apart).collect())
     }
 
     /// A local caller wants the mesh as plans see it.

@@ -137,6 +137,7 @@ impl Mesh {
     fn add(&mut self, n: u8, memory: u64) {
         let capacity = Capacity {
             machine: n.into(),
+            zone: String::new(),
             device: "cpu".into(),
             memory_total: memory,
             memory_free: memory,

@@ -7,8 +7,8 @@
 use super::{HeldJob, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{
-    DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, PARTS_MAX, SERVE_SUCCESSION, SERVE_SUCCESSION_COLD, SUCCESSION_TURN,
-    VOTE_MAX,
+    DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, MIRRORS, PARTS_MAX, SERVE_SUCCESSION, SERVE_SUCCESSION_COLD,
+    SUCCESSION_TURN, VOTE_MAX,
 };
 use crate::message::ToParticipant;
 use crate::output::Output;
@@ -38,7 +38,7 @@ pub(super) struct Succession {
     deferred: Vec<(Instant, NodeId, Epoch, Box<Order>)>,
 }
 
-/// The coordinator's checkpoint, at its first successor.
+/// The coordinator's checkpoint, at its first successors.
 #[derive(Debug, Default)]
 struct Mirror {
     have: Option<u32>,
@@ -180,11 +180,14 @@ impl Parts {
         }
     }
 
-    /// The first successor keeps a copy of the coordinator's checkpoint.
+    /// The first [`MIRRORS`] successors keep a copy of the coordinator's checkpoint.
     fn mirror(&mut self, now: Instant, job: JobId) {
         let me = self.me;
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer != me) else { return };
-        let Some(order) = held.order().filter(|order| order.successors.first() == Some(&me)) else { return };
+        let Some(order) = held.order().filter(|order| order.successors.iter().take(MIRRORS).any(|node| *node == me))
+        else {
+            return;
+        };
         let PartWork::Tile(tile) = &order.work else { return };
         let Some(record) = &held.succession.record else { return };
         let ProgramRecord::Steps(steps) = &record.program else { return };

@@ -1,8 +1,8 @@
 //! The placements of one job: asked of the planner, adopted, ordered; standbys take over where they can.
 use super::{Degraded, Job, NoPlan, Phase, Role, found};
 use crate::id::{Epoch, NodeId, PartId};
-use crate::job::output::{Ask, Holdings, JobOutput, Out, What};
-use crate::job::part::Part;
+use crate::job::output::{Ask, JobOutput, Out, What};
+use crate::job::part::{Part, Standby};
 use crate::job::workload::Found;
 use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
 use crate::message::ToParticipant;
@@ -19,12 +19,8 @@ impl Job {
     pub(in crate::job) fn ask(&mut self, without: BTreeSet<NodeId>, what: What, out: &mut Out) -> u32 {
         self.questions = self.questions.wrapping_add(1);
         let (job, question) = (self.id, self.questions);
-        let resident = match &what {
-            // Beside what runs, the memory of what runs is not free.
-            What::ModelStandbys { .. } => Holdings::new(),
-            What::Model { .. } | What::Grid { .. } | What::GridStandbys { .. } => self.holdings(),
-        };
-        let ask = Box::new(Ask { job: Some(job), resident, without, what });
+        // The planner counts what the parts and standbys of the placement take.
+        let ask = Box::new(Ask { job: Some(job), resident: self.holdings(), without, what });
         out.push_back(JobOutput::Ask { asked: Asked::Job { job, question }, ask });
         question
     }
@@ -138,12 +134,18 @@ impl Job {
         let kept: Vec<bool> =
             (0..self.parts.len()).map(|at| self.workload.is_same_part(&found, PartId::of(at))).collect();
         let before = core::mem::take(&mut self.parts);
+        let old_owners: Vec<NodeId> = before.iter().map(|part| part.owner).collect();
         self.cut = self.cut.wrapping_add(1);
         self.parts = self.workload.adopt(found);
-        let owners: BTreeSet<NodeId> = self.owners().into_iter().collect();
+        // Owners that get something else need the room.
+        let stays = |(at, owner): (usize, NodeId)| kept.get(at) == Some(&true) && old_owners.get(at) == Some(&owner);
+        let owners = self.owners().into_iter().enumerate();
+        let moved: BTreeSet<NodeId> = owners.filter(|owned| !stays(*owned)).map(|(_, owner)| owner).collect();
         // Standbys of parts that stay the same stay.
-        for ((part, old), _) in self.parts.iter_mut().zip(before).zip(kept).filter(|(_, kept)| *kept) {
-            part.standby = old.standby.filter(|standby| !owners.contains(&standby.node));
+        for ((part, old), _) in self.parts.iter_mut().zip(before).zip(&kept).filter(|(_, kept)| **kept) {
+            let owner = part.owner;
+            let stays = |standby: &Standby| standby.node != owner && !moved.contains(&standby.node);
+            part.standby = old.standby.filter(stays);
             if let Some(standby) = &mut part.standby {
                 standby.ask_again(now);
             }
@@ -166,6 +168,7 @@ impl Job {
         let participants = self.participants();
         self.asked.extend(participants.iter().copied());
         self.known.extend(participants);
+        self.domains.clone_from(&self.domains_next);
         self.named.extend(self.successors());
         let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
         let placement = Box::new(self.workload.placement(&self.parts));

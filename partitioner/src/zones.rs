@@ -1,0 +1,270 @@
+//! What the loss of a whole zone would mean for a job: for people who decide where machines stand.
+//!
+//! All nodes of a zone are lost at once. A part goes on at its standby where that stands elsewhere; else what is lost is placed
+//! again on the nodes that are left. Next: `fit.rs`.
+use crate::fleet::{Device, DeviceId, Fleet};
+use crate::plan::{Options, Plan};
+use crate::repair::repair;
+use crate::standby::{Standby, placed_ns};
+use crate::tiles::{self, Block, GridPlan, GridWork, Paces, TileStandby};
+use crate::work::Work;
+use alloc::collections::BTreeSet;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+
+/// Most zones that are looked at: each costs a search, and more lines than this are not read.
+pub const ZONES_MAX: usize = 32;
+
+/// The loss of a zone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZoneLoss {
+    /// Its name.
+    pub zone: String,
+    /// The job's coordinator is in it.
+    pub coordinator: bool,
+    /// Parts of the job whose owners are in it, by number.
+    pub parts: Vec<u16>,
+    /// What becomes of these.
+    pub then: Then,
+}
+
+/// What becomes of the parts of a lost zone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// There are none.
+    Untouched,
+    /// Each goes on at its standby, which is not in the zone.
+    Standbys {
+        /// Predicted nanoseconds from the loss being noticed until the job goes on; none where nothing was predicted.
+        stall_ns: Option<u64>,
+    },
+    /// They are placed again on the nodes that are left: a model sends its contexts through all stages again, a simulation rolls
+    /// back to its last checkpoint.
+    Placed {
+        /// As above.
+        stall_ns: Option<u64>,
+    },
+    /// The nodes that are left cannot hold the job.
+    Ends {
+        /// Why.
+        why: String,
+    },
+}
+
+/// What the loss of each zone would mean for a model; empty where no zone is known. At most [`ZONES_MAX`] zones, by name.
+pub fn model_losses(plan: &Plan, standbys: &[Standby], work: &Work, fleet: &Fleet, options: &Options) -> Vec<ZoneLoss> {
+    let owners: Vec<DeviceId> = plan.stages().iter().map(|stage| stage.device).collect();
+    let of = |zone: Zone<'_>| {
+        let parts = zone.parts(&owners);
+        let standby = |part: &u16| {
+            let standby = standbys.iter().find(|standby| standby.stage == *part);
+            let standby = standby.filter(|s| s.place.as_ref().is_some_and(|place| !zone.has(place.device)))?;
+            Some(standby.stall_ns)
+        };
+        let stalls: Option<Vec<Option<u64>>> = parts.iter().map(standby).collect();
+        let then = match stalls {
+            Some(stalls) if stalls.is_empty() => Then::Untouched,
+            Some(stalls) => Then::Standbys { stall_ns: stalls.into_iter().max().flatten() },
+            None => placed_again(plan, work, options, &zone),
+        };
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(options.head), parts, then }
+    };
+    zones(fleet).map(of).collect()
+}
+
+fn placed_again(plan: &Plan, work: &Work, options: &Options, zone: &Zone<'_>) -> Then {
+    let left = zone.left();
+    // Where the coordinator is lost too, another node takes its place.
+    let first = left.devices.iter().find(|device| !device.excluded).map(|device| device.id);
+    let head = if zone.has(options.head) { first.unwrap_or(options.head) } else { options.head };
+    match repair(plan, work, &left, &Options { goal: options.goal, head, losses: false }) {
+        Err(error) => Then::Ends { why: error.to_string() },
+        Ok(next) => {
+            let lost: Vec<DeviceId> = zone.devices().map(|device| device.id).collect();
+            Then::Placed { stall_ns: Some(placed_ns(plan, &next, work, &left, (head, &lost))) }
+        }
+    }
+}
+
+/// What the loss of each zone would mean for a simulation that is coordinated by `head`; empty where no zone is known. At most
+/// [`ZONES_MAX`] zones, by name. `hot`: its standbys compute along.
+pub fn grid_losses(
+    plan: &GridPlan,
+    (standbys, hot): (&[TileStandby], bool),
+    work: &GridWork,
+    fleet: &Fleet,
+    head: DeviceId,
+) -> Vec<ZoneLoss> {
+    let owners: Vec<(DeviceId, Block)> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
+    let devices: Vec<DeviceId> = owners.iter().map(|(device, _)| *device).collect();
+    let of = |zone: Zone<'_>| {
+        let parts = zone.parts(&devices);
+        let stall = |part: &u16| {
+            let standby = standbys.iter().find(|standby| standby.tile == *part && !zone.has(standby.device))?;
+            let every = (!hot).then_some(standby.snapshot_every_ns);
+            Some(tiles::takeover_ns(work, plan, usize::from(*part), every))
+        };
+        let stalls: Option<Vec<u64>> = parts.iter().map(stall).collect();
+        let then = match stalls {
+            Some(stalls) if stalls.is_empty() => Then::Untouched,
+            Some(stalls) => Then::Standbys { stall_ns: stalls.into_iter().max() },
+            None => match tiles::cut(work, &zone.left(), &Paces::default(), None) {
+                Ok(_) => Then::Placed { stall_ns: None },
+                Err(error) => Then::Ends { why: error.to_string() },
+            },
+        };
+        ZoneLoss { zone: zone.name.into(), coordinator: zone.has(head), parts, then }
+    };
+    zones(fleet).map(of).collect()
+}
+
+/// A zone of a fleet.
+struct Zone<'a> {
+    name: &'a str,
+    fleet: &'a Fleet,
+}
+
+fn zones(fleet: &Fleet) -> impl Iterator<Item = Zone<'_>> {
+    let names = fleet.devices.iter().map(|device| device.zone.as_str()).filter(|zone| !zone.is_empty());
+    let names: BTreeSet<&str> = names.collect();
+    names.into_iter().take(ZONES_MAX).map(move |name| Zone { name, fleet })
+}
+
+impl Zone<'_> {
+    fn devices(&self) -> impl Iterator<Item = &Device> {
+        self.fleet.devices.iter().filter(|device| device.zone == self.name)
+    }
+
+    fn has(&self, device: DeviceId) -> bool {
+        self.devices().any(|of| of.id == device)
+    }
+
+    /// Parts whose owners are in the zone.
+    fn parts(&self, owners: &[DeviceId]) -> Vec<u16> {
+        let lost = owners.iter().enumerate().filter(|(_, owner)| self.has(**owner));
+        lost.filter_map(|(at, _)| u16::try_from(at).ok()).collect()
+    }
+
+    /// The fleet without it.
+    fn left(&self) -> Fleet {
+        let devices = self.fleet.devices.iter().filter(|device| device.zone != self.name).cloned().collect();
+        Fleet { devices, ..self.fleet.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::Link;
+    use crate::plan::Goal;
+    use crate::standby::standbys;
+    use crate::work::Layer;
+    use alloc::collections::BTreeMap;
+    use alloc::vec;
+
+    fn device(id: u8, zone: &str, memory: u64) -> Device {
+        Device {
+            id: DeviceId([id; 16]),
+            name: String::new(),
+            machine: id.into(),
+            zone: zone.into(),
+            memory,
+            bytes_per_second: 10_000_000_000,
+            flops_per_second: 0,
+            copy_bytes_per_second: 10_000_000_000,
+            step_ns: 10_000,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
+            numerics: 1,
+            pass_steps: 1,
+            excluded: false,
+        }
+    }
+
+    fn fleet(devices: Vec<Device>) -> Fleet {
+        let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
+        Fleet { devices, links: BTreeMap::new(), default_link }
+    }
+
+    fn work() -> Work {
+        let layer = Layer { flops_per_token: 0, weight_bytes: 1 << 20, kv_bytes_per_token: 1, window: None };
+        Work {
+            layers: vec![layer; 8],
+            embed_bytes: 1 << 20,
+            head_bytes: 1 << 20,
+            tied: false,
+            head_flops: 0,
+            activation_bytes: 2_304,
+            context: 1024,
+            sequences: 1,
+            scratch_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn a_model_survives_a_zone_by_standbys_by_another_placement_or_not_at_all() {
+        let options = Options { goal: Goal::Latency, head: DeviceId([1; 16]), losses: false };
+        let asked = |devices: Vec<Device>| {
+            let fleet = fleet(devices);
+            let stages = [(DeviceId([1; 16]), 0..4), (DeviceId([2; 16]), 4..8)];
+            let plan = Plan::new(&stages, &work(), &fleet, &options).unwrap();
+            let standbys = standbys(&plan, &work(), &fleet, &options, &[]);
+            model_losses(&plan, &standbys, &work(), &fleet, &options)
+        };
+        let unknown = asked(vec![device(1, "", 1 << 30), device(2, "", 1 << 30)]);
+        assert_eq!(unknown, vec![]);
+        let found = asked(vec![
+            device(1, "a", 6 << 20),
+            device(2, "b", 6 << 20),
+            device(3, "b", 6 << 20),
+            device(4, "c", 6 << 20),
+        ]);
+        let names: Vec<&str> = found.iter().map(|loss| &*loss.zone).collect();
+        assert_eq!(names, ["a", "b", "c"]);
+        let placed = matches!(found[0].then, Then::Standbys { stall_ns: Some(1..) });
+        assert!(found[0].coordinator && found[0].parts == [0] && placed, "{found:?}");
+        assert!(matches!(found[1].then, Then::Standbys { stall_ns: Some(1..) }) && found[1].parts == [1], "{found:?}");
+        assert_eq!((&found[2].then, found[2].parts.len()), (&Then::Untouched, 0));
+        // The only standby stands where its stage stands.
+        let found = asked(vec![device(1, "a", 6 << 20), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
+        assert!(matches!(found[1].then, Then::Ends { .. }), "{found:?}");
+        let found = asked(vec![device(1, "a", 1 << 30), device(2, "b", 6 << 20), device(3, "b", 6 << 20)]);
+        assert!(matches!(found[1].then, Then::Standbys { .. }), "the coordinator has memory for both: {found:?}");
+    }
+
+    #[test]
+    fn a_simulation_survives_a_zone_by_standbys_by_another_cut_or_not_at_all() {
+        let work = GridWork {
+            size: [1024, 1024, 1],
+            periodic: [true, true, false],
+            radius: 1,
+            state_bits: 576,
+            traffic_bits: 576,
+            face_bits: 96,
+            cell_bits: 288,
+            align_x: 64,
+            scratch_bytes: 1 << 20,
+            pass_steps: 1,
+        };
+        let head = DeviceId([1; 16]);
+        let asked = |devices: Vec<Device>| {
+            let fleet = fleet(devices);
+            let plan = tiles::cut(&work, &fleet, &Paces::default(), Some(4)).unwrap();
+            let owners: Vec<(DeviceId, Block)> = plan.tiles().iter().map(|tile| (tile.device, tile.block)).collect();
+            let standbys = tiles::standbys(&work, &owners, plan.depth(), &fleet, &[]);
+            grid_losses(&plan, (&standbys, true), &work, &fleet, head)
+        };
+        let room = 1 << 30;
+        let found = asked(vec![device(1, "a", room), device(2, "a", room), device(3, "b", room), device(4, "b", room)]);
+        assert_eq!(found.len(), 2);
+        assert!(found.iter().all(|loss| matches!(loss.then, Then::Standbys { stall_ns: Some(1..) })), "{found:?}");
+        assert_eq!([found[0].coordinator, found[1].coordinator], [true, false]);
+        let tight = 48 << 20;
+        let found = asked(vec![device(1, "a", tight), device(2, "b", tight)]);
+        assert!(found.iter().all(|loss| matches!(loss.then, Then::Ends { .. })), "{found:?}");
+        let fleet = fleet(vec![device(1, "a", room), device(2, "b", room)]);
+        let plan = tiles::cut(&work, &fleet, &Paces::default(), Some(4)).unwrap();
+        let unguarded = grid_losses(&plan, (&[], true), &work, &fleet, head);
+        assert!(unguarded.iter().all(|loss| matches!(loss.then, Then::Placed { .. })), "{unguarded:?}");
+    }
+}
