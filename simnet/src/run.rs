@@ -218,7 +218,16 @@ impl<'a> Run<'a> {
         let missing = self.missing();
         self.violations.extend(missing);
         for index in 0..self.callers.len() {
-            let last = self.last_request(index, limit);
+            let mut last = self.last_request(index, limit);
+            let broken = |run: &Self, last: CallId| {
+                let end = run.callers[index].work.calls[&last].ends.first();
+                matches!(end, Some((_, DoneReason::Failed(why))) if why == HEAD_DIED)
+            };
+            // A successor ends what was not used for long: its callers have the model served once more.
+            if broken(self, last) {
+                self.until(limit, |run| run.callers[index].is_served() && run.callers[index].all_ended());
+                last = self.last_request(index, limit);
+            }
             let end = self.callers[index].work.calls[&last].ends.first().map(|(_, reason)| reason);
             if !matches!(end, Some(DoneReason::Length | DoneReason::Stop)) {
                 self.violations.push(format!("a request after everything was mended ends with {end:?}"));

@@ -441,6 +441,25 @@ fn a_submitter_that_leaves_hands_its_simulations_over() {
     assert!(room.longest_pause(struck) < ms(1500), "{:?}", room.notes);
 }
 
+/// What a node that drains has made is not made again: its standby is where it is.
+#[test]
+fn a_node_that_drains_hands_its_tiles_over_and_no_step_is_made_again() {
+    let mut room = Room::of(5, Options::lan(23), 6);
+    let mut spec = spec(Tier::Hot, Some(2), None, 6);
+    spec.schedule.steps = 1000;
+    room.submit(spec);
+    assert!(room.run(ms(60_000), |room| room.standbys >= 5 && room.step() >= 60));
+    let leaver = *room.owners.iter().find(|owner| **owner != SUBMITTER).expect("others take part");
+    let struck = room.world.now();
+    room.world.inject(leaver, Input::Drain(true));
+    assert!(room.run(ms(10_000), |room| !room.owners.contains(&leaver)), "{:?}", room.notes);
+    assert!(room.run(ms(120_000), |room| room.ended.is_some()));
+    assert_eq!((room.ended.clone(), room.report), (Some(Ok(())), Some(solo(6, SIZE, PERIODIC, 1000))));
+    let back = room.progress.windows(2).find(|pair| pair[1].1 < pair[0].1);
+    assert_eq!(back, None, "no tile goes back: {:?}", room.notes);
+    assert!(room.longest_pause(struck) < ms(1000), "{:?}", room.longest_pause(struck));
+}
+
 #[test]
 fn a_submitter_that_was_only_paused_stands_down() {
     let mut room = Room::of(4, Options::lan(21), 6);

@@ -107,7 +107,22 @@ impl Room {
 
     /// Everything ends, as it should, and comes to rest.
     fn check(mut self, what: &str) -> Room {
-        let ended = self.work.run_until_done(&mut self.world, ms(120_000));
+        let mut ended = self.work.run_until_done(&mut self.world, ms(120_000));
+        // Their host was away, and what took the job over is lost with it: callers send these again.
+        let lost = |call: &simnet::workload::Call| matches!(call.ends.first(), Some((_, DoneReason::Failed(why))) if why.contains("serves the model no more"));
+        for _ in 0..8 {
+            let again: Vec<_> = self.work.calls.extract_if(.., |_, call| lost(call)).collect();
+            if again.is_empty() {
+                break;
+            }
+            self.work.job = None;
+            self.work.turn_to(&mut self.world, HEAD);
+            assert!(self.work.run_until_ready(&mut self.world, ms(60_000)), "{what}: {:?}", self.work.notes.last());
+            for (_, call) in again {
+                self.work.submit_again(&mut self.world, call.request);
+            }
+            ended = self.work.run_until_done(&mut self.world, ms(120_000));
+        }
         self.run_for(ms(3_000));
         // A successor goes on with requests for a while though no caller asks it.
         let end = self.world.now() + DETACHED_MAX + ms(5_000);

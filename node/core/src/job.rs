@@ -281,7 +281,7 @@ impl Jobs {
             (None, FromCaller::Cancel) => return,
             (None, FromCaller::Ask { .. }) => match self.gateway.moved_to(job) {
                 Some(to) if to != from => ToCaller::Moved(to),
-                _ => ToCaller::Done(DoneReason::Invalid(format!("job {:x} is not served by node {}", job.0, self.me))),
+                _ => ToCaller::Unknown,
             },
         };
         self.out.push_back(JobOutput::Tell { to: from, call, say });
@@ -495,7 +495,7 @@ impl Jobs {
     pub fn handle_gone(&mut self, now: Instant, node: NodeId) {
         self.jobs.values_mut().for_each(|job| job.handle_gone(now, node, &mut self.out));
         self.jobs.values_mut().filter_map(Job::serve).for_each(|serve| serve.requests.handle_gone(now, node));
-        self.gateway.handle_gone(node, &mut self.out);
+        self.gateway.handle_gone(now, node, &mut self.out);
     }
 
     /// A node is gone for good, with all it held. One that only fell silent may come back and hold it still: were that
@@ -554,9 +554,10 @@ impl Jobs {
     fn sweep(&mut self, now: Instant) {
         for (id, mut job) in self.jobs.extract_if(.., |_, job| job.ending.is_some()) {
             if let Some(to) = job.successor
-                && let Some(serve) = job.serve()
+                && job.serve().is_some()
             {
-                self.gateway.note_moved(now, id, to);
+                self.gateway.note_moved(now, id, to, job.may_go_on());
+                let Some(serve) = job.serve() else { continue };
                 for (call, request, told) in serve.requests.hand_over() {
                     self.calls.remove(&call);
                     self.gateway.ask(now, call, (to, id), (request, told), &mut self.out);

@@ -13,7 +13,7 @@ use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
 use crate::membership::{Member, Membership, MembershipOutput};
-use crate::message::{FrameHeader, Message, ToCoordinator};
+use crate::message::{FrameHeader, Message, ToCoordinator, ToParticipant};
 use crate::output::{Event, Output};
 use crate::part::{PartOutput, Parts};
 use crate::speeds::Speeds;
@@ -302,6 +302,11 @@ impl Node {
                 self.jobs.handle_stale(now, from, job, mine);
             }
             Message::ToParticipant { job, epoch, say } => {
+                // What this node said to itself as coordinator, and then stood down.
+                let stood_down = epoch.issuer == self.me && self.jobs.epoch_of(job).is_none();
+                if from == self.me && stood_down && !matches!(say, ToParticipant::End) {
+                    return;
+                }
                 // From another coordinator of the same job, under a higher epoch: nothing else may ever tell the one here.
                 if epoch.issuer == from && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch) {
                     self.jobs.handle_stale(now, from, job, epoch);

@@ -408,7 +408,9 @@ impl Parts {
 
     /// The coordinator of a job gave a sign of life under this epoch.
     pub fn coordinator_heard(&mut self, now: Instant, from: NodeId, job: JobId, epoch: Epoch) {
-        let Some(held) = self.jobs.get_mut(&job).filter(|held| held.epoch.issuer == from) else { return };
+        // One that has stood down is a participant like others.
+        let coordinates = |held: &&mut HeldJob| held.epoch.issuer == from && epoch.issuer == from;
+        let Some(held) = self.jobs.get_mut(&job).filter(coordinates) else { return };
         held.heard(now);
         if held.epoch == epoch {
             held.parts.values_mut().for_each(|known| known.run.release(&mut self.out));

@@ -95,6 +95,7 @@ impl Callers {
             let Some((at, reason)) = call.ends.first() else { continue };
             if let DoneReason::Failed(why) = reason
                 && why != HEAD_DIED
+                && !is_lost_elsewhere(reason)
                 && self.failed.insert(*id)
                 && let Some(doubt) = survival.doubt(*at, head)
             {
@@ -210,7 +211,7 @@ fn coordinator(world: &World, job: JobId) -> Option<(HostId, Epoch)> {
 /// Whether a call ended because the node to which its host had passed it on is gone, or does not serve the model any more.
 fn is_lost_elsewhere(reason: &DoneReason) -> bool {
     match reason {
-        DoneReason::Failed(why) => why.contains("which ran this request, is gone"),
+        DoneReason::Failed(why) => why.contains("which ran this request, is gone or serves"),
         DoneReason::Invalid(why) => why.contains("is not served by"),
         DoneReason::Stop | DoneReason::Length | DoneReason::Cancelled | DoneReason::Busy => false,
     }

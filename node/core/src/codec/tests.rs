@@ -51,6 +51,7 @@ fn of_callers() -> Vec<Message> {
         ToCaller::Token { position: 41, token: 49_151 },
         ToCaller::Done(DoneReason::Invalid(String::from("too long"))),
         ToCaller::Moved(NodeId([5; 16])),
+        ToCaller::Unknown,
     ];
     asked.into_iter().chain(told.map(|say| Message::ToCaller { call, say })).collect()
 }

@@ -7,8 +7,9 @@ use crate::output::Event;
 use crate::time::{Duration, Instant};
 use crate::work::serve::{DoneReason, FromCaller, Request, ToCaller};
 use alloc::boxed::Box;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::format;
+use alloc::vec::Vec;
 
 /// All of them.
 ///
@@ -16,8 +17,17 @@ use alloc::format;
 #[derive(Debug, Default)]
 pub(super) struct Gateway {
     calls: BTreeMap<CallId, Away>,
-    /// Jobs that this node coordinated, and which node does so now; the last [`JOBS_MAX`].
-    moved: BTreeMap<JobId, (Instant, NodeId)>,
+    /// Jobs that this node coordinated; the last [`JOBS_MAX`].
+    moved: BTreeMap<JobId, Moved>,
+}
+
+#[derive(Debug)]
+struct Moved {
+    at: Instant,
+    /// The node that coordinates it now.
+    to: NodeId,
+    /// Nodes that may do so after that one; at most [`CANDIDATES_MAX`].
+    others: VecDeque<NodeId>,
 }
 
 #[derive(Debug)]
@@ -31,14 +41,18 @@ struct Away {
     heard: Instant,
     /// When a gap was last reported.
     gap: Option<Instant>,
+    /// Nodes that may go on with it, and since when they are asked in turn: the one asked is lost, or does not know the job.
+    others: VecDeque<NodeId>,
+    lost: Option<Instant>,
 }
 
 impl Gateway {
     /// A job has another coordinator from now on.
-    pub(super) fn note_moved(&mut self, now: Instant, job: JobId, to: NodeId) {
-        self.moved.insert(job, (now, to));
+    pub(super) fn note_moved(&mut self, now: Instant, job: JobId, to: NodeId, others: BTreeSet<NodeId>) {
+        let others = others.into_iter().filter(|node| *node != to).take(CANDIDATES_MAX).collect();
+        self.moved.insert(job, Moved { at: now, to, others });
         if self.moved.len() > JOBS_MAX
-            && let Some(oldest) = self.moved.iter().min_by_key(|(_, (at, _))| *at).map(|(&job, _)| job)
+            && let Some(oldest) = self.moved.iter().min_by_key(|(_, moved)| moved.at).map(|(&job, _)| job)
         {
             self.moved.remove(&oldest);
         }
@@ -46,7 +60,7 @@ impl Gateway {
 
     /// The node that a job of this one moved to.
     pub(super) fn moved_to(&self, job: JobId) -> Option<NodeId> {
-        self.moved.get(&job).map(|&(_, to)| to)
+        self.moved.get(&job).map(|moved| moved.to)
     }
 
     /// Asks another node for a call's tokens, from position `from` on.
@@ -62,7 +76,8 @@ impl Gateway {
             return done(call, DoneReason::Busy, out);
         }
         let next = from.max(u32::try_from(request.prompt.len()).unwrap_or(u32::MAX));
-        let away = Away { to, job, request, next, heard: now, gap: None };
+        let others = self.moved.get(&job).map(|moved| moved.others.clone()).unwrap_or_default();
+        let away = Away { to, job, request, next, heard: now, gap: None, others, lost: None };
         away.send(call, out);
         self.calls.insert(call, away);
     }
@@ -71,6 +86,9 @@ impl Gateway {
     pub(super) fn handle_said(&mut self, now: Instant, from: NodeId, call: CallId, say: ToCaller, out: &mut Out) {
         let Some(away) = self.calls.get_mut(&call).filter(|away| away.to == from) else { return };
         away.heard = now;
+        if say != ToCaller::Unknown {
+            away.lost = None;
+        }
         match say {
             ToCaller::Token { position, token } if position == away.next => {
                 away.next += 1;
@@ -89,13 +107,29 @@ impl Gateway {
                 done(call, reason, out);
             }
             ToCaller::Moved(to) => {
-                let job = away.job;
                 away.to = to;
                 away.send(call, out);
-                if self.moved.contains_key(&job) {
-                    self.note_moved(now, job, to);
+                if let Some(moved) = self.moved.get_mut(&away.job) {
+                    moved.to = to;
                 }
             }
+            ToCaller::Unknown => {
+                if !away.turn(now) {
+                    self.give_up(call, out);
+                }
+            }
+        }
+    }
+
+    /// No node goes on with a call.
+    fn give_up(&mut self, call: CallId, out: &mut Out) {
+        if let Some(away) = self.calls.remove(&call) {
+            let what = format!(
+                "node {}, which ran this request, is gone or serves the model no more: send it again with the same \
+                 Idempotency-Key",
+                away.to
+            );
+            done(call, DoneReason::Failed(what), out);
         }
     }
 
@@ -107,15 +141,11 @@ impl Gateway {
         }
     }
 
-    /// A member is gone. Its successor is not known here; the callers may find it.
-    pub(super) fn handle_gone(&mut self, node: NodeId, out: &mut Out) {
-        self.moved.retain(|_, (_, to)| *to != node);
-        let calls = self.calls.extract_if(.., |_, away| away.to == node).map(|(call, _)| call);
-        for call in calls {
-            let what =
-                format!("node {node}, which ran this request, is gone: send it again with the same Idempotency-Key");
-            done(call, DoneReason::Failed(what), out);
-        }
+    /// A member is gone: the nodes that may go on with its jobs are asked.
+    pub(super) fn handle_gone(&mut self, now: Instant, node: NodeId, out: &mut Out) {
+        let lost = self.calls.iter_mut().filter(|(_, away)| away.to == node);
+        let over: Vec<CallId> = lost.filter_map(|(&call, away)| (!away.turn(now)).then_some(call)).collect();
+        over.into_iter().for_each(|call| self.give_up(call, out));
     }
 
     /// Asks again where nothing comes.
@@ -133,6 +163,16 @@ impl Gateway {
 }
 
 impl Away {
+    /// The next node is asked soon. Returns whether there is one, and time for it.
+    fn turn(&mut self, now: Instant) -> bool {
+        let since = *self.lost.get_or_insert(now);
+        let Some(next) = self.others.pop_front().filter(|_| now.since(since) < LOST_MAX) else { return false };
+        self.others.push_back(core::mem::replace(&mut self.to, next));
+        // Asked at the next wakeup but for this long.
+        self.heard = now + TURN - ASK_AGAIN;
+        true
+    }
+
     fn send(&self, call: CallId, out: &mut Out) {
         let say = FromCaller::Ask { request: Box::new(self.request.clone()), from: self.next };
         out.push_back(JobOutput::Call { to: self.to, job: self.job, call, say });
@@ -143,15 +183,21 @@ fn done(call: CallId, reason: DoneReason, out: &mut Out) {
     out.push_back(JobOutput::Notify(Event::Done { call, reason }));
 }
 
+/// Nodes that are asked in turn: those of a placement and of the ones before it.
+const CANDIDATES_MAX: usize = 16;
+/// How soon the next of them is asked.
+const TURN: Duration = Duration::from_millis(300);
+/// How long they are asked: several successors have had their turns by then.
+const LOST_MAX: Duration = Duration::from_secs(15);
 /// How long the same gap is not reported twice.
 const GAP_QUIET: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
+#[expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many outputs")]
 mod tests {
     use super::*;
     use crate::work::serve::{RequestKey, Sampling};
-    use alloc::vec::Vec;
-    use alloc::{collections::VecDeque, vec};
+    use alloc::vec;
 
     const OTHER: NodeId = NodeId([2; 16]);
     const THIRD: NodeId = NodeId([3; 16]);
@@ -209,9 +255,30 @@ mod tests {
     fn a_silent_node_is_asked_again_and_a_lost_one_ends_its_calls() {
         let (mut gateway, mut out) = asked();
         gateway.handle_wakeup(Instant(0) + ASK_AGAIN, &mut out);
-        gateway.handle_gone(THIRD, &mut out);
+        gateway.handle_gone(Instant(0), THIRD, &mut out);
         assert_eq!(seen(&mut out), (vec![], vec![(OTHER, 3), (OTHER, 3)]));
-        gateway.handle_gone(OTHER, &mut out);
+        gateway.handle_gone(Instant(0), OTHER, &mut out);
         assert_eq!((seen(&mut out), gateway.next_wakeup()), ((vec![u32::MAX], vec![]), None));
+    }
+
+    #[test]
+    fn nodes_that_may_go_on_are_asked_in_turn_for_a_while() {
+        let (mut gateway, mut out) = (Gateway::default(), VecDeque::new());
+        gateway.note_moved(Instant(0), JobId(1), OTHER, [OTHER, THIRD].into());
+        let key = RequestKey([1; 16]);
+        let request = Request { prompt: vec![1], max_tokens: 4, sampling: Sampling::GREEDY, ignore_eos: false, key };
+        gateway.ask(Instant(0), CALL, (OTHER, JobId(1)), (request, 0), &mut out);
+        let mut now = Instant(0) + ASK_AGAIN;
+        for to in [OTHER, THIRD, OTHER] {
+            assert_eq!(seen(&mut out), (vec![], vec![(to, 1)]));
+            gateway.handle_said(now, to, CALL, ToCaller::Unknown, &mut out);
+            now = now + TURN;
+            gateway.handle_wakeup(now, &mut out);
+        }
+        assert_eq!(seen(&mut out), (vec![], vec![(THIRD, 1)]));
+        gateway.handle_said(now, THIRD, CALL, token(1), &mut out);
+        gateway.handle_said(now, THIRD, CALL, ToCaller::Unknown, &mut out);
+        gateway.handle_said(now + LOST_MAX, OTHER, CALL, ToCaller::Unknown, &mut out);
+        assert_eq!(seen(&mut out), (vec![1, u32::MAX], vec![]));
     }
 }

@@ -75,6 +75,8 @@ pub(super) struct Job {
     pub(super) rebalance: Rebalance,
     /// Nodes that coordinated the job before, the last one first.
     pub(super) previous: Vec<NodeId>,
+    /// Nodes that may take it over under the present epoch, in order.
+    pub(super) successors: Vec<NodeId>,
     /// Every node that was named a successor, under any placement: no other can have taken the job over.
     pub(super) named: BTreeSet<NodeId>,
     /// Where nodes stand, as the present placement took it and as it is known by now: under one epoch the order of successors stays.
@@ -148,6 +150,7 @@ impl Job {
             refusals: Refusals::default(),
             rebalance: Rebalance::default(),
             previous: Vec::new(),
+            successors: Vec::new(),
             named: BTreeSet::new(),
             domains: Domains::default(),
             domains_next: Domains::default(),

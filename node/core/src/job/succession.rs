@@ -16,9 +16,14 @@ use alloc::collections::BTreeSet;
 use alloc::{boxed::Box, format, vec::Vec};
 
 impl Job {
-    /// Nodes that may take the job over, in order: its owners, then its standbys; those first that the loss of this node's machine or
-    /// zone leaves.
+    /// Nodes that may take the job over under the present epoch, in order.
     pub(super) fn successors(&self) -> Vec<NodeId> {
+        self.successors.clone()
+    }
+
+    /// Chooses them for a new epoch: its owners, then its standbys; those first that the loss of this node's machine or zone leaves. They
+    /// stay until the next one, because participants obey no other.
+    pub(super) fn choose_successors(&mut self) {
         let mut successors = Vec::new();
         for owner in self.owners().into_iter().chain(self.standby_nodes()) {
             if owner != self.me && !successors.contains(&owner) {
@@ -27,7 +32,13 @@ impl Job {
         }
         successors.sort_by_key(|owner| Apart::among(&self.domains, *owner));
         successors.truncate(SUCCESSORS_MAX);
-        successors
+        self.named.extend(successors.iter().copied());
+        self.successors = successors;
+    }
+
+    /// Nodes that may coordinate the job at some time after this one.
+    pub(super) fn may_go_on(&self) -> BTreeSet<NodeId> {
+        self.participants().into_iter().chain(self.named.iter().copied()).filter(|node| *node != self.me).collect()
     }
 
     /// Whether a node may have taken the job over from this one: a successor that was named, or a previous coordinator.

@@ -243,8 +243,10 @@ fn successors_that_the_loss_of_the_coordinators_zone_leaves_come_first() {
     let (mut jobs, _) = running();
     let apart = [(owner(0), Apart::SameMachine), (owner(1), Apart::SameZone), (owner(3), Apart::OtherZone)];
     let job = jobs.jobs.get_mut(&JOB).unwrap();
+    job.choose_successors();
     assert_eq!(job.successors(), [0, 1, 2, 3].map(owner), "in the order of their tiles where nothing is known");
     job.domains = Domains::new(apart.into());
+    job.choose_successors();
     assert_eq!(job.successors(), [3, 2, 1, 0].map(owner));
     let at = |machine: u64, zone: &'static str| (machine, zone);
     assert_eq!(Apart::of(at(1, "a"), at(1, "b")), Apart::SameMachine);

@@ -85,6 +85,8 @@ pub enum ToCaller {
     Done(DoneReason),
     /// Another node coordinates the job now: ask there.
     Moved(NodeId),
+    /// The node does not coordinate the job.
+    Unknown,
 }
 
 /// What a node that has a caller asks of the node that coordinates the job.

@@ -169,7 +169,7 @@ impl Job {
         self.asked.extend(participants.iter().copied());
         self.known.extend(participants);
         self.domains.clone_from(&self.domains_next);
-        self.named.extend(self.successors());
+        self.choose_successors();
         let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
         let placement = Box::new(self.workload.placement(&self.parts));
         out.push_back(JobOutput::Notify(Event::JobPlaced { job, epoch, step_ns, placement }));

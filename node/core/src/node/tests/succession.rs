@@ -67,7 +67,7 @@ fn another_member_asks_for_its_callers_token_by_token() {
     let unknown = Input::Ask { call: CallId(6), to: member, job, request: Box::new(request(CallId(6), vec![4], 1)) };
     mesh.give(successor, unknown);
     let end = mesh.finish(CallId(6), Duration::from_secs(5));
-    assert!(matches!(&end, DoneReason::Invalid(why) if why.contains("is not served by node")), "{end:?}");
+    assert!(matches!(&end, DoneReason::Failed(why) if why.contains("serves the model no more")), "{end:?}");
     mesh.assert_clean();
 }
 
