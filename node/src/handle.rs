@@ -2,7 +2,7 @@
 use crate::admission::Admission;
 use crate::bans::Bans;
 use crate::boundary::Boundary;
-use crate::directory::Directory;
+
 use crate::driver::DriverHandle;
 use crate::hub::{CallEvent, Hub};
 use crate::submissions::Submissions;
@@ -66,7 +66,6 @@ pub(crate) struct Inner {
     pub(crate) serving: Serving,
     pub(crate) recalled: Arc<Recalled>,
     pub(crate) remembered: Remembered,
-    pub(crate) directory: Arc<Directory>,
     pub(crate) endpoint: Arc<transport::Endpoint>,
     pub(crate) boundary: Arc<Boundary>,
     pub(crate) submissions: Arc<Submissions>,

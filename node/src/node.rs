@@ -231,7 +231,6 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
             serving,
             recalled,
             remembered: Remembered::open(&options.data_dir),
-            directory,
             endpoint: endpoint.clone(),
             boundary,
             submissions,

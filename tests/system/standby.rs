@@ -43,7 +43,14 @@ fn hot(mesh: &Mesh) -> Hot {
     let ready = |job: &Value| {
         let standbys = || job["standbys"].as_array().into_iter().flatten();
         let loading = standbys().any(|standby| standby["state"] == "loading");
-        job["state"] == "ready" && !loading && standbys().any(|standby| current(standby) && standby["name"] != "n0")
+        // Of a stage of another node than the coordinator's, and fed over the network.
+        let name = |stage: usize| job["stages"][stage]["name"].clone();
+        let beside = |standby: &Value| {
+            let stage = standby["stage"].as_u64().and_then(|stage| usize::try_from(stage).ok()).unwrap_or_default();
+            let feeder = stage.checked_sub(1).map_or(json!("n0"), name);
+            current(standby) && name(stage) != "n0" && standby["name"] != "n0" && standby["name"] != feeder
+        };
+        job["state"] == "ready" && !loading && standbys().any(beside)
     };
     let state = mesh.nodes[0].wait_state(HOT_MAX, |state| ready(&state["jobs"][0])).expect("hot standbys");
     let job = &state["jobs"][0];
@@ -68,10 +75,11 @@ impl Hot {
         stage.checked_sub(1).map_or(0, |before| self.owners[before])
     }
 
-    /// A stage whose standby is not the head, and that standby. There is one: of the two nodes to spare one at most is the
-    /// head, and then both stages have standbys.
+    /// A stage of another node than the coordinator's whose standby is fed over the network, and that standby.
     fn beside_the_head(&self) -> (usize, usize) {
-        let found = self.standbys.iter().find(|(_, standby)| **standby != 0);
+        let apart =
+            |stage: usize, standby: usize| self.owners[stage] != 0 && standby != 0 && standby != self.feeder(stage);
+        let found = self.standbys.iter().find(|(stage, standby)| apart(**stage, **standby));
         found.map(|(&stage, &standby)| (stage, standby)).unwrap_or_else(|| panic!("no such standby: {self:?}"))
     }
 

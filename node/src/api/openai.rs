@@ -257,7 +257,7 @@ fn is_new(said: &Said, after: Option<u64>) -> bool {
 
 /// Where a stream is.
 enum Phase<T> {
-    Running(Running<T>),
+    Running(Box<Running<T>>),
     /// Events still to be sent.
     Ending(std::vec::IntoIter<Said>),
 }
@@ -265,7 +265,7 @@ enum Phase<T> {
 fn stream_answer<T: Tokens>(running: Running<T>, include_usage: bool) -> Response {
     let after = running.after;
     let begin = stream::iter(running.answer.begin(include_usage));
-    let rest = stream::unfold(Phase::Running(running), move |phase| async move {
+    let rest = stream::unfold(Phase::Running(Box::new(running)), move |phase| async move {
         match phase {
             Phase::Running(running) => Some(advance(running, include_usage).await),
             Phase::Ending(mut rest) => Some((rest.next()?, Phase::Ending(rest))),
@@ -280,7 +280,7 @@ fn event((id, data): Said) -> Result<Event, Infallible> {
 }
 
 /// The next event that has something to say.
-async fn advance<T: Tokens>(mut running: Running<T>, include_usage: bool) -> (Said, Phase<T>) {
+async fn advance<T: Tokens>(mut running: Box<Running<T>>, include_usage: bool) -> (Said, Phase<T>) {
     loop {
         match running.generation.next().await {
             Step::Token { text, .. } if text.is_empty() => {}
@@ -291,7 +291,7 @@ async fn advance<T: Tokens>(mut running: Running<T>, include_usage: bool) -> (Sa
                 return ((id, data), Phase::Running(running));
             }
             Step::End { text, finish } => {
-                let Running { generation, answer, mut record, .. } = running;
+                let Running { generation, answer, mut record, .. } = *running;
                 let figures = generation.figures();
                 let mut rest = answer.end(&text, finish, figures, include_usage).into_iter();
                 record.push(u64::from(figures.tokens) + END_TEXT, &text);

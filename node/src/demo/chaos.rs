@@ -178,7 +178,12 @@ impl Mesh<'_> {
         let current = |standby: &Value| standby["state"] == "current";
         let loaded_since = Cell::new(None::<Instant>);
         let settled = |job: &Value| {
-            let standbys = || list(&job["standbys"]);
+            // The coordinator's own stage has what the others leave.
+            let own = |standby: &&Value| {
+                let stage = standby["stage"].as_u64().and_then(|stage| usize::try_from(stage).ok());
+                stage.is_some_and(|stage| job["stages"][stage]["name"] == self.nodes[0].name.as_str())
+            };
+            let standbys = || list(&job["standbys"]).filter(|standby| !own(standby));
             if job["state"] != "ready" || standbys().any(|standby| standby["state"] == "loading") {
                 loaded_since.set(None);
                 return false;
@@ -198,6 +203,7 @@ impl Mesh<'_> {
         let covered: Vec<&Value> = list(&job["standbys"])
             .filter(|standby| current(standby))
             .filter_map(|standby| job["stages"].get(usize::try_from(standby["stage"].as_u64()?).ok()?))
+            .filter(|stage| stage["name"] != self.nodes[0].name.as_str())
             .collect();
         let stages = if covered.is_empty() { list(&job["stages"]).collect() } else { covered };
         let holds = |name: &str| stages.iter().any(|stage| stage["name"] == name);

@@ -43,7 +43,8 @@ impl Bench {
 
     async fn ask(&self, model: &ModelHandle, max_tokens: u32) -> TokenStream {
         let prompt = model.words.tokenizer.encode_prompt("hello world").unwrap();
-        let request = GenerateRequest { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: true };
+        let key = node_core::work::serve::RequestKey(rand_key());
+        let request = GenerateRequest { prompt, max_tokens, sampling: Sampling::GREEDY, ignore_eos: true, key };
         self.node.submit(model, request).await.unwrap()
     }
 }
@@ -275,4 +276,11 @@ async fn invented_addresses_neither_lock_out_a_newcomer_nor_are_sent_to_for_ever
         datagrams += 1;
     }
     assert!(datagrams <= 20, "{datagrams} datagrams in 5 s to an address that never answered");
+}
+
+/// Requests of these tests are asked once each.
+fn rand_key() -> [u8; 16] {
+    let mut key = [0; 16];
+    getrandom::fill(&mut key).unwrap();
+    key
 }

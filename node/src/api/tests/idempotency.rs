@@ -43,6 +43,71 @@ fn gist(text: &str) -> (String, String, Vec<Value>) {
     (id, chunks.iter().map(words).collect(), rest.filter(|v| !v.is_null()).collect())
 }
 
+/// The events of a stream: id and data.
+fn events(text: &str) -> Vec<(u64, String)> {
+    let mut id = None;
+    let mut events = Vec::new();
+    for line in text.lines() {
+        if let Some(number) = line.strip_prefix("id: ") {
+            id = number.parse().ok();
+        } else if let Some(data) = line.strip_prefix("data: ") {
+            events.push((id.take().expect("each event has an id"), data.to_owned()));
+        }
+    }
+    events
+}
+
+fn resuming(path: &str, key: &str, last: &str) -> String {
+    format!("{}Last-Event-ID: {last}\r\n", keyed(path, key))
+}
+
+/// Whichever node streams the answer, kept or made again: what a client has and what it still gets are the whole, once.
+#[test]
+fn a_stream_goes_on_after_the_event_that_the_client_names() {
+    for path in ["/v1/chat/completions", "/v1/completions"] {
+        let extra = match path {
+            "/v1/completions" => json!({"messages": null, "prompt": "x"}),
+            _ => json!({}),
+        };
+        let body = json!({"stream": true, "stop": ["zz"], "stream_options": {"include_usage": true}});
+        let mut wanted = chat_body(extra);
+        wanted.as_object_mut().unwrap().extend(body.as_object().unwrap().clone());
+        let wanted = wanted.to_string();
+        let here = start(Pretended::says("naïve answerz"));
+        let (status, head, text) = here.call(&keyed(path, "k"), &wanted);
+        assert_eq!(status, 200, "{text}");
+        assert!(head.contains("x-request-id: k"), "{head}");
+        let whole = events(&text);
+        assert!(whole.windows(2).all(|pair| pair[0].0 < pair[1].0), "{whole:?}");
+        assert_eq!(whole.last().unwrap().1, "[DONE]");
+        for at in 0..whole.len() {
+            let last = whole[at].0;
+            for server in [&here, &start(Pretended::says("naïve answerz"))] {
+                let (status, _, rest) = server.call(&resuming(path, "k", &last.to_string()), &wanted);
+                assert_eq!(status, 200, "{rest}");
+                let rest = events(&rest);
+                assert!(rest.iter().all(|(id, _)| *id > last), "after {last}: {rest:?}");
+                let words = |events: &[(u64, String)]| -> String {
+                    let lines: Vec<String> = events.iter().map(|(_, data)| format!("data: {data}")).collect();
+                    let chunks = lines.join("\n");
+                    if chunks.contains("{") { gist(&chunks).1 } else { String::new() }
+                };
+                assert_eq!(words(&whole[..=at]) + &words(&rest), words(&whole), "after {last}");
+                assert_eq!(rest.last().map(|(_, data)| data.as_str()), (at + 1 < whole.len()).then_some("[DONE]"));
+            }
+        }
+        let (status, _, text) = here.call(&resuming(path, "k", "seven"), &wanted);
+        assert!(status == 400 && text.contains("Last-Event-ID"), "{text}");
+    }
+}
+
+#[test]
+fn a_request_without_a_key_is_given_one() {
+    let server = start(Pretended::says("x"));
+    let (_, head, _) = server.call("POST /v1/chat/completions", &chat_body(json!({})).to_string());
+    assert!(head.contains("x-request-id: req-"), "{head}");
+}
+
 #[test]
 fn a_key_is_taken_while_its_request_runs_and_free_when_its_client_is_gone() {
     let server = start(Pretended { endless: true, ..Pretended::says("more ") });
