@@ -167,7 +167,7 @@ pub enum ConfigError {
 pub struct Zone(String);
 
 impl Zone {
-    /// As the mesh is told.
+    /// As the advert says.
     pub fn name(&self) -> &str {
         &self.0
     }

@@ -50,7 +50,7 @@ impl Answer {
 }
 
 impl Demo {
-    /// Streams an answer from the coordinator, which is killed when so many tokens have come, and the rest from the others.
+    /// Streams an answer from the coordinator, which is killed after `moment` tokens, and the rest from the others.
     pub(super) fn resumed(
         &self,
         nodes: &mut [LocalNode],

@@ -35,7 +35,7 @@ struct Away {
     to: NodeId,
     job: JobId,
     request: Request,
-    /// The position of the token that the caller is told next.
+    /// The position of the token that the caller gets next.
     next: u32,
     /// When the other node was heard of it, or asked, last.
     heard: Instant,

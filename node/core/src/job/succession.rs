@@ -77,7 +77,7 @@ impl Job {
         }
     }
 
-    /// A job that this node took over ends once nobody has used it for a while: its first coordinator may serve it again.
+    /// A job that this node took over ends once it has not been used for a while: its first coordinator may serve it again.
     pub(super) fn end_unused(&mut self, now: Instant) {
         let Workload::Serve(serve) = &self.workload else { return };
         if self.previous.is_empty() || serve.requests.has_callers() {
@@ -154,7 +154,7 @@ impl Job {
     }
 
     /// A participant says that it obeys a successor, or is one. One is believed where this node stood still or was cut off, else more than
-    /// half of them: so many had to miss it. The others are made to say what they know.
+    /// half of them: a takeover needs as many. The others are made to say what they know.
     pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
         let participants = self.participants();
         if self.claims.epoch < Some(theirs) {

@@ -154,7 +154,7 @@ impl Requests {
         Submitted::Refused
     }
 
-    /// A caller that asks again for what runs, waits or has just ended is told what it lacks. A request that is not known comes
+    /// A caller that asks again for what runs, waits or has just ended gets what it lacks. A request that is not known comes
     /// back.
     fn attach(&mut self, caller: Caller, request: Request, from: u32, out: &mut Out) -> Option<Request> {
         let known = |stream: &Stream| stream.request == request;

@@ -97,12 +97,12 @@ impl Stream {
         self.progress_at = now;
     }
 
-    /// The tokens from `from` on that a caller is told, with their positions; never the prompt's.
+    /// The tokens from `from` on for a caller, with their positions; never the prompt's.
     pub(super) fn told_from(&self, from: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
         (0..).zip(self.tokens.iter().copied()).skip(from.max(self.prompt_len()) as usize)
     }
 
-    /// The position of the token that its caller is told next.
+    /// The position of the token that its caller gets next.
     pub(super) fn told_to(&self) -> u32 {
         self.len()
     }
