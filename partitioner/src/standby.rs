@@ -1,4 +1,4 @@
-//! Who steps in for whom: a standby for each stage, on another machine where there is one, then in another zone, then on a node that
+//! Standbys: one for each stage, on another machine where there is one, then in another zone, then on a node that
 //! has nothing else of the job.
 //!
 //! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.

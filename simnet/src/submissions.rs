@@ -63,7 +63,7 @@ pub struct Submission {
     pub reports: Vec<Reported>,
     /// Steps of checkpoints on disk, as coordinators told them: of which job, and after which step.
     pub checkpoints: Vec<(JobId, u32)>,
-    /// Every step that was told, of each coordinator: when, by whom, which.
+    /// Every step that was reported, of each coordinator: when, by whom, which.
     pub progress: Vec<(Instant, HostId, u32)>,
     /// Its end.
     pub end: Option<(Instant, End)>,
@@ -261,7 +261,7 @@ impl Submission {
         let end = match ending {
             Ending::Completed => End::Done,
             Ending::Cancelled if self.cancelled.is_some() => End::Cancelled,
-            Ending::Cancelled => End::Failed("it was cancelled, though nobody asked for it".into()),
+            Ending::Cancelled => End::Failed("it was cancelled, though its submitter did not ask for it".into()),
             Ending::Moved(_) => return,
             Ending::Failed(reason) => End::Failed(reason.clone()),
         };

@@ -149,7 +149,7 @@ fn a_bystander_that_speaks_for_others_changes_no_simulation() {
     }
 }
 
-/// Runs a simulation; returns how long it took, and what was told of it.
+/// Runs a simulation; returns how long it took, and what was reported of it.
 fn simulate(seed: u64, lies: u32) -> (Duration, Vec<String>) {
     let mut world = World::new(Options::lan(seed));
     let mut spec = HostSpec::default();

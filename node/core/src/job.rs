@@ -449,7 +449,7 @@ impl Jobs {
 
     /// Where the members stand, seen from this node, for the next placements.
     pub fn set_domains(&mut self, domains: &Domains) {
-        self.jobs.values_mut().for_each(|job| job.domains_next = domains.clone());
+        self.jobs.values_mut().for_each(|job| job.domains = domains.clone());
     }
 
     // ---- losses

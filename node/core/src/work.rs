@@ -211,7 +211,7 @@ impl Has {
 }
 
 impl Resume {
-    /// For a part that was told before: what a stage sent since then need not be sent once more.
+    /// For a part that had it before: what a stage sent since then need not be sent once more.
     pub fn repeated(&self) -> Resume {
         match self {
             Resume::Stage(_) => Resume::Stage(Vec::new()),

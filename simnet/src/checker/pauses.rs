@@ -214,8 +214,8 @@ impl Observer for Pauses {
             Fault::Break(..) => Seen::Broken,
             // Lies must delay no request, a restart does not, and an ambush is recorded as the outage that it causes.
             Fault::Restart { .. } | Fault::Ambush { .. } | Fault::Lies { .. } => return,
-            // A coordinator does not notice that its own tile's executor hangs, and a drain or a node that leaves may place a job
-            // anew: those are troubles like others.
+            // A coordinator does not notice that its own tile's executor hangs, and a drain or a node that leaves may have a job
+            // placed again: those are troubles like others.
             other => Seen::Trouble(at + other.lasts()),
         };
         self.seen.borrow_mut().entries.push((at, HostId(0), entry));

@@ -4,7 +4,7 @@ use crate::world::World;
 use node_core::job::{JobView, ProgramView};
 use node_core::work::HeldWork;
 
-/// Stages and tiles that their coordinator does not count on, simulations that are not over, and memory that nobody accounts for.
+/// Stages and tiles that their coordinator does not count on, simulations that are not over, and memory without an account.
 pub fn orphans(world: &World) -> Vec<String> {
     let mut wrong = Vec::new();
     for host in world.hosts() {

@@ -79,9 +79,8 @@ pub(super) struct Job {
     pub(super) successors: Vec<NodeId>,
     /// Every node that was named a successor, under any placement: no other can have taken the job over.
     pub(super) named: BTreeSet<NodeId>,
-    /// Where nodes stand, as the present placement took it and as it is known by now: under one epoch the order of successors stays.
+    /// Where nodes stand.
     pub(super) domains: Domains,
-    pub(super) domains_next: Domains,
     /// This node took the job over, and has not placed it since.
     pub(super) inherited: bool,
     /// How it ended, once it has.
@@ -153,7 +152,6 @@ impl Job {
             successors: Vec::new(),
             named: BTreeSet::new(),
             domains: Domains::default(),
-            domains_next: Domains::default(),
             inherited: false,
             ending: None,
             successor: None,

@@ -256,5 +256,5 @@ impl Story {
 const QUIET: Duration = Duration::from_secs(5);
 /// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
 const SETTLES: Duration = Duration::from_secs(1);
-/// A request counts as running if its last token is no older than this, a simulation if its last step was told as lately.
+/// A request counts as running if its last token is no older than this, a simulation if its last step was reported as lately.
 const RUNNING: Duration = Duration::from_secs(1);

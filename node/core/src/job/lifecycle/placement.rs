@@ -168,7 +168,6 @@ impl Job {
         let participants = self.participants();
         self.asked.extend(participants.iter().copied());
         self.known.extend(participants);
-        self.domains.clone_from(&self.domains_next);
         self.choose_successors();
         let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
         let placement = Box::new(self.workload.placement(&self.parts));

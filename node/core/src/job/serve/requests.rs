@@ -119,7 +119,7 @@ impl Requests {
         id
     }
 
-    /// Takes a request, goes on with it if it is known by its key, or says why not. Tokens are told from position `from` on.
+    /// Takes a request, goes on with it if it is known by its key, or says why not. Its caller gets the tokens from position `from` on.
     pub(in crate::job) fn submit(
         &mut self,
         now: Instant,
@@ -203,7 +203,7 @@ impl Requests {
         all.any(|stream| !matches!(stream.caller, Caller::Gone(_)))
     }
 
-    /// Another node coordinates the job: the calls of this node's callers, with their requests and how far each was told.
+    /// Another node coordinates the job: the calls of this node's callers, with their requests and the position that each gets next.
     pub(in crate::job) fn hand_over(&mut self) -> Vec<(CallId, Request, u32)> {
         let all = core::mem::take(&mut self.running).into_values().chain(core::mem::take(&mut self.waiting));
         let here = |stream: Stream| match stream.caller {
@@ -253,8 +253,9 @@ impl Requests {
         self.log_at = self.log_at.or(Some(now + LOG_EVERY));
     }
 
+    /// A request is over. While the job is being placed that goes without saying: successors begin a new log with each epoch.
     fn log_over(&mut self, stream: &Stream) {
-        if stream.is_logged() {
+        if self.track.is_some() {
             self.over.push(stream.id);
         }
     }
@@ -358,6 +359,7 @@ impl Requests {
 
     /// The job is placed once more: nothing is sent until `start`.
     pub(in crate::job) fn stop(&mut self) {
+        self.over.clear();
         self.track = None;
     }
 
@@ -569,9 +571,9 @@ fn message(to: NodeId, job: JobId, epoch: Epoch, say: ToStage) -> JobOutput {
 /// What became of a request that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::job) enum Submitted {
-    /// It runs, waits, or its answer was told.
+    /// It runs, waits, or its caller got its answer.
     Taken,
-    /// Its caller was told why not.
+    /// Its caller got the reason.
     Refused,
 }
 

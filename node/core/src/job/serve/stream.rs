@@ -112,10 +112,6 @@ impl Stream {
         self.logged = None;
     }
 
-    pub(super) fn is_logged(&self) -> bool {
-        self.logged.is_some()
-    }
-
     /// Whether successors lack anything of it.
     pub(super) fn has_news(&self) -> bool {
         self.logged != Some(self.len())
