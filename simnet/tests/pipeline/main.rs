@@ -4,7 +4,7 @@
 #![expect(clippy::wildcard_enum_match_arm, reason = "a test looks at few of many events")]
 use node_core::id::{CallId, JobId};
 use node_core::job::PartView;
-use node_core::limits::{DETACHED_MAX, LEASE, SERVE_SUCCESSION};
+use node_core::limits::DETACHED_MAX;
 use node_core::output::Event;
 use node_core::time::Duration;
 use node_core::work::serve::DoneReason;
@@ -15,6 +15,8 @@ use simnet::checker::{membership, requests};
 use simnet::options::chance;
 use simnet::workload::{request, symbolic_model};
 use simnet::{Fault, HostId, HostSpec, Options, Workload, World, faults};
+
+mod coordinator;
 
 /// A mesh that serves a model of which each host holds at most five of twelve layers.
 struct Room {
@@ -304,38 +306,6 @@ fn a_standby_that_lost_its_memory_unnoticed_costs_time_and_no_answer() {
     }
 }
 
-/// Nothing about epochs is on disk: a job's id contains the head's generation, and no two lives have the same.
-#[test]
-fn a_restarted_head_never_tells_an_epoch_of_an_earlier_life_again() {
-    let mut room = Room::serving(Options::lan(1), 5);
-    let mut jobs = vec![room.work.job];
-    for life in 1..=3 {
-        // Within the same second, so that the clock alone would give the same generation.
-        room.strike(Fault::Crash(HEAD));
-        room.world.run_for(ms(5));
-        room.strike(Fault::Restart { host: HEAD, keep_disk: true });
-        let settled = room.world.run_while_not(ms(20_000), ms(50), |world| membership::informed(world, &[]));
-        assert!(settled, "life {life}: {:?}", membership::divergences(&room.world, &[]));
-        room.world.run_for(ms(2_000));
-        // A successor serves the model: its user ends that.
-        let successors: Vec<(HostId, JobId)> = room
-            .world
-            .hosts()
-            .filter_map(|host| host.node.as_ref()?.jobs().next().map(|view| (host.id, view.job)))
-            .collect();
-        successors.into_iter().for_each(|(host, job)| room.world.inject(host, node_core::input::Input::End { job }));
-        room.world.run_for(ms(1_000));
-        room.world.take_told();
-        room.work = Workload::deploy(&mut room.world, HEAD, symbolic_model(LAYERS, LAYER_BYTES));
-        assert!(room.work.run_until_ready(&mut room.world, ms(20_000)), "life {life}: {:?}", room.work.notes);
-        assert!(!jobs.contains(&room.work.job), "life {life}: {jobs:?}");
-        jobs.push(room.work.job);
-        assert_eq!(room.epochs.violations(), Vec::<String>::new());
-    }
-    room.submit(1, 50, 40);
-    room.check("the fourth life").assert_all_finished("the fourth life");
-}
-
 #[test]
 fn a_stage_that_drains_hands_over_while_it_serves() {
     for seed in seeds(10) {
@@ -511,57 +481,6 @@ fn an_executor_that_hangs_loses_its_stage_though_its_node_lives() {
         room.strike(Fault::Crash(victim)); // what it still holds is of no interest
         let room = room.check(&what);
         room.assert_all_finished(&what);
-    }
-}
-
-#[test]
-fn a_head_whose_own_executor_hangs_goes_on_elsewhere() {
-    for seed in seeds(10) {
-        let what = format!("the head's executor hangs, seed {seed}");
-        let mut draw = chance(seed, "the head's executor hangs");
-        let mut room = Room::serving(Options::swarm(seed), 6);
-        assert!(room.work.stages(&room.world).contains(&HEAD), "{what}: it holds a stage");
-        room.submit(seed, draw.random_range(1..400), 200);
-        room.run_for(ms(draw.random_range(1_000..2_500)));
-        room.strike(Fault::Stall { host: HEAD, lasts: ms(8_000) });
-        room.run_for(ms(9_000)); // what it holds is given up when it answers
-        let room = room.check(&what);
-        room.assert_all_finished(&what);
-        assert!(room.longest_pause() < ms(3_000), "{what}: the caller waited {:?}", room.longest_pause());
-    }
-}
-
-#[test]
-fn a_head_whose_own_executor_hangs_waits_for_it_where_nobody_else_has_room() {
-    let mut room = Room::serving(Options::lan(2), 3);
-    room.submit(2, 100, 200);
-    room.run_for(ms(1_500));
-    let epoch = room.work.epoch;
-    room.strike(Fault::Stall { host: HEAD, lasts: ms(4_000) });
-    let room = room.check("nobody else has room");
-    room.assert_all_finished("nobody else has room");
-    assert!(room.longest_pause() < ms(5_000), "the caller waited {:?}", room.longest_pause());
-    assert_eq!(room.work.epoch, epoch, "and the job was not placed anew");
-}
-
-#[test]
-fn a_head_that_stood_still_takes_no_executor_for_hung() {
-    for seed in seeds(10) {
-        let what = format!("a head that stood still, seed {seed}");
-        let mut draw = chance(seed, "a head that stood still");
-        let mut room = Room::serving(Options::swarm(seed), 6);
-        room.submit(seed, draw.random_range(1..400), 200);
-        room.run_for(Duration::from_micros(draw.random_range(1_000_000..1_500_000)));
-        let lasts = ms(draw.random_range(900..7_000));
-        room.strike(Fault::Pause { host: HEAD, lasts });
-        let room = room.check(&what);
-        room.assert_all_finished(&what);
-        let succeeded =
-            room.world.hosts().any(|host| host.id != HEAD && host.node.as_ref().is_some_and(|n| n.jobs().count() > 0));
-        let stays = room.work.stages(&room.world).contains(&HEAD);
-        assert!(succeeded || stays, "{what}: its own stage stays where it is");
-        assert!(stays || lasts > LEASE + SERVE_SUCCESSION, "{what}: successors leave it its time");
-        assert!(room.longest_pause() < lasts + ms(2_000), "{what}: the caller waited {:?}", room.longest_pause());
     }
 }
 
