@@ -79,8 +79,8 @@ pub enum ToParticipant {
     Record(Box<Record>),
     /// To successors: what happened to requests since the last of these.
     Log(Vec<(RequestId, Logged)>),
-    /// From a participant, to successors: it does not hear the coordinator.
-    CoordinatorSilent,
+    /// From a participant, to successors: it does not hear the coordinator, and has a copy of the checkpoint of this step.
+    CoordinatorSilent { checkpoint: Option<u32> },
     /// From the holder of part `part` to a holder of part `to`, which feeds it: how far it is. What came before need not be kept
     /// for it. `live`: send what follows as it is made. `again`: what was sent after that may be lost.
     Held { part: PartId, to: PartId, cursors: Cursors, live: bool, again: bool },

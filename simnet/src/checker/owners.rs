@@ -93,7 +93,7 @@ impl Seen {
             if matches!(order.work, PartWork::Tile(_)) {
                 self.owners_known.insert((host, job), order.owners.into_iter().collect());
             }
-        } else if say == ToParticipant::CoordinatorSilent {
+        } else if matches!(say, ToParticipant::CoordinatorSilent { .. }) {
             self.votes.entry((host, job)).or_default().insert(from, at);
         }
     }

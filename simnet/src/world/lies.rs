@@ -333,7 +333,7 @@ impl Tile {
             3 => ToParticipant::Gap { part, from: other },
             4 => ToParticipant::Release { part },
             5 => ToParticipant::End,
-            6 => ToParticipant::CoordinatorSilent,
+            6 => ToParticipant::CoordinatorSilent { checkpoint: Some(u32::MAX) },
             7 => ToParticipant::Tile(ToTile::Saved { part, step, bytes: 1 }),
             8 => ToParticipant::Tile(ToTile::Taken { part, step, kind }),
             9 => ToParticipant::Tile(ToTile::WantSnapshot { part }),

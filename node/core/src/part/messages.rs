@@ -34,7 +34,7 @@ impl Parts {
             | ToParticipant::Standby { .. }
             | ToParticipant::Record(_)
             | ToParticipant::Log(_)
-            | ToParticipant::CoordinatorSilent
+            | ToParticipant::CoordinatorSilent { .. }
             | ToParticipant::Held { .. }
             | ToParticipant::Gap { .. }
             | ToParticipant::Stage(_)
@@ -62,7 +62,7 @@ impl Parts {
             | ToParticipant::Standby { .. }
             | ToParticipant::Record(_)
             | ToParticipant::Log(_)
-            | ToParticipant::CoordinatorSilent
+            | ToParticipant::CoordinatorSilent { .. }
             | ToParticipant::Gap { .. }
             | ToParticipant::Stage(_)
             | ToParticipant::Tile(_) => return,
@@ -98,7 +98,7 @@ impl Parts {
                     }
                 }
             }
-            ToParticipant::CoordinatorSilent => self.handle_vote(now, from, job),
+            ToParticipant::CoordinatorSilent { checkpoint } => self.handle_vote(now, from, job, checkpoint),
             ToParticipant::Held { part, to, cursors, live, again } => {
                 let Some(known) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&to)) else { return };
                 known.run.handle_held(from, part, &cursors, (live, again), &mut self.out);
@@ -180,7 +180,7 @@ fn says_coordinator(say: &ToParticipant) -> bool {
         | ToParticipant::Record(_)
         | ToParticipant::Log(_)
         | ToParticipant::Stage(_) => true,
-        ToParticipant::CoordinatorSilent
+        ToParticipant::CoordinatorSilent { .. }
         | ToParticipant::Held { .. }
         | ToParticipant::Gap { .. }
         | ToParticipant::Tile(_) => false,

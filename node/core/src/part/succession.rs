@@ -1,8 +1,8 @@
 //! When the coordinator of a job falls silent: who may take it over, in which order, and who has to agree.
 //!
 //! Every participant that no longer hears the coordinator tells the successors, which are named in the order of each part. One
-//! of them acts only when more than half of the participants say the same, and leaves a turn to each that is named before it. It
-//! goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
+//! of them acts only when more than half of the participants say the same, and leaves a turn to each that has a newer copy of the
+//! checkpoint or is named before it. It goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
 //! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
 use super::{HeldJob, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
@@ -28,14 +28,22 @@ pub(super) struct Succession {
     silent: bool,
     /// The coordinator said that it leaves: what it still sends is no sign that it coordinates.
     left: bool,
-    /// Who said the same, and when last.
-    votes: BTreeMap<NodeId, Instant>,
+    /// The participants that do not hear the coordinator either.
+    votes: BTreeMap<NodeId, Vote>,
     majority_since: Option<Instant>,
     mirror: Mirror,
     /// The requests of a served model.
     log: TokenLog,
     /// Orders of a successor, which count once the coordinator is silent; at most [`PARTS_MAX`], of one epoch.
     deferred: Vec<(Instant, NodeId, Epoch, Box<Order>)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Vote {
+    /// When it came last.
+    at: Instant,
+    /// The step of the checkpoint that this participant has a copy of.
+    checkpoint: Option<u32>,
 }
 
 /// The coordinator's checkpoint, at its first successors.
@@ -79,6 +87,24 @@ impl Succession {
 
     pub(super) fn is_silent(&self) -> bool {
         self.silent
+    }
+
+    /// How many successors go before this node: those that say they have a newer copy of the checkpoint, or one as new and are named
+    /// before. One that has said nothing yet may have the last checkpoint where this node does not, if it copies them and the
+    /// job needs them: some of the coordinator's parts are not guarded.
+    fn ahead(&self, me: NodeId, successors: &[NodeId], record: &Record, guarded: bool) -> usize {
+        let last = record.program.checkpoint();
+        let mine = self.mirror.have;
+        let turn = successors.iter().position(|node| *node == me).unwrap_or(successors.len());
+        let ahead = |&(position, node): &(usize, &NodeId)| match self.votes.get(node) {
+            // No copy is newer than the last checkpoint, whatever is claimed.
+            Some(vote) => {
+                let theirs = vote.checkpoint.min(last);
+                theirs > mine || (theirs == mine && position < turn)
+            }
+            None => position < turn || (mine < last && position < MIRRORS && !guarded),
+        };
+        successors.iter().enumerate().filter(|(_, node)| **node != me).filter(ahead).count()
     }
 }
 
@@ -147,19 +173,21 @@ impl Parts {
         let Some(held) = self.jobs.get_mut(&job).filter(|held| held.succession.silent) else { return };
         let epoch = held.epoch;
         let Some(successors) = held.order().map(|order| order.successors.clone()) else { return };
-        held.succession.votes.insert(me, now);
+        let checkpoint = held.succession.mirror.have;
+        held.succession.votes.insert(me, Vote { at: now, checkpoint });
         for to in successors.into_iter().filter(|&to| to != me) {
-            self.out.push_back(PartOutput::Message { to, job, epoch, say: ToParticipant::CoordinatorSilent });
+            let say = ToParticipant::CoordinatorSilent { checkpoint };
+            self.out.push_back(PartOutput::Message { to, job, epoch, say });
         }
         self.succeed_if_due(now, job);
     }
 
     /// Another participant does not hear the coordinator either.
-    pub(super) fn handle_vote(&mut self, now: Instant, from: NodeId, job: JobId) {
+    pub(super) fn handle_vote(&mut self, now: Instant, from: NodeId, job: JobId, checkpoint: Option<u32>) {
         let Some(held) = self.jobs.get_mut(&job) else { return };
         let (Some(order), Some(record)) = (held.order(), &held.succession.record) else { return };
         if record.participants(&order.owners).contains(&from) {
-            held.succession.votes.insert(from, now);
+            held.succession.votes.insert(from, Vote { at: now, checkpoint });
             self.succeed_if_due(now, job);
         }
     }
@@ -235,8 +263,10 @@ impl Parts {
         let Some(order) = held.order().cloned() else { return };
         let succession = &mut held.succession;
         let Some(record) = succession.record.clone().filter(|_| succession.silent) else { return };
-        let Some(turn) = order.successors.iter().position(|&successor| successor == me) else { return };
-        succession.votes.retain(|_, heard| now.since(*heard) < VOTE_MAX);
+        if !order.successors.contains(&me) {
+            return;
+        }
+        succession.votes.retain(|_, vote| now.since(vote.at) < VOTE_MAX);
         let all = record.participants(&order.owners);
         let votes = succession.votes.keys().filter(|node| all.contains(node)).count();
         if 2 * votes <= all.len() && !planted::has(Planted::SuccessionWithoutMajority) {
@@ -244,11 +274,13 @@ impl Parts {
             return;
         }
         let since = *succession.majority_since.get_or_insert(now);
+        let guarded = guarded(&record, &order.owners, epoch.issuer);
         let wait = match &record.program {
-            ProgramRecord::Serve(_) if guarded(&record, &order.owners, epoch.issuer) => SERVE_SUCCESSION,
+            ProgramRecord::Serve(_) if guarded => SERVE_SUCCESSION,
             ProgramRecord::Serve(_) => SERVE_SUCCESSION_COLD,
             ProgramRecord::Steps(_) => Duration::ZERO,
         };
+        let turn = succession.ahead(me, &order.successors, &record, guarded);
         if now.since(since) < wait + SUCCESSION_TURN * turn as u32 {
             return;
         }

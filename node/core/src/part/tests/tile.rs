@@ -1,6 +1,8 @@
 //! What a node that holds tiles does, as its coordinator and neighbours see it.
 use super::*;
-use crate::work::steps::{Schedule, SimulationId, TileMade, TileOrder, TileStart};
+use crate::limits::SUCCESSION_TURN;
+use crate::work::steps::{Schedule, SimulationId, StepsRecord, TileMade, TileOrder, TileStart};
+use crate::work::{PartRecord, ProgramRecord, Record};
 use partitioner::tiles::{Block, GridWork};
 
 /// A standby of the second tile.
@@ -178,5 +180,60 @@ fn what_a_coordinator_held_that_stood_down_is_dropped_unless_the_next_one_asks_f
         }
         parts.handle_wakeup(left + ORPHAN_MAX);
         assert_eq!(unloads(&outputs(&mut parts)), !asked_again);
+    }
+}
+
+/// This node, the first successor, copied no checkpoint of the coordinator's; the second did.
+#[test]
+fn the_successor_that_has_the_last_checkpoint_goes_first() {
+    let succeeds = |parts: &mut Parts| outputs(parts).iter().any(|output| matches!(output, PartOutput::Succeed(_)));
+    let part = PartRecord { bytes: 1, step_ns: 1, standby: None };
+    let steps = StepsRecord {
+        tier: Tier::None,
+        depth: None,
+        step_ns: 1,
+        start: TileStart::Initial,
+        checkpoint: Some(40),
+        rates: vec![1000; 3],
+    };
+    let record = Record { parts: vec![part; 3], program: ProgramRecord::Steps(steps) };
+    // Its copy, the second successor's if it says anything in time, and how many turns it leaves to the second.
+    for (mine, second, turns) in [
+        (None, Some(Some(40)), 1),
+        (None, Some(Some(u32::MAX)), 1),
+        (None, None, 1),
+        (None, Some(None), 0),
+        (Some(40), Some(Some(40)), 0),
+        (Some(40), Some(Some(u32::MAX)), 0),
+        (Some(40), None, 0),
+    ] {
+        let mut parts = running();
+        let mut order = tile_order(0, None);
+        order.owners[2] = COORDINATOR;
+        order.successors = vec![ME, owner(1)];
+        prepare(&mut parts, LATER, order);
+        say(&mut parts, COORDINATOR, LATER, ToParticipant::Record(Box::new(record.clone())));
+        let copying = |output: &PartOutput| matches!(output, PartOutput::Shell(Output::Mirror { step: 40, .. }));
+        assert!(outputs(&mut parts).iter().any(copying));
+        if mine.is_some() {
+            parts.handle_mirrored(NOW, JOB, 40, &Ok(()));
+        }
+        let vote = |parts: &mut Parts, now, from, checkpoint| {
+            parts.handle_message(now, from, JOB, LATER, ToParticipant::CoordinatorSilent { checkpoint });
+        };
+        // Of two in three, one is this node; where the second says nothing, the majority comes with a third.
+        let from = if second.is_some() { owner(1) } else { COORDINATOR };
+        parts.handle_coordinator_silent(NOW, JOB, COORDINATOR);
+        vote(&mut parts, NOW, from, second.flatten());
+        assert_eq!(succeeds(&mut parts), turns == 0, "{mine:?} {second:?}");
+        if turns > 0 {
+            for now in (0..4).map(|quarters| NOW + SUCCESSION_TURN * quarters / 4) {
+                parts.handle_wakeup(now);
+                vote(&mut parts, now, from, second.flatten());
+            }
+            assert!(!succeeds(&mut parts), "{mine:?} {second:?}");
+            parts.handle_wakeup(NOW + SUCCESSION_TURN);
+            assert!(succeeds(&mut parts), "{mine:?} {second:?}: the second may be lost");
+        }
     }
 }
