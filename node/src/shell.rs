@@ -409,7 +409,7 @@ fn log(event: &Event, step: Option<u32>, node: &Node) {
             tracing::warn!("job {:016x} epoch {counter}: standby {} takes over part {part}", job.0, name(node));
         }
         Event::JobMoves { job, change } => tracing::info!(
-            "job {:016x} moves: {} of weights for {:.2} ms/token instead of {:.2}",
+            "job {:016x} moves: {} of weights are fetched; {:.2} ms per token or step instead of {:.2}",
             job.0,
             crate::config::Size(change.bytes),
             change.after_ns as f64 / 1e6,

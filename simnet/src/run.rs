@@ -16,7 +16,7 @@ use crate::host::{HostId, HostSpec};
 use crate::submissions::{CASE_CELL_NS, End, Submissions, settle_max};
 use crate::timeline::{Line, Timeline, name, pauses};
 use crate::units;
-use crate::workload::{Call, HEAD_DIED, WIDTH};
+use crate::workload::{Call, WIDTH};
 use crate::world::{Told, World};
 use crate::{Options, Timed};
 use callers::{Callers, is_usable};
@@ -207,6 +207,7 @@ impl<'a> Run<'a> {
         self.mended = Some(mended);
         // The mending ends the process of a host that was leaving: callers see that before they ask anything else.
         self.step(mended + LOOK);
+        self.callers.iter().for_each(|callers| callers.restore_model(&mut self.world));
         let computing = self.submissions.all.iter().map(|submission| settle_max(&submission.simulation)).max();
         let limit = mended + SETTLE_MAX + computing.unwrap_or_default();
         let served = |run: &Run<'_>| run.callers.iter().all(|callers| callers.all_ended() && callers.is_served());
@@ -219,10 +220,7 @@ impl<'a> Run<'a> {
         self.violations.extend(missing);
         for index in 0..self.callers.len() {
             let mut last = self.last_request(index, limit);
-            let broken = |run: &Self, last: CallId| {
-                let end = run.callers[index].work.calls[&last].ends.first();
-                matches!(end, Some((_, DoneReason::Failed(why))) if why == HEAD_DIED)
-            };
+            let broken = |run: &Self, last: CallId| run.callers[index].work.calls[&last].is_broken();
             // A successor ends what was not used for long: its callers have the model served once more.
             if broken(self, last) {
                 self.until(limit, |run| run.callers[index].is_served() && run.callers[index].all_ended());
@@ -399,7 +397,7 @@ fn kind_of_end(call: &Call) -> String {
         Some((_, DoneReason::Stop | DoneReason::Length)) => "done",
         Some((_, DoneReason::Cancelled)) => "cancelled",
         Some((_, DoneReason::Busy | DoneReason::Invalid(_))) => "refused",
-        Some((_, DoneReason::Failed(reason))) if reason == HEAD_DIED => "broken",
+        Some(_) if call.is_broken() => "broken",
         Some((_, DoneReason::Failed(reason))) => return failed(reason),
     };
     kind.to_string()

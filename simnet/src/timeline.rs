@@ -223,7 +223,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
             format!("promotes {} to part {part} under epoch {}", host(*node), epoch.counter)
         }
         Event::JobMoves { change, .. } => format!(
-            "moves the job: {} of weights, {:.2} ms/token become {:.2}",
+            "moves the job: {} of weights, {:.2} ms per token or step become {:.2}",
             bytes(change.bytes),
             change.before_ns as f64 / 1e6,
             change.after_ns as f64 / 1e6

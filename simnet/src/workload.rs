@@ -61,6 +61,11 @@ pub struct Call {
 }
 
 impl Call {
+    /// Its caller's connection to the host broke, or was closed: nothing that comes after that reaches the caller.
+    pub fn is_broken(&self) -> bool {
+        matches!(self.ends.first(), Some((_, DoneReason::Failed(why))) if why == HEAD_DIED)
+    }
+
     /// The longest the caller waited between two tokens (or for the first).
     pub fn longest_pause(&self) -> Duration {
         let times = std::iter::once(self.submitted).chain(self.tokens.iter().map(|(at, ..)| *at));
@@ -115,7 +120,8 @@ impl Workload {
         self.run(world, limit, |workload, _| workload.job.is_some())
     }
 
-    /// The host whose API was used died: its callers' connections broke. What it had not answered is over.
+    /// The host whose API was used died, or its callers turn away from it: their connections are closed. What it had not answered
+    /// is over.
     pub fn head_died(&mut self, at: Instant) -> Vec<CallId> {
         (self.job, self.epoch, self.waits_for) = (None, None, None);
         let open = self.calls.iter_mut().filter(|(_, call)| call.ends.is_empty());
@@ -222,12 +228,12 @@ impl Workload {
                 }
                 Event::Token { call, position, token } => {
                     let (position, token) = (*position, *token);
-                    if let Some(call) = self.calls.get_mut(call) {
+                    if let Some(call) = self.calls.get_mut(call).filter(|call| !call.is_broken()) {
                         call.tokens.push((told.at, position, token));
                     }
                 }
                 Event::Done { call, reason } => {
-                    if let Some(call) = self.calls.get_mut(call) {
+                    if let Some(call) = self.calls.get_mut(call).filter(|call| !call.is_broken()) {
                         call.ends.push((told.at, reason.clone()));
                     }
                 }

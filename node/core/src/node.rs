@@ -311,6 +311,13 @@ impl Node {
                 if epoch.issuer == from && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch) {
                     self.jobs.handle_stale(now, from, job, epoch);
                 }
+                // Leases with the participants of two coordinators would be one.
+                if epoch.issuer != self.me
+                    && matches!(say, ToParticipant::Prepare(_))
+                    && let Some(mine) = self.jobs.epoch_of(job).filter(|_| self.parts.coordinator_of(job).is_none())
+                {
+                    return self.send(from, Message::Stale { job, mine });
+                }
                 self.parts.handle_message(now, from, job, epoch, say);
             }
             Message::ToCoordinator { job, epoch, say: ToCoordinator::Silent { node, silent_ms } } => {
@@ -456,11 +463,12 @@ impl Node {
             JobOutput::Tell { to, call, say } => self.send(to, Message::ToCaller { call, say }),
             JobOutput::Call { to, job, call, say } => self.send(to, Message::FromCaller { job, call, say }),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),
-            JobOutput::Watch { job, epoch, nodes, standbys } => {
+            JobOutput::Watch { job, epoch, nodes, standbys, others } => {
                 self.failover.handle_placed(job, epoch, nodes.iter().copied());
                 self.failover.handle_standbys(job, standbys.iter().copied());
-                let others: Vec<NodeId> = nodes.into_iter().chain(standbys).filter(|&node| node != self.me).collect();
-                self.liveness.handle_watch(self.now, job, epoch, &others);
+                let all = nodes.into_iter().chain(standbys).chain(others);
+                let all: Vec<NodeId> = all.filter(|&node| node != self.me).collect();
+                self.liveness.handle_watch(self.now, job, epoch, &all);
             }
             JobOutput::Unwatch { job, successor } => {
                 self.failover.handle_ended(job);

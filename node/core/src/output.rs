@@ -103,7 +103,8 @@ pub enum Event {
     JobReady { call: Option<CallId>, job: JobId, epoch: Epoch },
     /// A job cannot run now; it is tried again when the mesh changes.
     JobDegraded { call: Option<CallId>, job: JobId, reason: String },
-    /// A job that runs is to run elsewhere, because that is better or because a node leaves: the data are fetched first.
+    /// A job that runs is to run elsewhere, because that is better or because a node leaves: the weights of a model are fetched first,
+    /// a simulation goes on from its last checkpoint.
     JobMoves { job: JobId, change: Change },
     /// A job is over at this node.
     JobEnded { job: JobId, ending: Ending, figures: Figures },

@@ -412,11 +412,11 @@ pub enum Payload {
 /// From one placement of a job to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Predicted nanoseconds per token as it is, on the mesh as it is now.
+    /// Predicted nanoseconds per token or step as it is, on the mesh as it is now.
     pub before_ns: u64,
     /// And as it would be.
     pub after_ns: u64,
-    /// Weight bytes that nodes hold then and do not hold now.
+    /// Weight bytes that nodes hold then and do not hold now; 0 of a simulation.
     pub bytes: u64,
 }
 

@@ -85,6 +85,8 @@ enum Seen {
     Progress(JobId, u32),
     /// The standby of a tile holds this number of steps, as it reports.
     Held(JobId, u16, u32),
+    /// It is cut again, because that is faster.
+    Moves(JobId),
     /// It is over, or another host goes on with it.
     Over(JobId),
 }
@@ -146,6 +148,7 @@ impl Pauses {
                 | Seen::Running(..)
                 | Seen::Progress(..)
                 | Seen::Held(..)
+                | Seen::Moves(_)
                 | Seen::Over(_) => None,
             };
             if let Some(dead) = dead {
@@ -201,6 +204,7 @@ impl Observer for Pauses {
             Event::Done { call, .. } => job_of(&seen, call).map(|job| Seen::Ended(job, *call)),
             Event::JobInherited { job, .. } => Some(Seen::Inherited(*job)),
             Event::Steps { job, event: StepsEvent::Progress { step } } => Some(Seen::Progress(*job, *step)),
+            Event::JobMoves { job, .. } => Some(Seen::Moves(*job)),
             Event::JobEnded { job, .. } => Some(Seen::Over(*job)),
             _ => None,
         };

@@ -6,6 +6,7 @@ use crate::timeline::{Timeline, name};
 use crate::workload::{Call, HEAD_DIED, Workload, request, wide_model};
 use crate::world::{Told, World};
 use node_core::id::{CallId, ContentId, Epoch, JobId};
+use node_core::input::Input;
 use node_core::time::{Duration, Instant};
 use node_core::work::serve::{DoneReason, Sampling};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -160,6 +161,11 @@ impl Callers {
                 call.ends.clear();
             }
             let broken = self.work.head_died(now);
+            let head = world.host(self.work.head);
+            if head.runs() && head.life == self.life {
+                // A node that lives notices that its callers close their connections.
+                broken.iter().for_each(|call| world.inject(self.work.head, Input::Cancel { call: *call }));
+            }
             timeline.note(now, format!("{} calls broke with host {}", broken.len(), self.work.head.0));
             self.again.extend(broken.into_iter().filter(|call| !self.work.calls[call].cancelled));
             self.turn_at = Some(now + TURN);
@@ -188,6 +194,14 @@ impl Callers {
             self.life = world.host(next).life;
             self.work.turn_to(world, next);
             timeline.note(now, format!("callers turn to host {}", next.0));
+        }
+    }
+
+    /// The owner of the model puts its file back where the disks of all that had some of it were lost.
+    pub(super) fn restore_model(&self, world: &mut World) {
+        let (content, layers) = (self.work.model.content, self.work.model.work.layers.len() as u32);
+        if !world.has_all_of(content, layers) {
+            world.give_model(self.work.head, content, layers);
         }
     }
 

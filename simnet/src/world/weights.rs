@@ -62,6 +62,12 @@ impl World {
         self.announce_holdings(host);
     }
 
+    /// Whether every piece of a model is on some host's disk.
+    pub fn has_all_of(&self, content: ContentId, layers_total: u32) -> bool {
+        let kept: BTreeSet<Piece> = self.hosts.iter().flat_map(|host| host.disk.pieces(content)).collect();
+        pieces(&(0..layers_total), layers_total).all(|piece| kept.contains(&piece))
+    }
+
     /// A node says which models it has some of on its disk.
     pub(super) fn announce_holdings(&mut self, host: HostId) {
         let contents = self.hosts[host.index()].disk.contents();

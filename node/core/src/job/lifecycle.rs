@@ -52,6 +52,9 @@ pub(super) struct Job {
     pub(super) standbys_asked: Option<u32>,
     /// Nodes that were ordered to hold a part, now or earlier, and may hold it still.
     pub(super) asked: BTreeSet<NodeId>,
+    /// Nodes of the placements since the job last ran, and of that one: until `End` they hear the coordinator, lest they take the
+    /// job over among themselves.
+    waiting: BTreeSet<NodeId>,
     /// Every node that was ever ordered to hold a part: its word about epochs is believed.
     known: BTreeSet<NodeId>,
     /// Counts placements that began from scratch: parts of another cut are other parts.
@@ -136,6 +139,7 @@ impl Job {
             questions: 0,
             standbys_asked: None,
             asked: BTreeSet::new(),
+            waiting: BTreeSet::new(),
             known: BTreeSet::new(),
             cut: 0,
             resident: BTreeMap::new(),
@@ -325,6 +329,8 @@ impl Job {
             self.resident.remove(&node);
             self.send(node, ToParticipant::End, out);
         }
+        self.waiting = participants;
+        self.watch(out);
         let (job, epoch) = (self.id, self.epoch);
         for call in self.take_callers(true) {
             out.push_back(JobOutput::Notify(Event::JobReady { call, job, epoch }));
@@ -362,6 +368,7 @@ impl Job {
             parts.remove(&part);
         } else {
             self.resident.remove(&from);
+            self.waiting.remove(&from);
         }
         let role = role?;
         match role {

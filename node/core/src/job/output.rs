@@ -27,8 +27,9 @@ pub enum JobOutput {
     Message { to: NodeId, job: JobId, epoch: Epoch, say: ToParticipant },
     /// Tokens into the first stage, or a copy for its standby.
     Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
-    /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's.
-    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId> },
+    /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's. `others` took
+    /// part before and only have to hear this node.
+    Watch { job: JobId, epoch: Epoch, nodes: Vec<NodeId>, standbys: Vec<NodeId>, others: Vec<NodeId> },
     /// The job is over here, or goes on at `successor`.
     Unwatch { job: JobId, successor: Option<NodeId> },
     /// A node that has a caller learns of its request.

@@ -168,8 +168,9 @@ impl Job {
                 self.review(now, question.leaving, answer.ok().map(|answer| *answer), out);
             }
             (Answer::Grid(Ok(plan)), Workload::Steps(steps)) => {
-                if steps.gains(now, &plan, &self.parts) {
+                if let Some(change) = steps.gains(now, &plan, &self.parts) {
                     steps.roll_back();
+                    out.push_back(JobOutput::Notify(Event::JobMoves { job: self.id, change }));
                     self.adopt(now, Found::Grid(plan), out);
                 }
             }

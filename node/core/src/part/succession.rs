@@ -4,7 +4,7 @@
 //! of them acts only when more than half of the participants say the same, and leaves a turn to each that has a newer copy of the
 //! checkpoint or is named before it. It goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
 //! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
-use super::{HeldJob, PartOutput, Parts};
+use super::{Held, HeldJob, Load, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{
     DEFERRED_MAX, MIRROR_NEWER, MIRROR_RETRY, MIRRORS, PARTS_MAX, SERVE_SUCCESSION, SERVE_SUCCESSION_COLD,
@@ -119,9 +119,10 @@ impl HeldJob {
         matches!(record.program, ProgramRecord::Steps(_)) || 2 * left > all.len()
     }
 
-    /// The order of a part under the present epoch.
+    /// The order of a part under the present epoch. A part that this node could not hold is not its own.
     fn order(&self) -> Option<&Order> {
-        self.parts.values().find(|held| held.epoch == self.epoch).map(|held| &*held.order)
+        let is_held = |held: &&Held| held.epoch == self.epoch && !matches!(held.load, Load::Failed(_));
+        self.parts.values().find(is_held).map(|held| &*held.order)
     }
 }
 

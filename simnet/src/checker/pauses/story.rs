@@ -69,6 +69,7 @@ impl<'a> Stories<'a> {
             | Seen::Inherited(job)
             | Seen::Running(job, _)
             | Seen::Progress(job, _)
+            | Seen::Moves(job)
             | Seen::Held(job, ..) => self.jobs.entry(*job).or_default().apply(at, node(host), host, entry),
         }
     }
@@ -128,6 +129,7 @@ fn together(
             | Seen::Running(..)
             | Seen::Progress(..)
             | Seen::Held(..)
+            | Seen::Moves(_)
             | Seen::Over(_) => {}
         }
     }
@@ -162,7 +164,7 @@ impl Story {
             }
             Seen::Progress(_, step) => self.steps.push((at, *step)),
             Seen::Held(_, tile, step) => _ = self.held.insert((*tile, node), *step),
-            Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Over(_) => {}
+            Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Moves(_) | Seen::Over(_) => {}
         }
     }
 
@@ -216,7 +218,7 @@ impl Story {
     }
 
     /// How long a simulation that was running waits for its next step, and, where something is lost, the step it goes back to and the one that all who
-    /// continue had reported. `None` if it was not running.
+    /// continue had reported. `None` if it was not running, or is cut again at that time.
     #[expect(clippy::wildcard_enum_match_arm, reason = "one of many entries is looked for")]
     fn resumed(
         &self,
@@ -230,6 +232,13 @@ impl Story {
         let reported = |tile: &u16| self.held.get(&(*tile, *self.current.get(tile)?)).copied().or(Some(0));
         let kept = lost.iter().filter_map(reported).min().unwrap_or(*told).min(*told);
         let later = || after.iter().filter(|(then, ..)| *then > last);
+        // A simulation that is cut again to be faster makes steps once more, and that is not for the loss.
+        if later()
+            .take_while(|(then, ..)| *then <= last + LIMIT)
+            .any(|(_, _, entry)| matches!(entry, Seen::Moves(of) if *of == job))
+        {
+            return None;
+        }
         let over = later().find(|(_, _, entry)| matches!(entry, Seen::Over(of) if *of == job)).map(|(then, ..)| *then);
         // It may run again before the last loss, if that concerns another job; or several times, if each loss concerns it.
         let runs: Vec<(Instant, u32)> = after

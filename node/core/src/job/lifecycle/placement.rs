@@ -167,6 +167,7 @@ impl Job {
         self.parts.iter_mut().for_each(|part| part.ready = None);
         let participants = self.participants();
         self.asked.extend(participants.iter().copied());
+        self.waiting.extend(participants.iter().copied());
         self.known.extend(participants);
         self.choose_successors();
         let (job, epoch, step_ns) = (self.id, self.epoch, self.workload.step_ns());
@@ -188,9 +189,15 @@ impl Job {
     /// Leases with all that take part.
     pub(in crate::job) fn watch(&self, out: &mut Out) {
         let nodes: BTreeSet<NodeId> = self.owners().into_iter().collect();
-        let standbys = self.standby_nodes().into_iter().filter(|node| !nodes.contains(node)).collect();
-        let (job, epoch) = (self.id, self.epoch);
-        out.push_back(JobOutput::Watch { job, epoch, nodes: nodes.into_iter().collect(), standbys });
+        let standbys: BTreeSet<NodeId> = self.standby_nodes().difference(&nodes).copied().collect();
+        let others = self.waiting.iter().filter(|node| !nodes.contains(node) && !standbys.contains(node)).copied();
+        out.push_back(JobOutput::Watch {
+            job: self.id,
+            epoch: self.epoch,
+            others: others.collect(),
+            nodes: nodes.into_iter().collect(),
+            standbys: standbys.into_iter().collect(),
+        });
     }
 
     /// The order of a part, for its owner or its standby.

@@ -9,6 +9,7 @@ use crate::job::output::What;
 use crate::job::part::Part;
 use crate::limits::{RATES_EVERY, RATES_SETTLES, RATES_WARM, RATES_WINDOW};
 use crate::time::{Duration, Instant};
+use crate::work::Change;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use partitioner::tiles::{GridPlan, Paces};
@@ -154,32 +155,32 @@ impl Steps {
         true
     }
 
-    /// Whether the best cut there is now is worth rolling back for.
-    pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> bool {
-        let Some(before) = plan.before_ns().filter(|_| !self.computed) else { return false };
+    /// What the best cut there is now gains, if it is worth rolling back for.
+    pub(in crate::job) fn gains(&mut self, now: Instant, plan: &GridPlan, parts: &[Part]) -> Option<Change> {
+        let before = plan.before_ns().filter(|_| !self.computed)?;
         let after = plan.step_ns();
         let takes_part = |node: NodeId| parts.iter().any(|part| part.owner == node);
         let joins = plan.tiles().iter().any(|tile| !takes_part(tile.device.into()));
         let percent = if joins { GAIN_JOINS_PERCENT } else { GAIN_PERCENT };
         if after.saturating_mul(100) > before.saturating_mul(100 - percent) {
-            return false;
+            return None;
         }
         let steps = |count: u32, ns: u64| u128::from(count) * u128::from(ns);
         let gained = steps(self.spec.schedule.steps.saturating_sub(self.step()), before - after);
         let again = steps(self.step().saturating_sub(self.checkpoint.unwrap_or(0)), before);
         if gained < GAIN_TIMES * (again + self.rates.loading.as_nanos()) {
-            return false;
+            return None;
         }
         let back = self.checkpoint.unwrap_or(0);
         if now < self.rates.not_before || self.collected.waits_for_outputs(back) {
             // Frames that are on their way would not come again.
             self.rates.at = Some(self.rates.not_before.max(now + RATES_WINDOW));
-            return false;
+            return None;
         }
         self.rates.not_before = now + RATES_EVERY * (1 << self.rates.times.min(6));
         self.rates.times += 1;
         self.rates.planned();
-        true
+        Some(Change { before_ns: before, after_ns: after, bytes: 0 })
     }
 }
 
