@@ -12,7 +12,6 @@ use crate::transfer::{Ask, Library};
 use crate::views::{Names, count};
 use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
 use node_core::input::Input;
-use node_core::job::ProgramView;
 use node_core::limits::SLOWER_TIMES;
 use node_core::message::FrameHeader;
 use node_core::node::Node;
@@ -135,9 +134,8 @@ impl Shell {
 
     fn notify(&self, event: Event, node: &Node) {
         let event = named(event, node);
-        let step = step_of(&event, node);
-        log(&event, step, node);
-        self.submissions.tell(&event, step);
+        log(&event, node);
+        self.submissions.tell(&event);
         self.hub.tell(event);
     }
 
@@ -367,17 +365,8 @@ fn named(event: Event, node: &Node) -> Event {
     }
 }
 
-/// The step from which a simulation runs that became ready. Where it was inherited, the placement before did not know that step.
-fn step_of(event: &Event, node: &Node) -> Option<u32> {
-    let Event::JobReady { job, .. } = event else { return None };
-    match node.jobs().find(|view| view.job == *job)?.program {
-        ProgramView::Steps { step, .. } => Some(step),
-        ProgramView::Serve { .. } => None,
-    }
-}
-
 /// Writes to the user's log what a person would want to wake up for, and no more.
-fn log(event: &Event, step: Option<u32>, node: &Node) {
+fn log(event: &Event, node: &Node) {
     let name = |id: &NodeId| Names::of(node).get(*id);
     match event {
         Event::PeerUp { node } => tracing::info!("{} is up", name(node)),
@@ -387,9 +376,9 @@ fn log(event: &Event, step: Option<u32>, node: &Node) {
             let placed = placed(placement, &Names::of(node));
             tracing::info!("job {:016x} epoch {}{placed}", job.0, epoch.counter);
         }
-        Event::JobReady { job, epoch, .. } => {
-            let state = step.map_or_else(|| "is ready".into(), |step| format!("runs from step {step}"));
-            tracing::info!("job {:016x} epoch {} {state}", job.0, epoch.counter);
+        Event::JobReady { job, epoch, .. } => tracing::info!("job {:016x} epoch {} is ready", job.0, epoch.counter),
+        Event::Steps { job, event: StepsEvent::Runs { step } } => {
+            tracing::info!("job {:016x} runs from step {step}", job.0);
         }
         Event::JobDegraded { job, reason, .. } => tracing::warn!("job {:016x} cannot run: {reason}", job.0),
         Event::JobEnded { job, ending, .. } => match ending {

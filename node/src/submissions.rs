@@ -219,7 +219,7 @@ impl Submissions {
 
     /// An event of the core. `step`: of a simulation that is ready, the step from which it runs.
     #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about simulations")]
-    pub fn tell(self: &Arc<Self>, event: &Event, step: Option<u32>) {
+    pub fn tell(self: &Arc<Self>, event: &Event) {
         match event {
             Event::JobInherited { job, from, inherited } => match &**inherited {
                 Inherited::Steps { simulation, schedule } => self.inherit(*job, *from, *simulation, schedule),
@@ -230,7 +230,7 @@ impl Submissions {
             | Event::JobDegraded { job, .. }
             | Event::Steps { job, .. } => {
                 if let Some(submission) = self.find(*job) {
-                    submission.tell(event, step);
+                    submission.tell(event);
                 }
             }
             Event::JobEnded { job, ending, .. } => {
@@ -262,7 +262,7 @@ impl Submissions {
                 event
             };
             let failed = |why| Event::JobEnded { job, ending: Ending::Failed(why), figures: Vec::new() };
-            submission.tell(&answered(finish, failed), None);
+            submission.tell(&answered(finish, failed));
             if !submission.moved() {
                 submissions.ledger.remove(&submission);
             }

@@ -253,7 +253,7 @@ impl Submission {
                 self.reports.push(Reported { at, host, life, epoch, step, report });
             }
             StepsEvent::Checkpoint { step } => self.checkpoints.push((self.job(), *step)),
-            StepsEvent::Waiting { .. } => {}
+            StepsEvent::Runs { .. } | StepsEvent::Waiting { .. } => {}
         }
     }
 

@@ -247,6 +247,7 @@ pub(crate) fn describe(event: &Event, host: &dyn Fn(NodeId) -> String, name: &dy
 
 fn describe_steps(event: &StepsEvent) -> String {
     match event {
+        StepsEvent::Runs { step } => format!("runs from step {step}"),
         StepsEvent::Progress { step } => format!("all tiles completed step {step}"),
         StepsEvent::Report { step, .. } => format!("has the sums of step {step}"),
         StepsEvent::Checkpoint { step } => format!("has a checkpoint of step {step} on disk"),

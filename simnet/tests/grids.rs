@@ -150,6 +150,7 @@ impl Room {
                 }
                 Event::JobEnded { ending, .. } => self.ended = Some(result(ending)),
                 Event::Steps { event, .. } => match event {
+                    StepsEvent::Runs { .. } => {}
                     StepsEvent::Progress { step } => self.progress.push((told.at, step)),
                     StepsEvent::Report { report, .. } => self.report = report.hash.or(self.report),
                     StepsEvent::Checkpoint { step } => self.checkpoints.push(step),

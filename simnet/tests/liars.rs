@@ -176,7 +176,7 @@ fn simulate(seed: u64, lies: u32) -> (Duration, Vec<String>) {
         match told.event {
             Event::Steps { event: StepsEvent::Report { step: STEPS, report }, .. } => hash = report.hash.or(hash),
             Event::Steps { event: StepsEvent::Checkpoint { step }, .. } => checkpoints.push(step),
-            Event::Steps { event: StepsEvent::Progress { .. }, .. } => {}
+            Event::Steps { event: StepsEvent::Progress { .. } | StepsEvent::Runs { .. }, .. } => {}
             Event::JobEnded { ending: Ending::Completed, .. } => ended = Some(told.at.since(began)),
             other => notes.push(format!("{:?} {:?} {other:?}", told.at, told.host)),
         }

@@ -418,6 +418,10 @@ impl Jobs {
     /// nodes that were ordered to take part are believed, and only epochs that can have been issued meanwhile.
     pub fn handle_stale(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
         let me = self.me;
+        if let Some(job) = self.jobs.get(&id).filter(|job| from == theirs.issuer && job.is_successor_of(from, theirs)) {
+            // It goes on with the job, and learns that there is a successor.
+            job.say_epoch(from, &mut self.out);
+        }
         let believed = |job: &&mut Job| {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);
             // No node can know a higher one of this coordinator's while it has answered under the present one.

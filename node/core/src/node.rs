@@ -460,6 +460,7 @@ impl Node {
                 self.out.push_back(Output::Plan { asked, question });
             }
             JobOutput::Message { to, job, epoch, say } => self.send(to, Message::ToParticipant { job, epoch, say }),
+            JobOutput::Stale { to, job, mine } => self.send(to, Message::Stale { job, mine }),
             JobOutput::Tell { to, call, say } => self.send(to, Message::ToCaller { call, say }),
             JobOutput::Call { to, job, call, say } => self.send(to, Message::FromCaller { job, call, say }),
             JobOutput::Frame { to, header, tokens, copy } => self.send_frame(to, header, Payload::Tokens(tokens), copy),

@@ -142,9 +142,9 @@ impl Submission {
         self.changed.subscribe()
     }
 
-    /// An event of its job. `step`: where that is ready, the step from which it runs.
+    /// An event of its job.
     #[expect(clippy::wildcard_enum_match_arm, reason = "few of many events are about a simulation")]
-    pub(super) fn tell(&self, event: &Event, step: Option<u32>) {
+    pub(super) fn tell(&self, event: &Event) {
         let mut told = self.telling();
         let now = Instant::now();
         match event {
@@ -155,15 +155,7 @@ impl Submission {
                     told.cut_anew |= told.running_since.is_some();
                 }
             }
-            Event::JobReady { .. } => {
-                let step = step.unwrap_or(told.step);
-                if told.running_since.is_none() {
-                    (told.running_since, told.begun_at) = (Some(now), step);
-                }
-                told.waiting = None;
-                told.step = step;
-                told.pace.mark(now, step);
-            }
+            Event::JobReady { .. } => told.waiting = None,
             Event::JobDegraded { reason, .. } => told.waiting = Some(view::named(&self.simulation, reason.clone())),
             Event::JobEnded { ending, figures, .. } => {
                 told.computed.get_or_insert(now);
@@ -182,6 +174,13 @@ impl Submission {
 
     fn tell_steps(&self, told: &mut Told, now: Instant, event: &StepsEvent) {
         match event {
+            StepsEvent::Runs { step } => {
+                if told.running_since.is_none() {
+                    (told.running_since, told.begun_at) = (Some(now), *step);
+                }
+                told.step = *step;
+                told.pace.mark(now, *step);
+            }
             StepsEvent::Progress { step } => {
                 // What is made again is not gone on with.
                 if let Some((since, _)) = told.stalled.take_if(|(_, at)| *step > *at) {

@@ -12,11 +12,11 @@ use crate::world::Observer;
 use node_core::codec;
 use node_core::id::{CallId, JobId, NodeId};
 use node_core::input::Input;
-use node_core::message::{FromTile, Message, ToCoordinator, ToParticipant};
+use node_core::message::{FromTile, Message, ToCoordinator};
 use node_core::output::{Event, Output};
 use node_core::time::{Duration, Instant};
 use node_core::work::steps::StepsEvent;
-use node_core::work::{JobSpec, Placement, Resume};
+use node_core::work::{JobSpec, Placement};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -35,26 +35,14 @@ struct Record {
     calls: BTreeMap<(HostId, CallId), JobId>,
     /// Steps of each simulation.
     simulations: BTreeMap<JobId, u32>,
-    /// The step from which a simulation's placement goes on as far as its coordinator knew when it was made, and whether owners have
-    /// been told the exact one since.
-    begins: BTreeMap<JobId, (u32, bool)>,
 }
 
 impl Record {
-    #[expect(clippy::wildcard_enum_match_arm, reason = "a checker looks at few of many things")]
     fn message(&mut self, at: Instant, host: HostId, message: &Message) {
-        match message {
-            Message::ToCoordinator { job, say: ToCoordinator::Tile(FromTile::Progress { part, step, .. }), .. } => {
-                self.entries.push((at, host, Seen::Held(*job, part.0, *step)))
-            }
-            Message::ToParticipant { job, say: ToParticipant::Go { resume: Resume::Tile(steps), .. }, .. } => {
-                // One is sent to each owner.
-                if let Some((_, told)) = self.begins.get_mut(job).filter(|(_, told)| !told) {
-                    *told = true;
-                    self.entries.push((at, host, Seen::Running(*job, steps.iter().copied().min().unwrap_or(0))));
-                }
-            }
-            _ => {}
+        if let Message::ToCoordinator { job, say: ToCoordinator::Tile(FromTile::Progress { part, step, .. }), .. } =
+            message
+        {
+            self.entries.push((at, host, Seen::Held(*job, part.0, *step)));
         }
     }
 }
@@ -188,16 +176,11 @@ impl Observer for Pauses {
         let entry = match event {
             Event::JobPlaced { job, placement, .. } => Some(match &**placement {
                 Placement::Stages(stages) => Seen::Placed(*job, stages.iter().map(|(node, _)| *node).collect()),
-                Placement::Tiles { tiles, step, .. } => {
-                    seen.begins.insert(*job, (*step, false));
-                    Seen::Placed(*job, tiles.iter().map(|(node, _)| *node).collect())
-                }
+                Placement::Tiles { tiles, .. } => Seen::Placed(*job, tiles.iter().map(|(node, _)| *node).collect()),
             }),
-            Event::JobReady { job, .. } => match seen.begins.get(job) {
-                Some((_, true)) => None,
-                Some((step, false)) => Some(Seen::Running(*job, *step)),
-                None => Some(Seen::Ready(*job)),
-            },
+            Event::JobReady { job, .. } if seen.simulations.contains_key(job) => None,
+            Event::JobReady { job, .. } => Some(Seen::Ready(*job)),
+            Event::Steps { job, event: StepsEvent::Runs { step } } => Some(Seen::Running(*job, *step)),
             Event::Standby { job, part, node, current } => Some(Seen::Standby(*job, part.0, *node, *current)),
             Event::Token { call, .. } => job_of(&seen, call).map(|job| Seen::Token(job, *call)),
             // Other checkers look at the reason.

@@ -25,6 +25,8 @@ pub enum JobOutput {
     Ask { asked: Asked, ask: Box<Ask> },
     /// A message to a participant.
     Message { to: NodeId, job: JobId, epoch: Epoch, say: ToParticipant },
+    /// The epoch of a job that this node coordinates, for another coordinator of it.
+    Stale { to: NodeId, job: JobId, mine: Epoch },
     /// Tokens into the first stage, or a copy for its standby.
     Frame { to: NodeId, header: FrameHeader, tokens: Vec<u32>, copy: bool },
     /// These nodes take part in the job under this epoch: exchange heartbeats with them, take their loss as the job's. `others` took

@@ -309,6 +309,11 @@ impl Steps {
         Some(parts.iter().map(|_| Resume::Tile(at.clone())).collect())
     }
 
+    /// All tiles run.
+    pub(super) fn begin(&self, out: &mut Out) {
+        self.notify(StepsEvent::Runs { step: self.begun_at.1 }, out);
+    }
+
     /// Whether each tile's neighbours still have the halos that it needs.
     fn can_go(&self, parts: &[Part]) -> bool {
         parts.iter().all(|part| {

@@ -226,6 +226,7 @@ fn a_successor_that_places_the_tiles_again_counts_what_participants_hold_as_free
         JobOutput::Ask { ask, .. } => Some(ask.resident),
         JobOutput::Message { .. }
         | JobOutput::Frame { .. }
+        | JobOutput::Stale { .. }
         | JobOutput::Tell { .. }
         | JobOutput::Call { .. }
         | JobOutput::Measured { .. }

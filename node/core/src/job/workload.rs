@@ -159,7 +159,7 @@ impl Workload {
     pub(super) fn begin(&mut self, now: Instant, parts: &[Part], out: &mut Out) {
         match self {
             Workload::Serve(serve) => serve.begin(now, parts, out),
-            Workload::Steps(_) => {}
+            Workload::Steps(steps) => steps.begin(out),
         }
     }
 

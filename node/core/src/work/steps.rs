@@ -261,6 +261,8 @@ pub struct StepsRecord {
 #[expect(missing_docs, reason = "fields of variants are named after what they are")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StepsEvent {
+    /// All tiles run from here on, having made this many steps: after each new placement.
+    Runs { step: u32 },
     /// All tiles have made so many steps.
     Progress { step: u32 },
     /// After this step, all tiles together.

@@ -89,3 +89,50 @@ fn a_stage_that_lies_about_epochs_moves_no_job_that_runs() {
     mesh.run_for(Duration::from_millis(100));
     assert_eq!(mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch, before);
 }
+
+/// A successor says that it coordinates a job whose coordinator was never away: that one issues a higher epoch, and its participants
+/// go on.
+#[test]
+fn a_coordinator_outranks_a_successor_that_most_participants_do_not_obey() {
+    let mut mesh = Mesh::new(&[225, 225, 225, 225]);
+    let job = mesh.deploy();
+    let successor = mesh.stages().into_iter().find(|&node| node != id(1)).unwrap();
+    mesh.submit(CALL, job, vec![1, 2, 3], 60);
+    mesh.run_for(Duration::from_millis(50));
+    let before = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
+    let claimed = Epoch { counter: before.counter + 2, issuer: successor };
+    let bytes = codec::encode_message(&Message::Stale { job, mine: claimed }).unwrap();
+    for _ in 0..3 {
+        mesh.give(id(1), Input::Message { from: successor, bytes: bytes.clone() });
+        mesh.run_for(Duration::from_millis(20));
+    }
+    let after = mesh.nodes[&id(1)].node.jobs().next().unwrap().epoch;
+    assert!(after > claimed && after.counter <= claimed.counter + 2, "once for several claims: {after:?}");
+    assert_eq!(mesh.finish(CALL, Duration::from_secs(2)), DoneReason::Length);
+    assert_eq!(mesh.told(CALL), solo(&[1, 2, 3], 60));
+    mesh.assert_clean();
+}
+
+/// Its predecessor coordinates the job still, and outranks it.
+#[test]
+fn a_successor_ends_its_job_when_its_predecessor_is_back_with_a_higher_epoch() {
+    let mut mesh = Mesh::new(&[225; 6]);
+    let job = mesh.deploy();
+    mesh.run_for(Duration::from_secs(3));
+    mesh.nodes.get_mut(&id(1)).unwrap().down = true;
+    let inherited = |mesh: &Mesh| {
+        mesh.events.iter().find_map(|(node, event)| matches!(event, Event::JobInherited { .. }).then_some(*node))
+    };
+    let end = mesh.now + Duration::from_secs(5);
+    mesh.run_while(end, |mesh| inherited(mesh).is_none());
+    let successor = inherited(&mesh).expect("a successor");
+    mesh.run_for(Duration::from_secs(1));
+    let before = mesh.nodes[&successor].node.jobs().next().unwrap().epoch;
+    for (counter, goes_on) in [(before.counter - 1, true), (before.counter + 1, false)] {
+        let mine = Epoch { counter, issuer: id(1) };
+        let bytes = codec::encode_message(&Message::Stale { job, mine }).unwrap();
+        mesh.give(successor, Input::Message { from: id(1), bytes });
+        mesh.run_for(Duration::from_millis(20));
+        assert_eq!(mesh.nodes[&successor].node.jobs().next().is_some(), goes_on);
+    }
+}
