@@ -29,8 +29,9 @@ struct Seen {
     standbys: BTreeSet<(JobId, PartId, NodeId)>,
     /// Who owns which tile: a node may own several, those that it was the standby of.
     tiles: BTreeMap<(JobId, Epoch), Vec<NodeId>>,
-    /// The owners of a simulation as a participant received them last, and who told it that the coordinator is silent.
-    owners_known: BTreeMap<(HostId, JobId), BTreeSet<NodeId>>,
+    /// The owners of a simulation as a participant received them last from each coordinator, and who told it that the coordinator is
+    /// silent.
+    owners_known: BTreeMap<(HostId, JobId, NodeId), BTreeSet<NodeId>>,
     votes: BTreeMap<(HostId, JobId), BTreeMap<NodeId, Instant>>,
     /// The list of banned nodes that a coordinator received, and when.
     banned: BTreeMap<HostId, (Instant, Vec<NodeId>)>,
@@ -91,17 +92,17 @@ impl Seen {
     fn receive(&mut self, at: Instant, host: HostId, from: NodeId, job: JobId, say: ToParticipant) {
         if let ToParticipant::Prepare(order) = say {
             if matches!(order.work, PartWork::Tile(_)) {
-                self.owners_known.insert((host, job), order.owners.into_iter().collect());
+                self.owners_known.insert((host, job, from), order.owners.into_iter().collect());
             }
         } else if matches!(say, ToParticipant::CoordinatorSilent { .. }) {
             self.votes.entry((host, job)).or_default().insert(from, at);
         }
     }
 
-    /// A host takes a simulation over: more than half of the participants ask for it, so more than half of the owners' number.
-    fn succeed(&self, at: Instant, host: HostId, job: JobId) -> Option<String> {
+    /// A host takes a simulation over from a coordinator: more than half of the participants ask for it, so more than half of the owners' number.
+    fn succeed(&self, at: Instant, host: HostId, job: JobId, from: NodeId) -> Option<String> {
         let votes = self.votes.get(&(host, job)).into_iter().flatten().filter(|(_, vote)| at <= **vote + VOTE_MAX);
-        let (votes, owners) = (1 + votes.count(), self.owners_known.get(&(host, job))?.len());
+        let (votes, owners) = (1 + votes.count(), self.owners_known.get(&(host, job, from))?.len());
         (2 * votes <= owners)
             .then(|| format!("takes a simulation over, {votes} participants ask for it, {owners} own tiles"))
     }
@@ -189,7 +190,7 @@ impl Observer for Owners {
                 let unfit = nodes.iter().find_map(|node| Some((*node, seen.unfit(at, host, *job, *node)?)));
                 owned.or(unfit.map(|(node, why)| format!("places {epoch:?} on {node}, {why}")))
             }
-            Output::Notify(Event::JobInherited { job, .. }) => seen.succeed(at, host, *job),
+            Output::Notify(Event::JobInherited { job, from, .. }) => seen.succeed(at, host, *job, *from),
             _ => None,
         };
         if let Some(what) = wrong {
@@ -201,7 +202,7 @@ impl Observer for Owners {
         let mut seen = self.seen.borrow_mut();
         seen.lost.retain(|(head, _), _| *head != host);
         seen.banned.remove(&host);
-        seen.owners_known.retain(|(of, _), _| *of != host);
+        seen.owners_known.retain(|(of, ..), _| *of != host);
         seen.votes.retain(|(of, _), _| *of != host);
     }
 }

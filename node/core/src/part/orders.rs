@@ -102,7 +102,13 @@ impl Parts {
     /// A part that is here is ordered under another epoch, or in another role.
     pub(super) fn keep(&mut self, now: Instant, job: JobId, epoch: Epoch, order: Box<Order>) {
         let part = order.part;
-        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
+        let Some(held) = self.jobs.get_mut(&job) else { return };
+        // Stages of the placement before that the order does not name: a node that is a standby now gets no `Go` that drops them.
+        let left = |known: PartId, held: &Held| {
+            known != part && held.epoch < epoch && held.run.gives_way() && !order.beside.contains(&known)
+        };
+        held.drop_parts(job, left, &mut self.out);
+        let Some(held) = held.parts.get_mut(&part) else { return };
         (held.epoch, held.answer_due, held.reroute) = (epoch, true, true);
         self.out.push_back(PartOutput::Shell(Output::Keep { job, epoch, order: order.clone() }));
         held.order = order;

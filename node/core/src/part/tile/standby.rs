@@ -96,6 +96,8 @@ impl TileRun {
         let warm = self.place.standby == Some(Tier::Warm);
         let forget = |step: u32| PartOutput::Shell(Output::Forget { job, part, step, kind });
         let mut then = Collected::Done;
+        // One that became the owner is restored from what it had then.
+        let follows = self.place.standby.is_some();
         match (&mut self.state, result) {
             (State::Fetching { step: wanted }, Ok(())) if *wanted == step => {
                 self.state = State::Snapshot { step, at: now, asked: false };
@@ -105,7 +107,7 @@ impl TileRun {
                     then = Collected::Restore;
                 }
             }
-            (State::Snapshot { step: before, asked, .. }, Ok(())) if *before < step => {
+            (State::Snapshot { step: before, asked, .. }, Ok(())) if follows && *before < step => {
                 let old = core::mem::replace(before, step);
                 *asked = false;
                 self.step = step;
