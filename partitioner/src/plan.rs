@@ -58,7 +58,7 @@ pub struct LossPlan {
 }
 
 /// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made. Only where a
-/// standby took over does a device hold several ([`Plan::with_stage`]); such a plan is never sent.
+/// standby took over does a device hold several ([`Plan::with_stage`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::PlanRecord", into = "wire::PlanRecord")]
 pub struct Plan {
@@ -98,6 +98,10 @@ impl Plan {
             charged.push(Stage { device: *id, layers: layers.clone(), bytes, step_ns });
         }
         check_stages(&charged)?;
+        let mut devices = BTreeSet::new();
+        if let Some(stage) = charged.iter().position(|stage| !devices.insert(stage.device)) {
+            return Err(InvalidPlan::DeviceTwice { stage });
+        }
         let covered = charged.last().map_or(0, |stage| stage.layers.end);
         if covered as usize != work.layers.len() {
             return Err(InvalidPlan::Uncovered { covered, layers: work.layers.len() as u32 });
@@ -185,14 +189,10 @@ fn check_stages(stages: &[Stage]) -> Result<(), InvalidPlan> {
     if stages.is_empty() {
         return Err(InvalidPlan::Empty);
     }
-    let mut devices = BTreeSet::new();
     let mut next = 0;
     for (index, stage) in stages.iter().enumerate() {
         if stage.layers.start != next || stage.layers.is_empty() || stage.layers.end as usize > LAYERS_MAX {
             return Err(InvalidPlan::Layers { stage: index, start: stage.layers.start, end: stage.layers.end });
-        }
-        if !devices.insert(stage.device) {
-            return Err(InvalidPlan::DeviceTwice { stage: index });
         }
         next = stage.layers.end;
     }
@@ -223,7 +223,7 @@ pub enum InvalidPlan {
         /// Layers of the model.
         layers: u32,
     },
-    /// One device with two stages.
+    /// One device with two stages, which the planner gives to none.
     #[error("stage {stage} is on a device that already has one")]
     DeviceTwice {
         /// The second stage.

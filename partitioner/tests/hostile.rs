@@ -2,7 +2,7 @@
 mod fleets;
 
 use fleets::{Random, fleet, id, options, work};
-use partitioner::plan::REASONS_MAX;
+use partitioner::plan::{REASONS_MAX, Stage};
 use partitioner::{
     Device, Fleet, Goal, InvalidPlan, Layer, Link, Options, Plan, PlanError, Work, explain, plan, repair,
 };
@@ -203,13 +203,17 @@ fn a_plan_survives_the_wire_and_a_forged_one_does_not() {
     assert!(plan.losses().iter().any(|loss| loss.plan.is_ok()));
     let sent = serde_json::to_value(&plan).expect("plans serialise");
     assert_eq!(serde_json::from_value::<Plan>(sent.clone()).expect("as sent"), plan);
+    // A standby that had a stage took another one over: successors receive such a plan.
+    let second = Stage { device: plan.stages()[0].device, ..plan.stages()[1].clone() };
+    let both = plan.with_stage(1, second).expect("the same layers");
+    let received = serde_json::from_value::<Plan>(serde_json::to_value(&both).expect("plans serialise"));
+    assert_eq!(received.expect("as sent"), both);
 
     type Forgery = fn(&mut serde_json::Value);
-    let forgeries: [(&str, Forgery); 6] = [
+    let forgeries: [(&str, Forgery); 5] = [
         ("at least one stage", |plan| plan["stages"] = serde_json::json!([])),
         ("adjoins the one before", |plan| plan["stages"][1]["layers"]["start"] = 1.into()),
         ("adjoins the one before", |plan| plan["stages"][1]["layers"]["end"] = 1_000_000.into()),
-        ("already has one", |plan| plan["stages"][1]["device"] = plan["stages"][0]["device"].clone()),
         ("less than its stages' steps", |plan| plan["token_ns"] = 1.into()),
         ("loss plans", |plan| {
             let loss = plan["losses"][0].clone();

@@ -318,6 +318,8 @@ impl Jobs {
     /// majority to succeed this node; else they end, and their checkpoints stay.
     pub fn handle_leave(&mut self) {
         self.leaving = true;
+        // What a successor says counts from now on.
+        self.jobs.values_mut().for_each(|job| job.was_absent = true);
         for (_, mut job) in self.jobs.extract_if(.., |_, job| job.workload.goes_on_without_callers()) {
             if job.can_be_left() {
                 job.leave(&mut self.out);

@@ -282,18 +282,24 @@ impl Membership {
         self.settle(now, out);
     }
 
-    /// The list of those who are out. Whoever is new on it goes as if it had left: jobs are placed anew at once.
-    pub fn handle_banned(&mut self, now: Instant, nodes: Vec<NodeId>) {
+    /// The list of banned nodes. A node that is new on it goes as if it had left: jobs are placed again at once. Returns those that
+    /// were taken for dead already, of which nothing more is said; a job may have heard them nevertheless.
+    pub fn handle_banned(&mut self, now: Instant, nodes: Vec<NodeId>) -> Vec<NodeId> {
         if planted::has(Planted::BanIgnored) {
-            return;
+            return Vec::new();
         }
         let banned: BTreeSet<NodeId> = nodes.into_iter().filter(|node| *node != self.node).collect();
+        let mut dead = Vec::new();
         for node in banned.difference(&core::mem::take(&mut self.banned)) {
+            if !self.is_alive(*node) {
+                dead.push(*node);
+            }
             self.handle_leaving(now, *node);
             self.drop_contact(*node);
             self.adverts.forget(*node);
         }
         self.banned = banned;
+        dead
     }
 
     /// A data-plane connection stands.

@@ -227,7 +227,10 @@ impl Node {
                 self.fleet_changed();
             }
             Input::Holdings(holds) => self.membership.handle_holdings(now, holds),
-            Input::Banned(nodes) => self.membership.handle_banned(now, nodes),
+            Input::Banned(nodes) => {
+                let dead = self.membership.handle_banned(now, nodes);
+                dead.into_iter().for_each(|node| self.peer_down(node, DownReason::Left));
+            }
             Input::Leave => {
                 self.parts.set_draining(true);
                 self.membership.handle_leave(now);

@@ -38,6 +38,8 @@ struct Seen {
     /// Who a coordinator reported lost by one of its jobs and has not heard since. What one job has lost another one of the same
     /// coordinator may ask once: it has leases of its own.
     lost: BTreeMap<(HostId, NodeId), BTreeMap<JobId, Instant>>,
+    /// When a host heard a node last: what it handles at that time may report the node lost and find it back.
+    heard: BTreeMap<(HostId, NodeId), Instant>,
     violations: Vec<String>,
 }
 
@@ -150,9 +152,8 @@ impl Observer for Owners {
             _ => return,
         };
         let mut seen = self.seen.borrow_mut();
-        if !seen.lost.is_empty() {
-            seen.lost.remove(&(host, *heard));
-        }
+        seen.lost.remove(&(host, *heard));
+        seen.heard.insert((host, *heard), at);
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
@@ -171,6 +172,7 @@ impl Observer for Owners {
                 }
                 _ => None,
             },
+            Output::Notify(Event::Lost { node, .. }) if seen.heard.get(&(host, *node)) == Some(&at) => None,
             Output::Notify(Event::Lost { job, node, .. }) => {
                 seen.lost.entry((host, *node)).or_default().insert(*job, at);
                 None
@@ -189,6 +191,11 @@ impl Observer for Owners {
                 let owned = parts.find_map(|(node, at)| seen.own(*job, *epoch, PartId(at), *node));
                 let unfit = nodes.iter().find_map(|node| Some((*node, seen.unfit(at, host, *job, *node)?)));
                 owned.or(unfit.map(|(node, why)| format!("places {epoch:?} on {node}, {why}")))
+            }
+            // A standby of its own sends itself no order.
+            Output::Notify(Event::Standby { job, part, node, .. }) => {
+                seen.standbys.insert((*job, *part, *node));
+                None
             }
             Output::Notify(Event::JobInherited { job, from, .. }) => seen.succeed(at, host, *job, *from),
             _ => None,
