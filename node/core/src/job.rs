@@ -271,7 +271,8 @@ impl Jobs {
         let caller = Caller::Away(from, call);
         let say = match (self.jobs.get_mut(&job).and_then(Job::serve), say) {
             (Some(_), FromCaller::Ask { .. }) if self.leaving => {
-                ToCaller::Done(DoneReason::Failed("the node that serves the model is leaving the mesh: retry".into()))
+                let reason = "the node that serves the model is leaving the mesh: retry".into();
+                ToCaller::Done { reason: DoneReason::Failed(reason), end: 0 }
             }
             (Some(serve), FromCaller::Ask { request, from }) => {
                 serve.requests.submit(now, caller, *request, from, &mut self.out);

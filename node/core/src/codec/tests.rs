@@ -49,7 +49,7 @@ fn of_callers() -> Vec<Message> {
     let asked = [ask, FromCaller::Cancel].map(|say| Message::FromCaller { job: JOB, call, say });
     let told = [
         ToCaller::Token { position: 41, token: 49_151 },
-        ToCaller::Done(DoneReason::Invalid(String::from("too long"))),
+        ToCaller::Done { reason: DoneReason::Invalid(String::from("too long")), end: 300 },
         ToCaller::Moved(NodeId([5; 16])),
         ToCaller::Unknown,
     ];

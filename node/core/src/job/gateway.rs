@@ -94,15 +94,18 @@ impl Gateway {
                 away.next += 1;
                 out.push_back(JobOutput::Notify(Event::Token { call, position, token }));
             }
-            ToCaller::Token { position, .. } if position > away.next => {
-                // All that follow meet the same gap.
+            // All that follow a lost token meet the same gap.
+            ToCaller::Token { position: beyond, .. }
+            | ToCaller::Done { end: beyond, reason: DoneReason::Length | DoneReason::Stop }
+                if beyond > away.next =>
+            {
                 if away.gap.is_none_or(|at| now.since(at) >= GAP_QUIET) {
                     away.gap = Some(now);
                     away.send(call, out);
                 }
             }
             ToCaller::Token { .. } => {}
-            ToCaller::Done(reason) => {
+            ToCaller::Done { reason, .. } => {
                 self.calls.remove(&call);
                 done(call, reason, out);
             }
@@ -216,6 +219,10 @@ mod tests {
         ToCaller::Token { position, token: position }
     }
 
+    fn finished(end: u32) -> ToCaller {
+        ToCaller::Done { reason: DoneReason::Length, end }
+    }
+
     /// Positions told, and positions asked from with the node asked.
     fn seen(out: &mut Out) -> (Vec<u32>, Vec<(NodeId, u32)>) {
         let (mut told, mut asks) = (Vec::new(), Vec::new());
@@ -238,7 +245,11 @@ mod tests {
             at += 1;
             gateway.handle_said(Instant(at), from, CALL, say, out);
         };
-        for position in [3, 3, 5, 6, 4, 5] {
+        for position in [3, 3, 5, 6] {
+            hear(&mut gateway, OTHER, token(position), &mut out);
+        }
+        hear(&mut gateway, OTHER, finished(6), &mut out);
+        for position in [4, 5] {
             hear(&mut gateway, OTHER, token(position), &mut out);
         }
         hear(&mut gateway, THIRD, token(6), &mut out);
@@ -246,8 +257,8 @@ mod tests {
         hear(&mut gateway, OTHER, ToCaller::Moved(THIRD), &mut out);
         hear(&mut gateway, OTHER, token(6), &mut out);
         hear(&mut gateway, THIRD, token(6), &mut out);
-        hear(&mut gateway, THIRD, ToCaller::Done(DoneReason::Length), &mut out);
-        hear(&mut gateway, THIRD, ToCaller::Done(DoneReason::Length), &mut out);
+        hear(&mut gateway, THIRD, finished(7), &mut out);
+        hear(&mut gateway, THIRD, finished(7), &mut out);
         assert_eq!(seen(&mut out), (vec![6, u32::MAX], vec![(THIRD, 6)]));
     }
 

@@ -82,7 +82,12 @@ pub enum ToCaller {
         token: u32,
     },
     /// No more tokens.
-    Done(DoneReason),
+    Done {
+        /// Why.
+        reason: DoneReason,
+        /// The position after the last token, 0 where there are none: tokens before it that did not come are asked for.
+        end: u32,
+    },
     /// Another node coordinates the job now: ask there.
     Moved(NodeId),
     /// The node does not coordinate the job.

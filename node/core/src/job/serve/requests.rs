@@ -55,7 +55,7 @@ pub(in crate::job) struct Requests {
     next: u64,
     waiting: VecDeque<Stream>,
     running: BTreeMap<RequestId, Stream>,
-    /// Requests that ended without a caller, which may ask for them; at most [`SEQUENCES_MAX`].
+    /// Requests that ended whose caller is at another node or gone, and may ask for them; at most [`SEQUENCES_MAX`].
     ended: VecDeque<(Instant, Stream, DoneReason)>,
     /// Requests that are over, and successors do not know it yet.
     over: Vec<RequestId>,
@@ -150,7 +150,7 @@ impl Requests {
             self.fill_slots(now, out);
             return Submitted::Taken;
         };
-        done(caller, refusal, out);
+        done(caller, refusal, 0, out);
         Submitted::Refused
     }
 
@@ -161,7 +161,8 @@ impl Requests {
         if let Some(stream) = self.running.values_mut().chain(&mut self.waiting).find(|stream| known(stream)) {
             let before = core::mem::replace(&mut stream.caller, caller);
             if before != caller {
-                done(before, DoneReason::Failed("the same request was sent again, and is answered there".into()), out);
+                let reason = "the same request was sent again, and is answered there";
+                done(before, DoneReason::Failed(reason.into()), 0, out);
             }
             stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
             return None;
@@ -169,7 +170,7 @@ impl Requests {
         let Some(at) = self.ended.iter().position(|(_, stream, _)| known(stream)) else { return Some(request) };
         if let Some((_, stream, reason)) = self.ended.remove(at) {
             stream.told_from(from).for_each(|(position, token)| tell(caller, position, token, out));
-            done(caller, reason, out);
+            done(caller, reason, stream.told_to(), out);
         }
         None
     }
@@ -180,7 +181,7 @@ impl Requests {
             if let Some(stream) = self.waiting.remove(at) {
                 self.log_over(&stream);
             }
-            done(caller, DoneReason::Cancelled, out);
+            done(caller, DoneReason::Cancelled, 0, out);
         } else if let Some(id) = self.running.values().find(|stream| stream.caller == caller).map(|stream| stream.id)
             && !planted::has(Planted::CancelDropped)
         {
@@ -219,13 +220,13 @@ impl Requests {
         self.close(id, out);
         self.log_over(&stream);
         self.log_soon(now);
-        if let Caller::Gone(_) = stream.caller {
+        done(stream.caller, reason.clone(), stream.told_to(), out);
+        // What another node is sent may be lost: it asks again.
+        if !matches!(stream.caller, Caller::Here(_)) {
             self.ended.push_back((now, stream, reason));
             if self.ended.len() > SEQUENCES_MAX as usize {
                 self.ended.pop_front();
             }
-        } else {
-            done(stream.caller, reason, out);
         }
         self.fill_slots(now, out);
     }
@@ -384,11 +385,11 @@ impl Requests {
         for (id, stream) in core::mem::take(&mut self.running) {
             self.close(id, out);
             self.log_over(&stream);
-            done(stream.caller, reason.clone(), out);
+            done(stream.caller, reason.clone(), 0, out);
         }
         for stream in core::mem::take(&mut self.waiting) {
             self.log_over(&stream);
-            done(stream.caller, reason.clone(), out);
+            done(stream.caller, reason.clone(), 0, out);
         }
         self.ended.clear();
     }
@@ -588,10 +589,11 @@ fn tell(caller: Caller, position: u32, token: u32, out: &mut Out) {
     }
 }
 
-fn done(caller: Caller, reason: DoneReason, out: &mut Out) {
+/// A caller gets the end of its request, after the token before position `end`.
+fn done(caller: Caller, reason: DoneReason, end: u32, out: &mut Out) {
     match caller {
         Caller::Here(call) => out.push_back(JobOutput::Notify(Event::Done { call, reason })),
-        Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Done(reason) }),
+        Caller::Away(to, call) => out.push_back(JobOutput::Tell { to, call, say: ToCaller::Done { reason, end } }),
         Caller::Gone(_) => {}
     }
 }
