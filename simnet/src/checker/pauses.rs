@@ -92,6 +92,8 @@ pub struct Loss {
     pub owners: usize,
     /// Longest wait of a running request for its next token, or of the simulation for its next step, from the last death on.
     pub waited: Duration,
+    /// What a simulation whose steps take long may wait beyond the limit.
+    pub slack: Duration,
     /// The step that the simulation went back to, and the one that it had to keep.
     pub back: Option<(u32, u32)>,
 }
@@ -101,7 +103,7 @@ impl Loss {
     pub fn violation(&self, limit: Duration) -> Option<String> {
         let (ms, owners, waited) = (self.at.0 / 1_000_000, self.owners, units::text(self.waited));
         let (parts, waits) = if self.simulation { ("tiles", "a simulation") } else { ("stages", "a request") };
-        if self.waited > limit {
+        if self.waited > limit + self.slack {
             let waited = if self.waited == Duration::MAX { "for ever".into() } else { waited };
             return Some(format!(
                 "{ms} ms: {owners} {parts} are lost whose standbys were current, and {waits} waits {waited}"

@@ -89,11 +89,12 @@ impl<'a> Stories<'a> {
             let steps = self.simulations.get(job);
             let (simulation, died) = (steps.is_some(), !all.is_empty());
             let lost = story.lost(&all, simulation, dead.is_empty(), node)?;
+            let slack = if simulation { story.cycle() * CYCLES } else { Duration::ZERO };
             let (waited, back) = match steps {
                 Some(steps) => story.resumed((*job, *steps), &lost, (at, last), died, after)?,
                 None => (story.waited(*job, at, last, after)?, None),
             };
-            Some(Loss { at, last, simulation, owners: lost.len(), waited, back })
+            Some(Loss { at, last, simulation, owners: lost.len(), waited, slack, back })
         };
         self.jobs.iter().filter_map(of).collect()
     }
@@ -112,6 +113,8 @@ fn together(
             break;
         }
         match entry {
+            // After a broken connection that is something else.
+            Seen::Loss(_) if dead.is_empty() => return None,
             Seen::Loss(hosts) => {
                 all.extend(hosts.iter().map(|host| node(*host)));
                 last = *then;
@@ -166,6 +169,13 @@ impl Story {
             Seen::Held(_, tile, step) => _ = self.held.insert((*tile, node), *step),
             Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Moves(_) | Seen::Over(_) => {}
         }
+    }
+
+    /// The mean time between the last times that steps of a simulation were told.
+    fn cycle(&self) -> Duration {
+        let last = &self.steps[self.steps.len().saturating_sub(CYCLES_SEEN)..];
+        let (Some((first, _)), Some((end, _))) = (last.first(), last.last()) else { return Duration::ZERO };
+        end.since(*first) / last.len() as u32
     }
 
     /// The stages or tiles that are lost, if the job must go on without a pause.
@@ -265,5 +275,9 @@ impl Story {
 const QUIET: Duration = Duration::from_secs(5);
 /// Time without a new or cancelled request before a loss: standbys follow a long prompt with some delay.
 const SETTLES: Duration = Duration::from_secs(1);
+/// What a simulation may take besides: its slowest tile makes the steps that it was behind, and its node has two tiles then.
+const CYCLES: u32 = 3;
+/// How many of the last times count.
+const CYCLES_SEEN: usize = 8;
 /// A request counts as running if its last token is no older than this, a simulation if its last step was reported as lately.
 const RUNNING: Duration = Duration::from_secs(1);
