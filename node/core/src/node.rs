@@ -12,7 +12,7 @@ use crate::job::{Complaint, JobOutput, JobView, Jobs};
 use crate::limits::{LEASE, LINK_BROKEN, LINK_CUT};
 use crate::links::Links;
 use crate::liveness::{Liveness, LivenessOutput};
-use crate::membership::{Member, Membership, MembershipOutput};
+use crate::membership::{Member, MemberState, Membership, MembershipOutput};
 use crate::message::{FrameHeader, Message, ToCoordinator, ToParticipant};
 use crate::output::{Event, Output};
 use crate::part::{PartOutput, Parts};
@@ -540,7 +540,14 @@ impl Node {
         let silent = self.liveness.last_heard(job, before).map_or(LEASE, |(at, _)| self.now.since(at));
         if self.jobs.handle_inherited(inheritance) {
             self.jobs.set_domains(&self.domains());
-            self.failover.handle_inherited(self.now, job, participants, (before, silent));
+            self.failover.handle_inherited(self.now, job, participants.iter().copied(), (before, silent));
+            // The coordinator may not have known, or not have said, who else is gone.
+            for node in participants.into_iter().filter(|node| *node != self.me && *node != before) {
+                if let Some(MemberState::Down(reason)) = self.membership.member(node).map(|member| member.state) {
+                    let heard = self.liveness.is_fresh(self.now, node);
+                    self.failover.handle_peer_down(self.now, node, reason, heard);
+                }
+            }
         }
     }
 
