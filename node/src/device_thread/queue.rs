@@ -1,7 +1,7 @@
 //! Which command is carried out next: in the order in which they came, except that stages do not wait for tiles.
 //!
-//! Somebody waits for a batch of a model as long as it takes; steps of a tile may take up to a second where they are not cut. So
-//! what stages are asked passes the steps of tiles that wait. Steps that a batch has passed go next, so that neither starves.
+//! A reader waits for each batch of a model, and steps of a tile may take up to a second where they are not cut. So what stages
+//! are asked passes the steps of tiles that wait. Steps that a batch has passed go next, so that neither starves.
 use super::Command;
 use super::tiles::TileRun;
 use node_core::work::Task;

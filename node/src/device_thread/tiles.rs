@@ -215,11 +215,12 @@ impl Held {
         let piece = if yields { TILE_PIECE.as_nanos() / self.step.as_nanos().max(1) } else { u128::MAX };
         let piece = u32::try_from(piece).unwrap_or(u32::MAX).max(1);
         let began = Instant::now();
-        let mut making = Making { run, shared, simulation: &self.simulation, piece };
+        let mut making = Making { run, shared, simulation: &self.simulation, piece, computed: Duration::ZERO };
         let done = making.steps(&mut **tile, threads, || yields && began.elapsed() >= TILE_PIECE)?;
+        let computed = making.computed;
         let made = run.step.unwrap_or(from) - from;
         if made > 0 {
-            self.step = began.elapsed() / made;
+            self.step = computed / made;
         }
         Ok(if done { Progress::Given(tile.mark()) } else { Progress::Yields })
     }
@@ -238,6 +239,8 @@ struct Making<'a> {
     simulation: &'a Simulation,
     /// Most steps made at once.
     piece: u32,
+    /// What the steps took, without the stops.
+    computed: Duration,
 }
 
 impl Making<'_> {
@@ -270,6 +273,7 @@ impl Making<'_> {
             let until = self.run.task.stops.get(self.run.stopped).map_or(to, |stop| stop.step).min(to);
             let until = if alone && until == to && to - step > tail { to - tail } else { until };
             let until = until.min(step.saturating_add(self.piece));
+            let began = Instant::now();
             if alone && until == to && tile.left() == (to - step) as usize {
                 tile.strips(threads).map_err(|e| e.to_string())?;
                 if tile.is_detached() {
@@ -285,6 +289,7 @@ impl Making<'_> {
                     self.pack(tile)?;
                 }
             }
+            self.computed += began.elapsed();
             step = until;
             self.run.step = Some(step);
         }

@@ -3,7 +3,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::device::DeviceId;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
+use kernels::sampler::{Changes, SamplerSettings};
+use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Submitted, Want};
 use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels::weights::testing::{TinyModel, real_model_path};
@@ -89,6 +90,37 @@ fn a_stage_refuses_what_does_not_fit() {
     let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), want: Want::Nothing };
     let error = second.forward(&mut Threads::new(2).unwrap(), &[ragged]).unwrap_err();
     assert!(matches!(error, StageError::Input(_)), "{error}");
+}
+
+/// Prefills of two passes and steps, with and without a draw: the device has batches of two stages at once, and a batch that is
+/// not finished is forgotten by the next.
+#[test]
+fn batches_of_two_stages_are_with_the_device_at_once() {
+    let Some(device) = device() else { return };
+    let file = TinyModel::default().open();
+    let mut threads = Threads::new(1).unwrap();
+    let mut stages = [0, 1].map(|_| load_stage(file.clone(), options(&file, 600), device).unwrap());
+    let mut reference = load_stage(file.clone(), options(&file, 600), DeviceId::Cpu).unwrap();
+    let prompt: Vec<u32> = (0..514).map(|i| i * 31 % 260).collect();
+    let draw =
+        |position| Want::Token(Draw { settings: SamplerSettings::greedy(), position, changes: Changes::default() });
+    let mut next = vec![7];
+    for (position, want) in [(0, Want::Logits), (514, draw(515)), (515, draw(516)), (516, Want::Logits)] {
+        let tokens = if position == 0 { &prompt[..] } else { &next };
+        let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want }];
+        for stage in &mut stages {
+            assert!(matches!(stage.submit(&mut threads, &batch), Ok(Submitted::Queued)));
+        }
+        assert!(matches!(stages[1].submit(&mut threads, &batch), Ok(Submitted::Queued)));
+        let expected = reference.forward(&mut threads, &batch).unwrap();
+        for stage in &mut stages {
+            assert!(stage.finish(&mut threads, &batch).unwrap() == expected, "position {position}");
+            assert!(stage.finish(&mut threads, &batch).is_err(), "nothing is queued");
+        }
+        if let [RowsOut::Token(token)] = expected[..] {
+            next = vec![token];
+        }
+    }
 }
 
 /// Positions already held may be written again: the rest of the sequence is as if they had been so at first.
