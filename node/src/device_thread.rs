@@ -251,7 +251,7 @@ impl DeviceThread {
                 let key = (job, part);
                 match task {
                     Task::Batch(items) => self.batch(work, key, epoch, items),
-                    Task::Steps(task) => self.steps(TileRun::new(work, key, task)),
+                    Task::Steps(task) => self.steps(TileRun::new(work, key, task, &self.shared.tensors)),
                 }
             }
             Command::Release { key, request } => {

@@ -96,6 +96,7 @@ fn kind(work: &Work) -> Kind {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tensors::Tensors;
     use node_core::id::{Epoch, JobId, NodeId, PartId, RequestId, WorkId};
     use node_core::work::Run;
     use node_core::work::steps::TileWork;
@@ -152,7 +153,7 @@ mod tests {
         (1..4).for_each(|work| queue.push(batch(work)));
         let mut order = Vec::new();
         for _ in 0..3 {
-            queue.push_rest(TileRun::new(WorkId(1), (TILE, PartId(0)), task()));
+            queue.push_rest(TileRun::new(WorkId(1), (TILE, PartId(0)), task(), &Tensors::default()));
             let passing = queue.next();
             assert!(matches!(&passing, Some(Work::Command(_))), "a batch passes the rest");
             assert!(matches!(queue.next(), Some(Work::Rest(_))), "then the rest goes on");

@@ -4,7 +4,7 @@ use crate::device::Compute;
 use crate::residency::Key;
 use crate::states::{StateName, States};
 use crate::submissions::Watched;
-use crate::tensors::Tensor;
+use crate::tensors::{Tensor, Tensors};
 use bytes::Bytes;
 use kernels::grid::any_tile::{GridTile, Mark};
 use kernels::grid::simulation::Simulation;
@@ -56,16 +56,20 @@ pub(super) struct TileRun {
     pub(super) made: TileMade,
     /// For how long it was worked on.
     pub(super) took: Duration,
-    /// The step that it has got to; `None` before it has begun.
-    step: Option<u32>,
+    /// Halos that the tile has not taken yet, by link.
+    halos: Vec<(u16, Option<Tensor>)>,
+    /// The step that it has got to.
+    step: u32,
     /// Stops that are made.
     stopped: usize,
 }
 
 impl TileRun {
-    /// A run that has not begun.
-    pub(super) fn new(work: WorkId, key: Key, task: TileWork) -> Self {
-        Self { key, work, task, made: TileMade::default(), took: Duration::ZERO, step: None, stopped: 0 }
+    /// A run that has not begun. Its halos are given up elsewhere.
+    pub(super) fn new(work: WorkId, key: Key, task: TileWork, tensors: &Tensors) -> Self {
+        let halos = task.halos_in.iter().map(|&(link, id)| (link, tensors.take(id))).collect();
+        let step = task.from;
+        Self { key, work, task, made: TileMade::default(), took: Duration::ZERO, halos, step, stopped: 0 }
     }
 }
 
@@ -193,16 +197,12 @@ impl Held {
         shared: &Shared,
         yields: bool,
     ) -> Result<Progress, String> {
-        let halos: Vec<(u16, Option<Tensor>)> = match run.step {
-            None => run.task.halos_in.iter().map(|&(link, id)| (link, shared.tensors.take(id))).collect(),
-            Some(_) => Vec::new(),
-        };
         let tile = self.tile.as_mut().ok_or("the tile has no cells")?;
-        let from = *run.step.get_or_insert(run.task.from);
+        let from = run.step;
         if tile.steps() != u64::from(from) {
             return Err(format!("the tile has made {} steps, not {from}", tile.steps()));
         }
-        for (link, halo) in halos {
+        for (link, halo) in std::mem::take(&mut run.halos) {
             let Some(Tensor::Halo { bytes, .. }) = halo else {
                 return Err("a halo is gone before it was used".into());
             };
@@ -218,7 +218,7 @@ impl Held {
         let mut making = Making { run, shared, simulation: &self.simulation, piece, computed: Duration::ZERO };
         let done = making.steps(&mut **tile, threads, || yields && began.elapsed() >= TILE_PIECE)?;
         let computed = making.computed;
-        let made = run.step.unwrap_or(from) - from;
+        let made = run.step - from;
         if made > 0 {
             self.step = computed / made;
         }
@@ -251,9 +251,8 @@ impl Making<'_> {
         threads: &mut Threads,
         is_late: impl Fn() -> bool,
     ) -> Result<bool, String> {
-        let (from, to) = (self.run.task.from, self.run.task.to);
-        let mut step = self.run.step.unwrap_or(from);
-        if from == to {
+        let (to, mut step) = (self.run.task.to, self.run.step);
+        if self.run.task.from == to {
             self.pack(tile)?;
         }
         loop {
@@ -291,7 +290,7 @@ impl Making<'_> {
             }
             self.computed += began.elapsed();
             step = until;
-            self.run.step = Some(step);
+            self.run.step = step;
         }
     }
 
