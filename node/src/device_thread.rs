@@ -1,7 +1,7 @@
 //! The one thread that computes: it owns every part that this node holds, stages and tiles, and the threads that they share.
 //!
-//! Commands come by one queue (`device_thread/queue.rs`). What a GPU is given is waited for after the next command was
-//! launched (`device_thread/pending.rs`). What is particular to a kind of part is in `device_thread/stages.rs` and `tiles.rs`.
+//! Commands come by one queue (`device_thread/queue.rs`). While a GPU is at one part's work the next command is carried out
+//! (`device_thread/pending.rs`). What is particular to a kind of part is in `device_thread/stages.rs` and `tiles.rs`.
 use crate::device::Compute;
 use crate::driver::DriverHandle;
 use crate::residency::{Key, Residency};
@@ -114,6 +114,8 @@ pub enum Command {
         /// The job.
         job: JobId,
     },
+    /// A device has done some of what it was given.
+    Reached,
 }
 
 /// A part that is to be held.
@@ -162,7 +164,7 @@ pub fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>)> {
         threads: None,
         queue: Queue::default(),
         pending: VecDeque::new(),
-        watcher: Watcher::default(),
+        watcher: Watcher::new(Arc::downgrade(&sender)),
         batch_at: None,
         own: Arc::downgrade(&sender),
         shared,
@@ -177,7 +179,7 @@ struct DeviceThread {
     threads: Option<Threads>,
     queue: Queue,
     /// Work that a device is at, in the order in which it was launched: at most one run of each part, since the core waits for
-    /// the answer.
+    /// the answer. What can be answered first is: a batch does not wait for the end of a tile's run.
     pending: VecDeque<Pending>,
     watcher: Watcher,
     /// When a batch of a stage was computed last.
@@ -201,22 +203,24 @@ impl DeviceThread {
         loop {
             // All that has come is looked at before the next is chosen.
             loop {
-                let idle = self.queue.is_empty() && self.pending.is_empty();
+                let idle = self.queue.is_empty() && !self.pending.iter().any(Pending::is_due);
                 match if idle { commands.recv().map_err(Into::into) } else { commands.try_recv() } {
+                    Ok(Command::Reached) => {}
                     Ok(command) => self.queue.push(command),
                     Err(mpsc::TryRecvError::Empty) => break,
                     Err(mpsc::TryRecvError::Disconnected) => return,
                 }
             }
-            // While a device is at one part's work another one's is launched; then the first is waited for.
-            let launched = !self.pending.is_empty();
+            // While a device is at one part's work another one's is launched; then the first that is due is answered.
+            let launched = self.pending.len();
             match self.queue.next() {
                 Some(Work::Command(command)) => self.carry_out(command),
                 Some(Work::Rest(run)) => self.steps(*run),
                 None => {}
             }
-            if launched && let Some(first) = self.pending.pop_front() {
-                self.finish(first);
+            let due = self.pending.iter().take(launched).position(Pending::is_due);
+            if let Some(due) = due.and_then(|at| self.pending.remove(at)) {
+                self.finish(due);
             }
         }
     }
@@ -277,6 +281,7 @@ impl DeviceThread {
                 self.shared.states.drop_job(job);
                 self.drop_parts(|(of, _)| of == job);
             }
+            Command::Reached => {}
         }
     }
 
@@ -414,7 +419,7 @@ impl DeviceThread {
         Ok(Pending { key, work, what: PendingWork::Steps { before, this, last, made } })
     }
 
-    /// Waits for work that a device is at, and answers it.
+    /// Answers work that a device was at; a batch is waited for.
     fn finish(&mut self, pending: Pending) {
         let Pending { key, work, what } = pending;
         match what {
@@ -433,12 +438,11 @@ impl DeviceThread {
         }
     }
 
-    /// Finishes batches of stages that a device is at, with all that was launched before: nothing else is asked of a stage
-    /// until then.
+    /// Finishes batches of stages that a device is at: nothing else is asked of a stage until then.
     fn settle(&mut self, of: impl Fn(Key) -> bool) {
-        while self.pending.iter().any(|pending| pending.is_batch() && of(pending.key)) {
-            let first = self.pending.pop_front().expect("one was found");
-            self.finish(first);
+        let at = |pending: &Pending| pending.is_batch() && of(pending.key);
+        while let Some(batch) = self.pending.iter().position(at).and_then(|at| self.pending.remove(at)) {
+            self.finish(batch);
         }
     }
 

@@ -1,12 +1,12 @@
 //! Work that a device is at while the thread goes on: what is known of it, and who waits for its end.
-use super::{guarded, nanos};
+use super::{Command, guarded, nanos};
 use crate::residency::Key;
 use crate::tensors::Tensor;
 use kernels::grid::any_tile::Mark;
 use node_core::id::WorkId;
 use node_core::work::serve::Item;
 use node_core::work::steps::TileMade;
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::time::Instant;
 
 /// Work that is to be answered.
@@ -20,6 +20,16 @@ impl Pending {
     /// Whether it is a stage's.
     pub(super) fn is_batch(&self) -> bool {
         matches!(self.what, PendingWork::Batch { .. })
+    }
+
+    /// Whether it can be answered now, or is a batch: that is waited for, since the next is made of what it gives.
+    pub(super) fn is_due(&self) -> bool {
+        match &self.what {
+            PendingWork::Batch { .. } => true,
+            PendingWork::Steps { before, this, last, .. } => {
+                before.as_ref().is_none_or(Launched::is_done) && (!last || this.is_done())
+            }
+        }
     }
 }
 
@@ -50,6 +60,10 @@ pub(super) struct Launched {
 }
 
 impl Launched {
+    fn is_done(&self) -> bool {
+        self.end.get().is_some()
+    }
+
     /// Waits for it, and says when it was done and for how many nanoseconds the device was at it.
     fn wait(&self) -> Result<(Instant, u64), String> {
         let end = self.end.wait().clone()?;
@@ -81,10 +95,18 @@ impl Launched {
 
 /// The thread that waits for devices, started with the first run that one is given; it ends with this. What waits here is
 /// bounded: two runs of each tile.
-#[derive(Default)]
-pub(super) struct Watcher(Option<mpsc::Sender<(Mark, Arc<End>)>>);
+pub(super) struct Watcher {
+    marks: Option<mpsc::Sender<(Mark, Arc<End>)>>,
+    /// The device thread, which is woken at each mark.
+    thread: Weak<mpsc::Sender<Command>>,
+}
 
 impl Watcher {
+    /// One that wakes this thread.
+    pub(super) fn new(thread: Weak<mpsc::Sender<Command>>) -> Self {
+        Self { marks: None, thread }
+    }
+
     /// A device is at a run until the mark. `last`: the run of this tile that was launched last, which this one replaces. Gives
     /// both.
     pub(super) fn watch(
@@ -96,9 +118,9 @@ impl Watcher {
         let before = last.take();
         let after = before.as_ref().map(|before| before.end.clone());
         let this = Launched { began, end: Arc::default(), after, answered: Arc::default() };
-        let marks = match &self.0 {
+        let marks = match &self.marks {
             Some(marks) => marks,
-            None => self.0.insert(watcher()?),
+            None => self.marks.insert(watcher(self.thread.clone())?),
         };
         marks.send((mark, this.end.clone())).map_err(|_| "the thread that waits for devices has ended")?;
         // From here on its end is reported.
@@ -107,12 +129,15 @@ impl Watcher {
     }
 }
 
-fn watcher() -> Result<mpsc::Sender<(Mark, Arc<End>)>, String> {
+fn watcher(thread: Weak<mpsc::Sender<Command>>) -> Result<mpsc::Sender<(Mark, Arc<End>)>, String> {
     let (sender, marks) = mpsc::channel::<(Mark, Arc<End>)>();
     let watch = move || {
         for (mark, end) in marks {
             let result = guarded(|| mark.wait().map_err(|e| e.to_string()));
             let _ = end.set(result.map(|()| Instant::now()));
+            if let Some(thread) = thread.upgrade() {
+                let _ = thread.send(Command::Reached);
+            }
         }
     };
     std::thread::Builder::new().name("watcher".into()).spawn(watch).map_err(|e| format!("no thread: {e}"))?;

@@ -88,7 +88,8 @@ fn kind(work: &Work) -> Kind {
             | Command::Restore { .. }
             | Command::Keep { .. }
             | Command::Drop { .. }
-            | Command::Unload { .. },
+            | Command::Unload { .. }
+            | Command::Reached,
         ) => Kind::Other,
     }
 }
