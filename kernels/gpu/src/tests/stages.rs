@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kernels::device::DeviceId;
 use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Submitted, Want};
+use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted, Want};
 use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels::weights::testing::{TinyModel, real_model_path};
