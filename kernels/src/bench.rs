@@ -17,6 +17,7 @@ use crate::order::GROUP;
 use crate::pool::Pool;
 use crate::quant::{QuantType, random_blocks};
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use crate::threads::Threads;
 use crate::tile::{Layout, ROWS};
 use crate::weights::ModelFile;
 
@@ -85,8 +86,8 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
         threads: bench.threads,
     };
     let mut stage = CpuEngine::load(Arc::clone(file), options, isa)?;
-    let pool = |threads| Pool::new(threads).map_err(|e| no_threads(threads, &e));
-    let (mut one, mut all) = (pool(1)?, pool(bench.threads)?);
+    let threads = |count| Threads::new(count).map_err(|e| no_threads(count, &e));
+    let (mut one, mut all) = (threads(1)?, threads(bench.threads)?);
     // As large as what a token reads, and larger than most caches; ones, because denormal numbers would be slow.
     let bytes_per_token = stage.engine().bytes_per_token();
     let buffer = vec![1f32; (bytes_per_token as usize).max(128 << 20) / 4];
@@ -94,11 +95,11 @@ pub fn decode(file: &Arc<ModelFile>, bench: DecodeBench) -> Result<DecodeFigures
     let rounds = bench.rounds.max(1);
     let (mut prefill, mut decode) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
     let (mut read_1, mut read_n) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
-    run(&mut stage, &bench, 4.min(bench.tokens))?; // pages of the file and of scratch are touched before the clock runs
+    run(&mut stage, &mut all, &bench, 4.min(bench.tokens))?; // pages of the file and of scratch are touched before the clock runs
     for _ in 0..rounds {
-        read_1.push(read_bandwidth(isa, &mut one, &buffer));
-        read_n.push(read_bandwidth(isa, &mut all, &buffer));
-        let (prompt_s, tokens_s) = run(&mut stage, &bench, bench.tokens)?;
+        read_1.push(read_bandwidth(isa, one.pool(), &buffer));
+        read_n.push(read_bandwidth(isa, all.pool(), &buffer));
+        let (prompt_s, tokens_s) = run(&mut stage, &mut all, &bench, bench.tokens)?;
         prefill.push(bench.prompt as f64 / prompt_s);
         decode.push(bench.tokens as f64 / tokens_s);
     }
@@ -271,12 +272,17 @@ fn no_threads(threads: usize, error: &std::io::Error) -> StageError {
 }
 
 /// Seconds for the prompt and for greedy tokens after it.
-fn run(stage: &mut CpuStage, bench: &DecodeBench, tokens: usize) -> Result<(f64, f64), StageError> {
+fn run(
+    stage: &mut CpuStage,
+    threads: &mut Threads,
+    bench: &DecodeBench,
+    tokens: usize,
+) -> Result<(f64, f64), StageError> {
     let vocab = stage.vocab() as u32;
     let prompt: Vec<u32> = (0..bench.prompt as u32).map(|i| (i * 37 + 11) % vocab).collect();
     let mut forward = |position: usize, tokens: &[u32]| -> Result<u32, StageError> {
         let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-        let Some(RowsOut::Logits(logits)) = stage.forward(&[rows])?.pop() else { return Ok(0) };
+        let Some(RowsOut::Logits(logits)) = stage.forward(threads, &[rows])?.pop() else { return Ok(0) };
         let best = logits
             .iter()
             .enumerate()

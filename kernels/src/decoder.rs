@@ -6,12 +6,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::sampler::{Sampler, SamplerSettings};
-use crate::stage::{Draw, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions, Want};
+use crate::stage::{
+    Draw, ResidentBytes, Rows, RowsIn, RowsOut, SequenceId, Stage, StageError, StageOptions, Submitted, Want,
+};
+use crate::threads::Threads;
 use crate::weights::ModelConfig;
 
 mod ahead;
 
-use ahead::Ahead;
+use ahead::{Ahead, Step};
 
 /// A row of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,11 +51,25 @@ pub trait Engine: Send {
 
     /// Computes rows whose places were reserved; those of a sequence are in the order of their positions. Gives the logits
     /// `[wanted, vocabulary]` of the rows that are `wanted` (ascending) if the stage ends with the head, else all hidden
-    /// rows `[rows, width]`.
+    /// rows `[rows, width]`. `None`: the pass is queued, and [`Engine::passed`] gives them.
     ///
     /// # Errors
     /// The device failed.
-    fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError>;
+    fn pass(
+        &mut self,
+        threads: &mut Threads,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+    ) -> Result<Option<Vec<f32>>, StageError>;
+
+    /// Waits for the oldest queued pass and gives what [`Engine::pass`] did not.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn passed(&mut self) -> Result<Vec<f32>, StageError> {
+        Err(StageError::Device("this engine queues no passes".into()))
+    }
 
     /// Whether [`Engine::queue`] takes a step of this many rows that are drawn from as these settings say.
     fn draws(&self, _rows: usize, _settings: &SamplerSettings) -> bool {
@@ -106,6 +123,8 @@ pub struct Decoder<E> {
     held: BTreeMap<SequenceId, usize>,
     /// The step that was queued before it is asked for.
     ahead: Option<Ahead>,
+    /// The batch that was submitted and is not finished.
+    queued: Option<Queued>,
     sampler: Sampler,
     engine: E,
 }
@@ -140,6 +159,7 @@ impl<E: Engine> Decoder<E> {
             context: options.context,
             held: BTreeMap::new(),
             ahead: None,
+            queued: None,
             sampler: Sampler::new(),
             engine,
         }
@@ -155,6 +175,7 @@ impl<E: Engine> Decoder<E> {
     /// # Errors
     /// The device failed.
     pub fn engine_mut(&mut self) -> Result<&mut E, StageError> {
+        self.abandon()?;
         self.forget_ahead()?;
         Ok(&mut self.engine)
     }
@@ -230,8 +251,24 @@ impl<E: Engine> Decoder<E> {
     }
 }
 
+/// A batch that a device is at.
+#[derive(Debug)]
+enum Queued {
+    /// A step that the device draws the tokens of, and the step that was queued behind it.
+    Step { next: Option<Step> },
+    /// Passes.
+    Passes(Passes),
+}
+
+/// A batch as passes, with the numbers of each that is computed.
+#[derive(Debug)]
+struct Passes {
+    joined: Joined,
+    numbers: Vec<Option<Vec<f32>>>,
+}
+
 /// Rows of a batch one after the other, and the pieces of it that a pass is made of.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Joined {
     rows: Vec<RowAt>,
     /// Entry of each row.
@@ -259,6 +296,11 @@ impl Joined {
         }
         joined
     }
+
+    /// Rows whose logits are wanted of a pass, counted from its first.
+    fn wanted_of(&self, pass: &Range<usize>) -> Vec<usize> {
+        self.wanted.iter().filter(|row| pass.contains(row)).map(|row| row - pass.start).collect()
+    }
 }
 
 impl<E: Engine> Decoder<E> {
@@ -271,41 +313,79 @@ impl<E: Engine> Decoder<E> {
         Ok(())
     }
 
-    /// A batch pass by pass, each waited for.
-    fn passes(&mut self, batch: &[Rows<'_>], counts: &[usize]) -> Result<Vec<RowsOut>, StageError> {
-        let joined = Joined::of(batch, counts);
-        let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
-        let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
-        let mut start = 0;
-        for rows in joined.rows.chunks(E::ROWS_PER_PASS) {
+    /// Begins all passes of a batch.
+    fn begin(&mut self, threads: &mut Threads, batch: &[Rows<'_>], counts: &[usize]) -> Result<Passes, StageError> {
+        let mut passes = Passes { joined: Joined::of(batch, counts), numbers: Vec::new() };
+        let joined = &passes.joined;
+        for (index, rows) in joined.rows.chunks(E::ROWS_PER_PASS).enumerate() {
+            let start = index * E::ROWS_PER_PASS;
             let pass = start..start + rows.len();
             let input = if self.embeds() {
                 PassInput::Tokens(&joined.tokens[pass.clone()])
             } else {
                 PassInput::Hidden(&joined.hidden[pass.start * self.width..pass.end * self.width])
             };
-            let wanted: Vec<usize> =
-                joined.wanted.iter().filter(|row| pass.contains(row)).map(|row| row - start).collect();
-            let result = self.engine.pass(rows, input, if self.last { &wanted } else { &[] })?;
+            let wanted = if self.last { joined.wanted_of(&pass) } else { Vec::new() };
+            match self.engine.pass(threads, rows, input, &wanted) {
+                Ok(numbers) => passes.numbers.push(numbers),
+                Err(error) => {
+                    // What was queued before is not taken for the passes of a later batch.
+                    let _ = self.arrive(passes.numbers);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(passes)
+    }
+
+    /// Waits for the passes of a batch that are queued: for all of them, whatever comes of one.
+    fn arrive(&mut self, numbers: Vec<Option<Vec<f32>>>) -> Result<Vec<Vec<f32>>, StageError> {
+        let arrived: Vec<_> =
+            numbers.into_iter().map(|numbers| numbers.map_or_else(|| self.engine.passed(), Ok)).collect();
+        arrived.into_iter().collect()
+    }
+
+    /// What a batch gives, once its passes are computed.
+    fn end(&mut self, batch: &[Rows<'_>], passes: Passes) -> Result<Vec<RowsOut>, StageError> {
+        let Passes { joined, numbers } = passes;
+        let numbers = self.arrive(numbers)?;
+        let empty = || if self.last { RowsOut::Nothing } else { RowsOut::Hidden(Vec::new()) };
+        let mut out: Vec<RowsOut> = batch.iter().map(|_| empty()).collect();
+        for (index, numbers) in numbers.into_iter().enumerate() {
+            let start = index * E::ROWS_PER_PASS;
+            let pass = start..(start + E::ROWS_PER_PASS).min(joined.rows.len());
             if self.last {
-                for (logits, row) in result.chunks_exact(self.vocab).zip(wanted) {
+                for (logits, row) in numbers.chunks_exact(self.vocab).zip(joined.wanted_of(&pass)) {
                     let entry = joined.entries[start + row];
                     out[entry] = match batch[entry].want {
-                        Want::Token(draw) => RowsOut::Token(self.draw(logits, rows[row].position, &draw)?),
+                        Want::Token(draw) => {
+                            RowsOut::Token(self.draw(logits, joined.rows[start + row].position, &draw)?)
+                        }
                         Want::Logits => RowsOut::Logits(logits.to_vec()),
                         Want::Nothing => RowsOut::Nothing,
                     };
                 }
             } else {
-                for (hidden, entry) in result.chunks_exact(self.width).zip(&joined.entries[pass.clone()]) {
+                for (hidden, entry) in numbers.chunks_exact(self.width).zip(&joined.entries[pass]) {
                     if let RowsOut::Hidden(out) = &mut out[*entry] {
                         out.extend(hidden);
                     }
                 }
             }
-            start = pass.end;
         }
         Ok(out)
+    }
+
+    /// Waits for a batch that was queued and is not asked for any more.
+    fn abandon(&mut self) -> Result<(), StageError> {
+        match self.queued.take() {
+            None => Ok(()),
+            Some(Queued::Step { next }) => {
+                let drawn = self.engine.collect().map(drop);
+                next.map_or(Ok(()), |_| self.engine.collect().map(drop)).and(drawn)
+            }
+            Some(Queued::Passes(passes)) => self.arrive(passes.numbers).map(drop),
+        }
     }
 
     fn draw(&mut self, logits: &[f32], position: usize, draw: &Draw<'_>) -> Result<u32, StageError> {
@@ -315,15 +395,31 @@ impl<E: Engine> Decoder<E> {
 }
 
 impl<E: Engine> Stage for Decoder<E> {
-    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+    fn submit(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Submitted, StageError> {
         self.check(batch)?;
+        self.abandon()?;
         if let Some((step, tokens)) = self.step_of(batch) {
-            return self.stepped(batch, &step, &tokens);
+            let next = self.begin_step(batch, &step, &tokens)?;
+            self.queued = Some(Queued::Step { next });
+            return Ok(Submitted::Queued);
         }
         self.forget_ahead()?;
         let counts = batch.iter().map(|rows| self.count(rows)).collect::<Result<Vec<_>, _>>()?;
         self.reserve(batch, &counts)?;
-        self.passes(batch, &counts)
+        let passes = self.begin(threads, batch, &counts)?;
+        if passes.numbers.iter().all(Option::is_some) {
+            return self.end(batch, passes).map(Submitted::Done);
+        }
+        self.queued = Some(Queued::Passes(passes));
+        Ok(Submitted::Queued)
+    }
+
+    fn finish(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        match self.queued.take() {
+            None => Err(StageError::Input("no batch is queued".into())),
+            Some(Queued::Step { next }) => self.end_step(threads, batch, next),
+            Some(Queued::Passes(passes)) => self.end(batch, passes),
+        }
     }
 
     fn held(&self, sequence: SequenceId) -> usize {

@@ -1,8 +1,30 @@
 //! Grids on GPUs as CubeCL kernels: one source for CUDA and Vulkan. Models on GPUs are the package `kernels-gpu`.
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+
+use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::server::{Handle, ServerError};
 
 pub mod grid;
+
+/// What a read gives, once the device is done with what came before it.
+pub type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
+
+/// A read that is with the device already, whenever it is awaited.
+pub fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
+    let mut coming: Coming = Box::pin(async move {
+        let read = client.read_async(vec![handle]);
+        // The first poll ends here, before the one that may block.
+        let mut first = true;
+        poll_fn(|_| if std::mem::take(&mut first) { Poll::Pending } else { Poll::Ready(()) }).await;
+        read.await
+    });
+    let polled = coming.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    debug_assert!(polled.is_pending());
+    coming
+}
 
 /// Units of a cube of [`copy`].
 const UNITS: u32 = 128;

@@ -16,7 +16,7 @@ pub mod simulation;
 pub mod tile;
 
 pub(crate) mod frame;
-mod fused;
+pub(crate) mod fused;
 mod ghosts;
 pub(crate) mod halo;
 pub(crate) mod hash;

@@ -10,6 +10,7 @@ mod cpu;
 mod kv_cache;
 pub mod model;
 mod pool;
+pub mod threads;
 
 pub mod decoder;
 pub mod order;

@@ -10,6 +10,7 @@ use crate::pool::Pool;
 use crate::recipe::Recipe;
 use crate::rotary::RotaryTables;
 use crate::stage::{ResidentBytes, SequenceId, Stage, StageError, StageOptions};
+use crate::threads::Threads;
 use crate::tile::Tiles;
 use crate::weights::{ModelFile, RopeKind};
 
@@ -60,8 +61,10 @@ impl CpuEngine {
         file.check_unchanged()?;
         let recipe = Recipe::of(config);
         let no_threads = |e| StageError::Device(format!("{} compute threads: {e}", options.threads));
-        let mut engine = engine(&file, &recipe, &options, isa, Pool::new(options.threads).map_err(no_threads)?)?;
-        let mut loader = Loader { file: &file, pool: &mut engine.pool, bytes: 0 };
+        let engine = engine(&file, &recipe, &options, isa)?;
+        // Of its own, and gone with the load: a node computes meanwhile.
+        let mut pool = Pool::new(options.threads).map_err(no_threads)?;
+        let mut loader = Loader { file: &file, pool: &mut pool, bytes: 0 };
         let range = options.layers.clone();
         let (first, last) = (range.start == 0, range.end == config.layers);
         let embedding = (first && !(last && config.tied)).then(|| loader.matrix(EMBEDDING)).transpose()?;
@@ -92,7 +95,14 @@ impl decoder::Engine for CpuEngine {
         self.engine.cache.release(sequence);
     }
 
-    fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
+    fn pass(
+        &mut self,
+        threads: &mut Threads,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+    ) -> Result<Option<Vec<f32>>, StageError> {
+        let pool = threads.pool();
         let Self { options, recipe, embedding, layers, head, engine, width, .. } = self;
         engine.begin(rows);
         match input {
@@ -105,14 +115,14 @@ impl decoder::Engine for CpuEngine {
             PassInput::Hidden(hidden) => engine.hidden.copy_from_slice(hidden),
         }
         for (index, weights) in layers.iter().enumerate() {
-            engine.layer(&recipe.layers[options.layers.start + index], weights, index);
+            engine.layer(pool, &recipe.layers[options.layers.start + index], weights, index);
         }
         engine.settle();
-        Ok(match head {
+        Ok(Some(match head {
             None => engine.hidden.clone(),
             Some(_) if wanted.is_empty() => Vec::new(),
-            Some(head) => engine.logits(wanted, &head.norm, head.matrix.tiles(), recipe.logit_cap),
-        })
+            Some(head) => engine.logits(pool, wanted, &head.norm, head.matrix.tiles(), recipe.logit_cap),
+        }))
     }
 
     fn resident_bytes(&self) -> ResidentBytes {
@@ -134,13 +144,7 @@ fn embed(table: Tiles<'_>, recipe: &Recipe, token: u32, row: &mut [f32]) {
 
 const EMBEDDING: &str = "token_embd.weight";
 
-fn engine(
-    file: &ModelFile,
-    recipe: &Recipe,
-    options: &StageOptions,
-    isa: Isa,
-    pool: Pool,
-) -> Result<Engine, StageError> {
+fn engine(file: &ModelFile, recipe: &Recipe, options: &StageOptions, isa: Isa) -> Result<Engine, StageError> {
     let config = file.config();
     let shape = Shape {
         width: config.width,
@@ -151,7 +155,7 @@ fn engine(
         halves: config.rope.kind == RopeKind::Halves,
         activations: options.activations,
     };
-    Ok(Engine::new(isa, pool, shape, options.layers.len(), RotaryTables::of(file, recipe, options.layers.clone())?))
+    Ok(Engine::new(isa, shape, options.layers.len(), RotaryTables::of(file, recipe, options.layers.clone())?))
 }
 
 #[cfg(test)]

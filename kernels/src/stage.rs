@@ -2,6 +2,7 @@
 use std::ops::Range;
 
 use crate::sampler::{Changes, SampleError, SamplerSettings};
+use crate::threads::Threads;
 
 /// What to load.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,7 +15,7 @@ pub struct StageOptions {
     pub context: usize,
     /// Arithmetic of matrix products on the CPU. Part of the numerics contract.
     pub activations: Activations,
-    /// Compute threads.
+    /// Threads that load it. What computes it afterwards is given with each batch.
     pub threads: usize,
 }
 
@@ -108,18 +109,46 @@ pub enum RowsOut {
     Nothing,
 }
 
-/// A loaded stage.
+/// What became of a batch that was submitted.
+#[derive(Debug)]
+pub enum Submitted {
+    /// It is computed: one result per entry.
+    Done(Vec<RowsOut>),
+    /// A device is at it; [`Stage::finish`] gives the results.
+    Queued,
+}
+
+/// A loaded stage. `threads` compute where the processor does; a device's stage leaves them alone.
 ///
 /// The numerics contract: a row's result has the same bits alone or in any batch, in any chunking of a prefill, at any
 /// thread count and under any cut of the layers.
 pub trait Stage: Send {
-    /// Runs the rows of several sequences as one batch. On an error no cache of the batch is to be trusted: release or
+    /// Submits the rows of several sequences as one batch. A device may be still at it when this returns: the batch must be
+    /// finished before anything else is asked of the stage. On an error no cache of the batch is to be trusted: release or
     /// rewrite them.
     ///
     /// # Errors
     /// Input that does not fit the stage (kind, width, token id, position gap, context full, too many sequences), or a
     /// device failure.
-    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError>;
+    fn submit(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Submitted, StageError>;
+
+    /// Waits for the batch that was queued, which is `batch`, and gives its results.
+    ///
+    /// # Errors
+    /// No batch is queued, logits that are not sound, or a device failure.
+    fn finish(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError>;
+
+    /// Runs a batch, and waits for it.
+    ///
+    /// # Errors
+    /// Those of [`Self::submit`] and [`Self::finish`].
+    fn forward(&mut self, threads: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        match self.submit(threads, batch)? {
+            Submitted::Done(results) => Ok(results),
+            Submitted::Queued => self.finish(threads, batch),
+        }
+    }
+
     /// Positions held for a sequence (0 if unknown).
     fn held(&self, sequence: SequenceId) -> usize;
     /// Frees a sequence's cache; unknown sequences are ignored.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kernels::quant::QuantType;
 use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::{GgufWriter, TinyModel};
 use kernels::weights::{Architecture, ModelFile};
 
@@ -107,9 +108,12 @@ fn a_context_may_end_inside_a_page() {
                     input: RowsIn::Tokens(tokens),
                     want: Want::Logits,
                 };
-                let mut out = stage.forward(&[rows(0, &all[..context.div_ceil(2)])]).unwrap();
+                let mut out =
+                    stage.forward(&mut Threads::new(2).unwrap(), &[rows(0, &all[..context.div_ceil(2)])]).unwrap();
                 if context > 1 {
-                    out = stage.forward(&[rows(context / 2, &all[context / 2..context])]).unwrap();
+                    out = stage
+                        .forward(&mut Threads::new(2).unwrap(), &[rows(context / 2, &all[context / 2..context])])
+                        .unwrap();
                 }
                 let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };
                 assert!(logits.iter().all(|logit| logit.is_finite()));
@@ -117,7 +121,7 @@ fn a_context_may_end_inside_a_page() {
             };
             assert!(last(&mut *stage) == last(&mut *reference), "{activations:?}: a context of {context}");
             let over = Rows { sequence: 1, position: context, input: RowsIn::Tokens(&[1]), want: Want::Logits };
-            let error = stage.forward(&[over]).unwrap_err();
+            let error = stage.forward(&mut Threads::new(2).unwrap(), &[over]).unwrap_err();
             assert!(matches!(&error, StageError::Input(what) if what.contains("context")), "{error}");
             assert_eq!(stage.held(1), context, "nothing has changed");
         }
@@ -178,7 +182,14 @@ fn no_token_is_drawn_from_what_is_not_finite() {
 fn through(stages: &mut [Box<dyn Stage>], sequence: u64, prompt: &[u32]) -> Result<RowsOut, StageError> {
     let draw = Draw { settings: SamplerSettings::greedy(), position: prompt.len() as u32, changes: Changes::default() };
     let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
-        Ok::<_, StageError>(stage.forward(&[Rows { sequence, position: 0, input, want: Want::Token(draw) }])?.remove(0))
+        Ok::<_, StageError>(
+            stage
+                .forward(
+                    &mut Threads::new(2).unwrap(),
+                    &[Rows { sequence, position: 0, input, want: Want::Token(draw) }],
+                )?
+                .remove(0),
+        )
     };
     let (first, rest) = stages.split_first_mut().unwrap();
     let mut out = step(first, RowsIn::Tokens(prompt))?;
@@ -201,7 +212,7 @@ fn hidden_rows_that_are_not_finite_are_found_where_a_token_is_drawn() {
             hidden[2 * file.config().width + 100] = bad;
             let draw = Draw { settings: SamplerSettings::greedy(), position: 3, changes: Changes::default() };
             let rows = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden), want: Want::Token(draw) };
-            let error = stage.forward(&[rows]).unwrap_err().to_string();
+            let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap_err().to_string();
             assert!(error.starts_with("layers 1-2, position 2: "), "{bad} {activations:?}: {error}");
         }
     }

@@ -5,18 +5,32 @@ use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::{TinyModel, real_model_path};
 use kernels::weights::{Architecture, ModelFile};
 
 const ARCHITECTURES: [Architecture; 4] = Architecture::ALL;
 const BOTH: [Activations; 2] = [Activations::Int8, Activations::F32];
 
-fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Box<dyn Stage> {
+fn load(file: &Arc<ModelFile>, layers: Range<usize>, activations: Activations, threads: usize) -> Loaded {
     let options = StageOptions { layers, sequences: 8, context: 600, activations, threads };
-    kernels::load_cpu_stage(Arc::clone(file), options).unwrap()
+    let stage = kernels::load_cpu_stage(Arc::clone(file), options).unwrap();
+    Loaded { stage, threads: Threads::new(threads).unwrap() }
 }
 
-fn whole(file: &Arc<ModelFile>, activations: Activations, threads: usize) -> Box<dyn Stage> {
+/// A stage, and the threads that it is computed with.
+struct Loaded {
+    stage: Box<dyn Stage>,
+    threads: Threads,
+}
+
+impl Loaded {
+    fn forward(&mut self, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        self.stage.forward(&mut self.threads, batch)
+    }
+}
+
+fn whole(file: &Arc<ModelFile>, activations: Activations, threads: usize) -> Loaded {
     load(file, 0..file.config().layers, activations, threads)
 }
 
@@ -27,9 +41,9 @@ fn tokens(file: &ModelFile, sequence: u64, count: usize) -> Vec<u32> {
 }
 
 /// Rows of one sequence through a chain of stages; the logits of the last row as bits.
-fn through(stages: &mut [Box<dyn Stage>], sequence: u64, position: usize, tokens: &[u32]) -> Vec<u32> {
+fn through(stages: &mut [Loaded], sequence: u64, position: usize, tokens: &[u32]) -> Vec<u32> {
     let (first, rest) = stages.split_first_mut().unwrap();
-    let step = |stage: &mut Box<dyn Stage>, input: RowsIn<'_>| {
+    let step = |stage: &mut Loaded, input: RowsIn<'_>| {
         stage.forward(&[Rows { sequence, position, input, want: Want::Logits }]).unwrap().remove(0)
     };
     let mut out = step(first, RowsIn::Tokens(tokens));
@@ -149,15 +163,15 @@ fn writing_positions_again_is_harmless() {
             // The same again, then something else that is taken back, then a replay from the middle of a block.
             through(&mut stage, 1, 0, &all[..40]);
             through(&mut stage, 1, 35, &other[..9]);
-            assert_eq!(stage[0].held(1), 44);
+            assert_eq!(stage[0].stage.held(1), 44);
             assert!(through(&mut stage, 1, 30, &all[30..40]) == expected[0], "{name} {activations:?}");
-            assert_eq!(stage[0].held(1), 40);
+            assert_eq!(stage[0].stage.held(1), 40);
             for i in 40..43 {
                 through(&mut stage, 1, i, &other[i..=i]);
                 assert!(through(&mut stage, 1, i, &all[i..=i]) == expected[i - 39], "{name} {activations:?}");
             }
-            stage[0].release(1);
-            assert_eq!(stage[0].held(1), 0);
+            stage[0].stage.release(1);
+            assert_eq!(stage[0].stage.held(1), 0);
         }
     }
 }
@@ -187,7 +201,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     for (batch, says) in wrong {
         let Err(StageError::Input(message)) = head.forward(&batch) else { panic!("{says}: accepted") };
         assert!(message.contains(says), "{message:?} does not say {says:?}");
-        assert_eq!((head.held(1), head.held(2)), (3, 0));
+        assert_eq!((head.stage.held(1), head.stage.held(2)), (3, 0));
     }
     assert!(tail.forward(&[rows(1, 0, RowsIn::Tokens(&[1]))]).is_err());
     assert!(tail.forward(&[rows(1, 0, RowsIn::Hidden(&hidden[1..]))]).is_err());

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile, RopeKind};
 
@@ -144,7 +145,10 @@ fn logits(file: &Arc<ModelFile>, activations: Activations, tokens: &[u32]) -> Ve
     let mut out = Vec::new();
     for (position, tokens) in [(0, &tokens[..tokens.len() - 2]), (tokens.len() - 2, &tokens[tokens.len() - 2..])] {
         out = stage
-            .forward(&[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits }])
+            .forward(
+                &mut Threads::new(2).unwrap(),
+                &[Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits }],
+            )
             .unwrap();
     }
     let Some(RowsOut::Logits(logits)) = out.pop() else { panic!("logits are wanted") };

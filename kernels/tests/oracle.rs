@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels::weights::testing::real_model_path;
 use serde_json::Value;
@@ -50,7 +51,7 @@ fn stage(file: &Arc<ModelFile>, activations: Activations) -> Box<dyn Stage> {
 fn forced(stage: &mut dyn Stage, prompt: &Prompt) -> Vec<Vec<f32>> {
     let mut next = |position: usize, tokens: &[u32]| {
         let rows = Rows { sequence: 7, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-        match stage.forward(&[rows]).unwrap().remove(0) {
+        match stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
             other @ (RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing) => {
                 panic!("expected logits, found {other:?}")

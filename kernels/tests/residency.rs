@@ -2,6 +2,7 @@
 #![expect(clippy::print_stdout, reason = "figures for people")]
 #![cfg(target_os = "linux")]
 use kernels::stage::{Activations, Rows, RowsIn, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels::weights::testing::real_model_path;
 
@@ -15,7 +16,12 @@ fn a_stage_holds_its_own_weights_once() {
         StageOptions { layers: 10..20, sequences: 1, context: 64, activations: Activations::Int8, threads: 2 };
     let mut stage = kernels::load_cpu_stage(file.clone(), options).unwrap();
     let hidden = vec![0.25; 5 * width];
-    stage.forward(&[Rows { sequence: 0, position: 0, input: RowsIn::Hidden(&hidden), want: Want::Nothing }]).unwrap();
+    stage
+        .forward(
+            &mut Threads::new(2).unwrap(),
+            &[Rows { sequence: 0, position: 0, input: RowsIn::Hidden(&hidden), want: Want::Nothing }],
+        )
+        .unwrap();
 
     let said = stage.resident_bytes();
     let share: u64 = file.costs(Activations::Int8).layers[10..20].iter().map(|layer| layer.weight_bytes).sum();

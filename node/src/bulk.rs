@@ -1,7 +1,7 @@
 //! What nodes ask each other on bulk streams: one closed list, written and read here, so that no two questions are the same.
 use crate::bans::Exchange;
+use crate::states::StateName;
 use crate::submissions::look::Look;
-use crate::tiles::states::StateName;
 use crate::transfer::WeightsRequest;
 use kernels::grid::Region;
 use node_core::id::{ContentId, JobId, PartId};

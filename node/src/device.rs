@@ -9,10 +9,13 @@ use kernels::weights::ModelFile;
 use node_core::config::{Capacity, Measured, Speed};
 use std::sync::Arc;
 
-/// Where stages are loaded.
+/// What a stage needs besides weights and caches: activations of one prefill chunk of a wide model, and logits.
+pub const SCRATCH_BYTES: u64 = 16 << 20;
+
+/// Where parts are computed.
 pub struct Compute {
     device: Device,
-    /// Compute threads of a CPU stage.
+    /// Compute threads of the processor.
     pub threads: usize,
     /// What is told to the mesh.
     pub capacity: Capacity,
@@ -92,7 +95,7 @@ fn doubtful(asked: u64, offered: u64, device: &Device) -> Option<String> {
         let (offered, total) = (Size(offered), Size(device.memory_total));
         return Some(format!("--memory {given}: {id} has {total} in all; the node offers {offered}"));
     }
-    let least = Size(crate::executor::SCRATCH_BYTES);
+    let least = Size(SCRATCH_BYTES);
     (asked <= least.0).then(|| {
         format!("--memory {given}: no stage of a model fits, each takes {least} beside its weights; write 4G for 4 GiB")
     })
@@ -225,8 +228,8 @@ fn machine_id() -> u64 {
 mod tests {
     use super::*;
     use kernels::grid::simulation::Simulation;
-    use kernels::grid::tile::Threads;
     use kernels::grid::{Link, links};
+    use kernels::threads::Threads;
     use std::path::Path;
 
     const STEPS: usize = 12;

@@ -6,6 +6,7 @@ use crate::bulk::BulkRequest;
 use crate::calendar::date_time;
 use crate::config::UpOptions;
 use crate::device::Compute;
+use crate::device_thread;
 use crate::directory::Directory;
 use crate::driver::{self, DriverHandle};
 use crate::handle::{Inner, NodeError, NodeHandle, Recalled, Remembered, Serving};
@@ -16,10 +17,10 @@ use crate::record::Recorder;
 use crate::renewal::{self, Renewal};
 use crate::residency::Residency;
 use crate::shell::Shell;
+use crate::states::States;
 use crate::store::{Store, StoreError};
 use crate::submissions::{self, Submissions};
 use crate::tensors::{Tensor, Tensors};
-use crate::tiles::states::States;
 use crate::transfer::{Cache, Library, TransferError};
 use crate::vital::{End, Parts};
 use node_core::config::Config;
@@ -148,21 +149,18 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
     let bans = Bans::open(endpoint.clone(), guests.clone(), gossip.clone(), driver.clone(), data_dir, name)?;
     let bans = told_bans.get_or_init(|| bans).clone();
     let residency = Arc::new(Residency::new(device.capacity.clone()));
-    let (executor, executing) = crate::executor::spawn(tensors.clone(), residency.clone(), driver.clone())
-        .map_err(|e| NodeError::Failed(e.to_string()))?;
     let idle_gpus = device.idle_gpus.clone();
     let device = Arc::new(device);
-    let hands = crate::tiles::Hands {
+    let shared = device_thread::Shared {
         tensors: tensors.clone(),
         states: states.clone(),
         residency: residency.clone(),
         driver: driver.clone(),
         device: device.clone(),
     };
-    let (tiles, computing) = crate::tiles::spawn(hands).map_err(|e| NodeError::Failed(e.to_string()))?;
+    let (commands, computing) = device_thread::spawn(shared).map_err(|e| NodeError::Failed(e.to_string()))?;
     let mut parts = Parts::default();
-    parts.add("the executor", move || !executing.is_finished());
-    parts.add("the thread of tiles", move || !computing.is_finished());
+    parts.add("the device thread", move || !computing.is_finished());
     let (socket, accepting) = (Arc::downgrade(&gossip), Arc::downgrade(&endpoint));
     parts.add("the gossip thread", move || socket.upgrade().is_none_or(|socket| socket.runs()));
     parts.add("the task that accepts connections", move || {
@@ -176,7 +174,6 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         identity: identity.clone(),
         gossip,
         endpoint: endpoint.clone(),
-        executor,
         tensors,
         store: store.clone(),
         library: library.clone(),
@@ -185,7 +182,7 @@ pub async fn start(options: UpOptions) -> Result<(NodeHandle, Running), NodeErro
         residency,
         recalled: recalled.clone(),
         boundary: boundary.clone(),
-        tiles,
+        commands,
         states,
         submissions: submissions.clone(),
     };

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 /// Names a part at this node.
 pub type Key = (JobId, PartId);
 
-/// The parts of one node, shared by the thread that decides, the tasks that load and the threads that compute.
+/// The parts of one node, shared by the thread that decides, the tasks that load and the device thread.
 pub struct Residency {
     capacity: Capacity,
     state: Mutex<State>,
@@ -18,7 +18,7 @@ pub struct Residency {
 struct State {
     /// What the core wants held.
     wanted: BTreeMap<Key, Wanted>,
-    /// Bytes of the parts that an executor holds, which may be a step behind.
+    /// Bytes of the parts that the device thread holds, which may be a step behind.
     resident: BTreeMap<Key, u64>,
 }
 
@@ -61,7 +61,7 @@ impl Residency {
         Ok(())
     }
 
-    /// A part can be handed to its executor: `hand_over` does that, if the part is still wanted. Nothing can come between the two.
+    /// A part can be handed to the device thread: `hand_over` does that, if the part is still wanted. Nothing can come between the two.
     pub fn install(&self, key: Key, load: LoadId, hand_over: impl FnOnce()) -> bool {
         let state = self.lock();
         let wanted = state.wanted.get(&key).is_some_and(|wanted| wanted.load == load);
@@ -71,7 +71,7 @@ impl Residency {
         wanted
     }
 
-    /// A part could not be loaded: `drop_it` notifies the executor, if the part is still wanted. Returns whether it is, and what
+    /// A part could not be loaded: `drop_it` notifies the device thread, if the part is still wanted. Returns whether it is, and what
     /// the node offers from now on, where that changes.
     pub fn fail(&self, key: Key, load: LoadId, drop_it: impl FnOnce()) -> (bool, Option<Capacity>) {
         let mut state = self.lock();
@@ -83,8 +83,8 @@ impl Residency {
         (true, freed.then(|| self.offered(&state)))
     }
 
-    /// A part is not wanted any more: `drop_it` notifies the executor. A load that ends later is dropped. Returns what the node
-    /// offers from now on, where that changes before the executor drops the part.
+    /// A part is not wanted any more: `drop_it` notifies the device thread. A load that ends later is dropped. Returns what the node
+    /// offers from now on, where that changes before that drops the part.
     pub fn end(&self, key: Key, drop_it: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
         let freed = state.wanted.remove(&key).is_some_and(|wanted| wanted.replaced > 0);
@@ -92,7 +92,7 @@ impl Residency {
         freed.then(|| self.offered(&state))
     }
 
-    /// No part of a job is wanted any more: `drop_them` notifies the executors. Otherwise as [`Self::end`].
+    /// No part of a job is wanted any more: `drop_them` notifies the device thread. Otherwise as [`Self::end`].
     pub fn end_job(&self, job: JobId, drop_them: impl FnOnce()) -> Option<Capacity> {
         let mut state = self.lock();
         let freed = state.wanted.iter().any(|((of, _), wanted)| *of == job && wanted.replaced > 0);
@@ -106,7 +106,7 @@ impl Residency {
         self.lock().wanted.keys().any(|(of, _)| *of == job)
     }
 
-    /// The executor holds a part of this number of bytes now, or none; returns what the node offers from now on.
+    /// The device thread holds a part of this number of bytes now, or none; returns what the node offers from now on.
     pub fn resident(&self, key: Key, bytes: Option<u64>) -> Capacity {
         let mut state = self.lock();
         match bytes {

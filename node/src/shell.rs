@@ -1,13 +1,13 @@
 //! Carries out what the core decides. No policy lives here. Next: `shell/stages.rs`, `shell/grids.rs`.
 use crate::boundary::Boundary;
+use crate::device_thread::{Command, Commands};
 use crate::driver::DriverHandle;
-use crate::executor;
 use crate::hub::Hub;
 use crate::residency::{Key, Residency};
+use crate::states::States;
 use crate::store::Store;
 use crate::submissions::Submissions;
-use crate::tensors::{Tensor, Tensors};
-use crate::tiles;
+use crate::tensors::{Tensor, Tensors, join};
 use crate::transfer::{Ask, Library};
 use crate::views::{Names, count};
 use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
@@ -18,11 +18,11 @@ use node_core::node::Node;
 use node_core::output::{Event, Output};
 use node_core::work::serve::DoneReason;
 use node_core::work::steps::StepsEvent;
-use node_core::work::{Asked, DownReason, Ending, Order, PartWork, Payload, Placement, Run, Task};
+use node_core::work::{Asked, DownReason, Ending, Order, PartWork, Payload, Placement};
 use partitioner::{Question, explain};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 use transport::frame::{self, Dtype, FrameHead, Route};
 use transport::{Endpoint, GossipSocket, Identity, Priority};
@@ -46,7 +46,7 @@ pub struct Shell {
     pub(crate) identity: Identity,
     pub(crate) gossip: Arc<GossipSocket>,
     pub(crate) endpoint: Arc<Endpoint>,
-    pub(crate) executor: mpsc::Sender<executor::Command>,
+    pub(crate) commands: Commands,
     pub(crate) tensors: Arc<Tensors>,
     pub(crate) store: Arc<Store>,
     pub(crate) library: Arc<Library>,
@@ -55,8 +55,7 @@ pub struct Shell {
     pub(crate) residency: Arc<Residency>,
     pub(crate) recalled: Arc<crate::handle::Recalled>,
     pub(crate) boundary: Arc<Boundary>,
-    pub(crate) tiles: tiles::Commands,
-    pub(crate) states: Arc<tiles::states::States>,
+    pub(crate) states: Arc<States>,
     pub(crate) submissions: Arc<Submissions>,
 }
 
@@ -95,18 +94,18 @@ impl Shell {
                 self.load((job, epoch, load), *order, sources, &replaces);
             }
             Output::Restore { job, load, part, step } => {
-                self.compute_tiles(tiles::Command::Restore { key: (job, part), load, step });
+                self.submit(Command::Restore { key: (job, part), load, step });
             }
             Output::Keep { job, epoch, order } => self.keep(job, epoch, &order),
             Output::Fetch { job, epoch, order, sources } => self.fetch((job, epoch), *order, sources),
             Output::Challenge { job, epoch, part, nonce } => {
-                self.execute(executor::Command::Challenge { key: (job, part), epoch, nonce });
+                self.submit(Command::Challenge { key: (job, part), epoch, nonce });
             }
             Output::Drop { job, part } => self.drop_part((job, part)),
             Output::Unload { job } => self.unload(job),
-            Output::Run(run) => self.run(*run),
+            Output::Run(run) => self.submit(Command::Run(run)),
             Output::Release { job, part, request } => {
-                self.execute(executor::Command::Release { key: (job, part), request });
+                self.submit(Command::Release { key: (job, part), request });
             }
             Output::Discard { tensor } => drop(self.tensors.take(tensor)),
             Output::Share { tensor, also } => {
@@ -148,7 +147,7 @@ impl Shell {
         );
     }
 
-    /// Has a part loaded, by the executor of its kind.
+    /// Has a part loaded; the device thread holds it then.
     fn load(
         &self,
         (job, epoch, load): (JobId, Epoch, LoadId),
@@ -171,17 +170,14 @@ impl Shell {
         let Order { name, standby, bytes_max, work, .. } = order;
         match work {
             PartWork::Stage(stage) => self.load_stage(ordered, name, bytes_max, stage),
-            PartWork::Tile(order) => self.load_tile(ordered, tiles::TileSpec { key, standby, bytes_max, order }),
+            PartWork::Tile(order) => self.load_tile(ordered, bytes_max, standby, Box::new(order)),
         }
     }
 
     /// A part goes on under another epoch.
     fn keep(&self, job: JobId, epoch: Epoch, order: &Order) {
         self.expect(job, epoch, order);
-        match &order.work {
-            PartWork::Stage(_) => self.execute(executor::Command::Keep { key: (job, order.part), epoch }),
-            PartWork::Tile(_) => {}
-        }
+        self.submit(Command::Keep { key: (job, order.part), epoch });
     }
 
     /// Which frames will come for a part.
@@ -202,14 +198,6 @@ impl Shell {
         }
     }
 
-    fn run(&self, Run { work, job, epoch, part, task }: Run) {
-        let key = (job, part);
-        match task {
-            Task::Batch(items) => self.execute(executor::Command::Run { work, key, epoch, items }),
-            Task::Steps(task) => self.compute_tiles(tiles::Command::Run { work, key, task }),
-        }
-    }
-
     /// A part is not held any more.
     fn drop_part(&self, key: Key) {
         if let Some(offered) = self.residency.end(key, || self.drop_quietly(key)) {
@@ -217,19 +205,14 @@ impl Shell {
         }
     }
 
-    /// Has the executors drop a part. Each ignores what it does not hold.
+    /// Has a part dropped, if it is held.
     fn drop_quietly(&self, key: Key) {
-        self.execute(executor::Command::Drop { key });
-        self.compute_tiles(tiles::Command::Drop { key });
+        self.submit(Command::Drop { key });
     }
 
     fn unload(&self, job: JobId) {
         self.endpoint.forget(job.0);
-        let unload = || {
-            self.execute(executor::Command::Unload { job });
-            self.compute_tiles(tiles::Command::Unload { job });
-        };
-        if let Some(offered) = self.residency.end_job(job, unload) {
+        if let Some(offered) = self.residency.end_job(job, || self.submit(Command::Unload { job })) {
             self.driver.input(Input::CapacityChanged(offered));
         }
         let submissions = self.submissions.clone();
@@ -241,7 +224,7 @@ impl Shell {
         let tensor = match payload {
             Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens)),
             Payload::Tensor(id) => self.tensors.get(id),
-            Payload::Tensors(ids) => executor::join(ids.into_iter().map(|id| self.tensors.get(id)).collect()),
+            Payload::Tensors(ids) => join(ids.into_iter().map(|id| self.tensors.get(id)).collect()),
         };
         let Some(tensor) = tensor else {
             tracing::error!("a frame of job {:016x} has lost its rows", header.job.0);
@@ -282,12 +265,9 @@ impl Shell {
         }
     }
 
-    fn execute(&self, command: executor::Command) {
-        let _ = self.executor.send(command);
-    }
-
-    fn compute_tiles(&self, command: tiles::Command) {
-        let _ = self.tiles.send(command);
+    /// Gives the device thread something to do. A node that ends has none any more.
+    fn submit(&self, command: Command) {
+        let _ = self.commands.send(command);
     }
 
     /// Does work that takes time elsewhere. Its answer always comes: `failed` makes it from what a panic said.

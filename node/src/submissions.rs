@@ -3,7 +3,7 @@ use crate::bulk::{BulkRequest, GridRequest};
 use crate::driver::DriverHandle;
 use crate::hub::Hub;
 use crate::shell::answered;
-use crate::tiles::states::{StateName, States};
+use crate::states::{StateName, States};
 use bytes::Bytes;
 use checkpoints::Checkpoints;
 use forces::Forces;

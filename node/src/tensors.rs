@@ -68,9 +68,35 @@ impl Tensors {
     }
 }
 
+/// Payloads that were kept apart, one after the other; nothing if any of them is gone or they are not of one kind.
+pub fn join(parts: Vec<Option<Tensor>>) -> Option<Tensor> {
+    let parts = parts.into_iter().collect::<Option<Vec<Tensor>>>()?;
+    parts.into_iter().reduce(|joined, part| match (joined, part) {
+        (Tensor::Hidden(mut rows), Tensor::Hidden(more)) => {
+            Arc::make_mut(&mut rows).extend_from_slice(&more);
+            Tensor::Hidden(rows)
+        }
+        (Tensor::Tokens(mut tokens), Tensor::Tokens(more)) => {
+            tokens.extend(more);
+            Tensor::Tokens(tokens)
+        }
+        // Different kinds never are frames of one stage: an empty payload is refused by the stage, by name.
+        (Tensor::Hidden(_) | Tensor::Tokens(_) | Tensor::Halo { .. }, _) => Tensor::Tokens(Vec::new()),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn payloads_that_came_apart_are_one_and_a_missing_one_is_noticed() {
+        let rows = |values: &[f32]| Some(Tensor::Hidden(Arc::new(values.to_vec())));
+        assert_eq!(join(vec![rows(&[1.0, 2.0]), rows(&[3.0])]), rows(&[1.0, 2.0, 3.0]));
+        assert_eq!(join(vec![rows(&[1.0]), None]), None);
+        let tokens = |tokens: &[u32]| Some(Tensor::Tokens(tokens.to_vec()));
+        assert_eq!(join(vec![tokens(&[1]), tokens(&[2, 3])]), tokens(&[1, 2, 3]));
+    }
 
     #[test]
     fn a_panic_under_the_lock_spoils_nothing_for_others() {

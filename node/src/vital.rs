@@ -1,6 +1,6 @@
 //! Threads and tasks that a node cannot do without: when one of them ends before the node does, the node says so and stops.
 //!
-//! A node whose gossip, executor or bans have died unnoticed looks alive and is not. It ends with the exit code of a failure
+//! A node whose gossip, device thread or bans have died unnoticed looks alive and is not. It ends with the exit code of a failure
 //! instead, so that a supervisor starts it again and the mesh takes its work over.
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -110,7 +110,7 @@ mod tests {
         let thread = std::thread::spawn(panics);
         let mut parts = Parts::default();
         parts.add("the gossip thread", || true);
-        parts.add("the executor", move || !thread.is_finished());
+        parts.add("the device thread", move || !thread.is_finished());
         parts.watch_every(SOON, end);
         assert!(stopped.await.is_err(), "the node has failed");
     }
@@ -128,7 +128,7 @@ mod tests {
     async fn parts_that_end_with_the_node_are_no_failure() {
         let (end, stopped) = End::new();
         let mut parts = Parts::default();
-        parts.add("the executor", || false);
+        parts.add("the device thread", || false);
         parts.watch_every(SOON, end.clone());
         end.after(|| {});
         assert!(stopped.await.is_ok());

@@ -7,8 +7,9 @@ use kernels::grid::life::Life;
 use kernels::grid::rule::Rule;
 use kernels::grid::rule_file::TextRule;
 use kernels::grid::scalar::{GrayScott, Heat, Wave};
-use kernels::grid::tile::{Threads, Tile};
+use kernels::grid::tile::Tile;
 use kernels::grid::{Face, Grid};
+use kernels::threads::Threads;
 use kernels_burn::grid::{Field, map, step};
 
 /// Some digits of a place.

@@ -7,6 +7,7 @@ use burn::tensor::backend::Backend;
 use kernels::load_cpu_stage;
 use kernels::quant::QuantType;
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
 
@@ -23,7 +24,7 @@ fn engine(file: &Arc<ModelFile>) -> Vec<Vec<f32>> {
     let step = |(position, token): (usize, &u32)| {
         let rows =
             Rows { sequence: 1, position, input: RowsIn::Tokens(std::slice::from_ref(token)), want: Want::Logits };
-        match stage.forward(&[rows]).unwrap().remove(0) {
+        match stage.forward(&mut Threads::new(1).unwrap(), &[rows]).unwrap().remove(0) {
             RowsOut::Logits(logits) => logits,
             RowsOut::Hidden(_) | RowsOut::Token(_) | RowsOut::Nothing => panic!("logits are wanted"),
         }

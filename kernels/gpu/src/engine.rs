@@ -2,6 +2,7 @@
 //!
 //! A step of few rows is one replayed graph where the runtime has graphs (`engine/steps.rs`); other passes upload their rows and
 //! launch kernel by kernel. Next: `kernels::decoder`, which makes a stage of it.
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
@@ -9,11 +10,13 @@ use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels::decoder::{self, Decoder, PassInput, RowAt};
+use kernels::gpu::{Coming, submitted};
 use kernels::order::POSITIONS;
 use kernels::recipe::{LayerRecipe, Recipe};
 use kernels::rotary::{RotaryTable, RotaryTables};
 use kernels::sampler::SamplerSettings;
 use kernels::stage::{self, ResidentBytes, SequenceId, StageError, StageOptions};
+use kernels::threads::Threads;
 use kernels::tile::Layout;
 use kernels::weights::{ModelConfig, ModelFile, RopeKind};
 
@@ -53,11 +56,21 @@ pub struct GpuEngine<R: Platform> {
     bytes: ResidentBytes,
     /// Where the runtime replays steps.
     steps: Option<Steps>,
+    /// Passes that the device is at, the oldest first.
+    queued: VecDeque<Queued>,
     /// Something was launched through CubeCL since the last replay.
     launched: bool,
     phases: LoadPhases,
     /// Behind every buffer, since fields are dropped in order.
     _release: Release<R>,
+}
+
+/// A pass that the device is at.
+enum Queued {
+    /// A replayed step; `numbers`: how many it gives.
+    Step { numbers: usize },
+    /// A read behind it.
+    Read(Coming),
 }
 
 /// What a layer does, one after the other.
@@ -236,15 +249,18 @@ impl<R: Platform> GpuEngine<R> {
             scratch,
             bytes,
             steps,
+            queued: VecDeque::new(),
             launched: true,
             phases,
             _release,
         })
     }
 
-    fn run(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
+    fn run(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Option<Vec<f32>>, StageError> {
         if rows.len() <= FEW && self.steps.is_some() && (self.head.is_none() || !wanted.is_empty()) {
-            return self.replay(rows, input, wanted);
+            let numbers = self.replay(rows, input, wanted)?;
+            self.queued.push_back(Queued::Step { numbers });
+            return Ok(None);
         }
         self.launched = true;
         let (count, width) = (rows.len(), self.config.width);
@@ -263,17 +279,17 @@ impl<R: Platform> GpuEngine<R> {
         self.layers(&self.client, tokens.as_ref(), &places, &hidden);
         if self.head.is_none() {
             let unused = hidden.size() - (count * width * 4) as u64;
-            return self.read(hidden.offset_end(unused));
+            return self.read(hidden.offset_end(unused)).map(|()| None);
         }
         if wanted.is_empty() {
             self.client.flush().map_err(failed)?;
-            return Ok(Vec::new());
+            return Ok(Some(Vec::new()));
         }
         let chosen: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
         let chosen = self.upload(bytemuck::cast_slice(&chosen));
         let logits = self.client.empty(wanted.len() * self.config.vocab * 4);
         self.logits(&self.client, &hidden, &chosen, wanted.len(), &logits);
-        self.read(logits)
+        self.read(logits).map(|()| None)
     }
 
     /// All layers, after the embedding of `tokens` where they are given.
@@ -462,11 +478,23 @@ impl<R: Platform> GpuEngine<R> {
         self.client.create(Bytes::from_bytes_vec(bytes.to_vec()))
     }
 
-    /// Numbers back on the host. The device is asked first: it answers a read after a failure with old data.
-    fn read(&self, numbers: Handle) -> Result<Vec<f32>, StageError> {
+    /// Begins to read numbers back. The device is asked first: it answers a read after a failure with old data.
+    fn read(&mut self, numbers: Handle) -> Result<(), StageError> {
         self.client.flush().map_err(failed)?;
-        let bytes = self.client.read_one(numbers).map_err(failed)?;
-        Ok(bytemuck::pod_collect_to_vec(&bytes))
+        self.queued.push_back(Queued::Read(submitted(self.client.clone(), numbers)));
+        Ok(())
+    }
+
+    /// Waits for the oldest queued pass.
+    fn arrive(&mut self) -> Result<Vec<f32>, StageError> {
+        match self.queued.pop_front().ok_or_else(|| failed("no pass is queued"))? {
+            Queued::Step { numbers } => self.replayed(numbers),
+            Queued::Read(coming) => {
+                let read = cubecl::future::block_on(coming).map_err(failed)?;
+                let bytes = read.first().ok_or_else(|| failed("a read gave nothing"))?;
+                Ok(bytemuck::pod_collect_to_vec(bytes))
+            }
+        }
     }
 }
 
@@ -489,8 +517,18 @@ impl<R: Platform> decoder::Engine for GpuEngine<R> {
         self.pool.release(sequence);
     }
 
-    fn pass(&mut self, rows: &[RowAt], input: PassInput<'_>, wanted: &[usize]) -> Result<Vec<f32>, StageError> {
+    fn pass(
+        &mut self,
+        _threads: &mut Threads,
+        rows: &[RowAt],
+        input: PassInput<'_>,
+        wanted: &[usize],
+    ) -> Result<Option<Vec<f32>>, StageError> {
         guarded(|| self.run(rows, input, wanted))
+    }
+
+    fn passed(&mut self) -> Result<Vec<f32>, StageError> {
+        guarded(|| self.arrive())
     }
 
     fn draws(&self, rows: usize, settings: &SamplerSettings) -> bool {

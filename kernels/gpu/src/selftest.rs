@@ -7,6 +7,7 @@ use std::sync::Arc;
 use kernels::load_plain_stage;
 use kernels::quant::{QUANT_TYPES, QuantType};
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
 
@@ -72,9 +73,11 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
         let text = |error: StageError| error.to_string();
         let mut expected = load_plain_stage(Arc::clone(&file), options.clone()).map_err(text)?;
         let mut found = load(&file, options.clone()).map_err(text)?;
+        let mut threads = Threads::new(options.threads).map_err(|error| error.to_string())?;
         let mut numbers = 0;
         for (step, batch) in batches.iter().enumerate() {
-            let (expected, found) = (bits(&mut *expected, batch)?, bits(&mut *found, batch)?);
+            let (expected, found) =
+                (bits(&mut *expected, &mut threads, batch)?, bits(&mut *found, &mut threads, batch)?);
             numbers += expected.len();
             if let Some(at) = (0..expected.len().max(found.len())).find(|&at| expected.get(at) != found.get(at)) {
                 let number = |bits: Option<&u32>| bits.map_or("nothing".into(), |b| f32::from_bits(*b).to_string());
@@ -82,30 +85,36 @@ fn check(model: &TinyModel, batches: &[Vec<Entry>], activations: Activations, lo
                 return Err(format!("step {step}: logit {at} is {found}, expected {expected}"));
             }
         }
-        cut(&file, &options, batches, load)?;
+        cut(&file, &options, &mut threads, &batches[0], load)?;
         Ok(format!("{numbers} logits have the bits of the reference"))
     }));
     Check { name, outcome: outcome.unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())))) }
 }
 
 /// Two stages one after the other give what one gives.
-fn cut(file: &Arc<ModelFile>, options: &StageOptions, batches: &[Vec<Entry>], load: Load<'_>) -> Result<(), String> {
+fn cut(
+    file: &Arc<ModelFile>,
+    options: &StageOptions,
+    threads: &mut Threads,
+    batch: &[Entry],
+    load: Load<'_>,
+) -> Result<(), String> {
     let text = |error: StageError| error.to_string();
-    let (end, batch) = (options.layers.end, &batches[0]);
+    let end = options.layers.end;
     if end < 2 {
         return Ok(());
     }
     let stage = |layers| load(file, StageOptions { layers, ..options.clone() }).map_err(text);
     let (mut first, mut second) = (stage(0..1)?, stage(1..end)?);
-    let hidden = first.forward(&rows(batch)).map_err(text)?;
+    let hidden = first.forward(threads, &rows(batch)).map_err(text)?;
     let hidden = hidden.iter().zip(batch).filter_map(|(out, (sequence, position, _))| match out {
         RowsOut::Hidden(hidden) => {
             Some(Rows { sequence: *sequence, position: *position, input: RowsIn::Hidden(hidden), want: Want::Logits })
         }
         RowsOut::Logits(_) | RowsOut::Token(_) | RowsOut::Nothing => None,
     });
-    let found = numbers(second.forward(&hidden.collect::<Vec<_>>()).map_err(text)?);
-    let expected = bits(&mut *stage(0..end)?, batch)?;
+    let found = numbers(second.forward(threads, &hidden.collect::<Vec<_>>()).map_err(text)?);
+    let expected = bits(&mut *stage(0..end)?, threads, batch)?;
     if found == expected { Ok(()) } else { Err("two stages differ from one".into()) }
 }
 
@@ -117,8 +126,8 @@ fn rows(batch: &[Entry]) -> Vec<Rows<'_>> {
     all
 }
 
-fn bits(stage: &mut dyn Stage, batch: &[Entry]) -> Result<Vec<u32>, String> {
-    Ok(numbers(stage.forward(&rows(batch)).map_err(|error| error.to_string())?))
+fn bits(stage: &mut dyn Stage, threads: &mut Threads, batch: &[Entry]) -> Result<Vec<u32>, String> {
+    Ok(numbers(stage.forward(threads, &rows(batch)).map_err(|error| error.to_string())?))
 }
 
 fn numbers(out: Vec<RowsOut>) -> Vec<u32> {

@@ -19,10 +19,9 @@ use crate::rotary::RotaryTables;
 use crate::stage::{Activations, SequenceId};
 use crate::tile::{ROWS, Tiles};
 
-/// Threads, scratch, caches, and the rows that are being computed.
+/// Scratch, caches, and the rows that are being computed. The caller brings the threads.
 pub(crate) struct Engine {
     isa: Isa,
-    pub(crate) pool: Pool,
     shape: Shape,
     pub(crate) cache: KvCache,
     rotary: RotaryTables,
@@ -39,6 +38,7 @@ pub(crate) struct Engine {
     gate: Vec<f32>,
     up: Vec<f32>,
     gated: Rows,
+    /// Of each thread.
     scores: Vec<Vec<f32>>,
 }
 
@@ -66,11 +66,9 @@ impl Shape {
 const ALONE: usize = 100_000;
 
 impl Engine {
-    pub(crate) fn new(isa: Isa, pool: Pool, shape: Shape, layers: usize, rotary: RotaryTables) -> Self {
+    pub(crate) fn new(isa: Isa, shape: Shape, layers: usize, rotary: RotaryTables) -> Self {
         Self {
             isa,
-            scores: vec![Vec::new(); pool.workers()],
-            pool,
             cache: KvCache::new(layers, shape.kv_heads, shape.head_dim, shape.activations),
             shape,
             rotary,
@@ -85,6 +83,7 @@ impl Engine {
             gate: Vec::new(),
             up: Vec::new(),
             gated: Rows::default(),
+            scores: Vec::new(),
         }
     }
 
@@ -100,32 +99,32 @@ impl Engine {
     }
 
     /// One layer, which is the stage's `index`-th.
-    pub(crate) fn layer(&mut self, recipe: &LayerRecipe, weights: &LayerWeights, index: usize) {
-        self.norm(&weights.attention_norm);
-        self.queries_keys_values(weights);
+    pub(crate) fn layer(&mut self, pool: &mut Pool, recipe: &LayerRecipe, weights: &LayerWeights, index: usize) {
+        self.norm(pool, &weights.attention_norm);
+        self.queries_keys_values(pool, weights);
         if let Some([query, key]) = &weights.head_norms {
-            self.norm_heads(query, key);
+            self.norm_heads(pool, query, key);
         }
-        self.attend(recipe, index);
-        let Self { isa, pool, shape, attended, delta, .. } = self;
+        self.attend(pool, recipe, index);
+        let Self { isa, shape, attended, delta, .. } = self;
         products(*isa, pool, attended, shape.integers(), &[weights.output.tiles()], [delta]);
         add_bias(delta, weights.output_bias.as_deref());
         let [after_attention, after_ffn] = weights.norms_after.as_ref().map_or([None; 2], |[a, b]| [Some(a), Some(b)]);
-        self.norm_delta(after_attention);
-        self.norm(&weights.ffn_norm);
-        self.feed_forward(recipe.activation, weights);
-        self.norm_delta(after_ffn);
+        self.norm_delta(pool, after_attention);
+        self.norm(pool, &weights.ffn_norm);
+        self.feed_forward(pool, recipe.activation, weights);
+        self.norm_delta(pool, after_ffn);
     }
 
     /// hidden += what the last step gave; x = RMSNorm(hidden) · weight.
-    fn norm(&mut self, weight: &[f32]) {
+    fn norm(&mut self, pool: &mut Pool, weight: &[f32]) {
         let rows = 0..self.pass.len();
-        self.norm_rows(weight, rows);
+        self.norm_rows(pool, weight, rows);
     }
 
     /// As [`Self::norm`] for a choice of rows, which then are all that `x` holds.
-    fn norm_rows(&mut self, weight: &[f32], rows: Range<usize>) {
-        let Self { isa, pool, shape, hidden, delta, x, .. } = self;
+    fn norm_rows(&mut self, pool: &mut Pool, weight: &[f32], rows: Range<usize>) {
+        let Self { isa, shape, hidden, delta, x, .. } = self;
         let width = shape.width;
         x.shape(rows.len(), width);
         let (out, hidden) = (x.rows_mut(), Shared::of(hidden));
@@ -144,9 +143,9 @@ impl Engine {
     }
 
     /// RMSNorm of what a step gave, before it is added to the stream.
-    fn norm_delta(&mut self, weight: Option<&Vec<f32>>) {
+    fn norm_delta(&mut self, pool: &mut Pool, weight: Option<&Vec<f32>>) {
         let Some(weight) = weight else { return };
-        let Self { isa, pool, shape, delta, .. } = self;
+        let Self { isa, shape, delta, .. } = self;
         let (count, width) = (delta.len() / shape.width, shape.width);
         let delta = Shared::of(delta);
         each_row(pool, count, 8 * width, &|i| {
@@ -158,8 +157,8 @@ impl Engine {
     }
 
     /// q, k, v = products of x with three matrices, plus biases.
-    fn queries_keys_values(&mut self, weights: &LayerWeights) {
-        let Self { isa, pool, shape, x, q, k, v, .. } = self;
+    fn queries_keys_values(&mut self, pool: &mut Pool, weights: &LayerWeights) {
+        let Self { isa, shape, x, q, k, v, .. } = self;
         let matrices = weights.inputs.each_ref().map(|matrix| matrix.tiles());
         products(*isa, pool, x, shape.integers(), &matrices, [&mut *q, &mut *k, &mut *v]);
         for (rows, bias) in [q, k, v].into_iter().zip(weights.input_biases.iter().flatten()) {
@@ -168,8 +167,8 @@ impl Engine {
     }
 
     /// RMSNorm of each head of queries and keys.
-    fn norm_heads(&mut self, q_weight: &[f32], k_weight: &[f32]) {
-        let Self { isa, pool, shape, q, k, pass, .. } = self;
+    fn norm_heads(&mut self, pool: &mut Pool, q_weight: &[f32], k_weight: &[f32]) {
+        let Self { isa, shape, q, k, pass, .. } = self;
         let (q_width, k_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let (q, k) = (Shared::of(q), Shared::of(k));
         each_row(pool, pass.len(), 4 * (q_width + k_width), &|i| {
@@ -185,12 +184,13 @@ impl Engine {
 
     /// Turns queries and keys by their positions, puts keys and values into the cache of `layer`, and lets each row attend
     /// to the positions that it sees.
-    fn attend(&mut self, recipe: &LayerRecipe, layer: usize) {
-        self.rotate_and_store(recipe.scale, layer);
-        let Self { isa, pool, shape, cache, pass, q, attended, scores, .. } = self;
+    fn attend(&mut self, pool: &mut Pool, recipe: &LayerRecipe, layer: usize) {
+        self.rotate_and_store(pool, recipe.scale, layer);
+        let Self { isa, shape, cache, pass, q, attended, scores, .. } = self;
         let group = shape.heads / shape.kv_heads * shape.head_dim;
         let q_width = group * shape.kv_heads;
         let end = pass.iter().map(|row| row.position + 1).max().unwrap_or(0);
+        scores.resize_with(scores.len().max(pool.workers()), Vec::new);
         for scores in scores.iter_mut() {
             let needed = scores_len(shape.heads / shape.kv_heads, end);
             if scores.len() < needed {
@@ -237,8 +237,8 @@ impl Engine {
         }
     }
 
-    fn rotate_and_store(&mut self, scale: f32, layer: usize) {
-        let Self { isa, pool, shape, cache, rotary, pass, q, k, v, .. } = self;
+    fn rotate_and_store(&mut self, pool: &mut Pool, scale: f32, layer: usize) {
+        let Self { isa, shape, cache, rotary, pass, q, k, v, .. } = self;
         let (size, halves, turned) = (shape.head_dim, shape.halves, &rotary.all()[rotary.table_of(layer)]);
         let (q_width, k_width) = (shape.heads * size, shape.kv_heads * size);
         let mut writers: Vec<(SequenceId, Writer)> = Vec::new();
@@ -266,8 +266,8 @@ impl Engine {
     }
 
     /// down · (activation(gate · x) ∘ (up · x)), to the residual stream.
-    fn feed_forward(&mut self, activation: Activation, weights: &LayerWeights) {
-        let Self { isa, pool, shape, x, delta, gate, up, gated, .. } = self;
+    fn feed_forward(&mut self, pool: &mut Pool, activation: Activation, weights: &LayerWeights) {
+        let Self { isa, shape, x, delta, gate, up, gated, .. } = self;
         let matrices = weights.gated.each_ref().map(|matrix| matrix.tiles());
         products(*isa, pool, x, shape.integers(), &matrices, [&mut *gate, &mut *up]);
         let (count, ffn) = (x.count(), matrices[0].rows());
@@ -292,14 +292,21 @@ impl Engine {
     }
 
     /// Final norm and output head of some rows, after [`Self::settle`].
-    pub(crate) fn logits(&mut self, rows: &[usize], norm: &[f32], head: Tiles<'_>, cap: Option<f32>) -> Vec<f32> {
+    pub(crate) fn logits(
+        &mut self,
+        pool: &mut Pool,
+        rows: &[usize],
+        norm: &[f32],
+        head: Tiles<'_>,
+        cap: Option<f32>,
+    ) -> Vec<f32> {
         let width = self.shape.width;
         for (i, &row) in rows.iter().enumerate() {
             self.hidden.copy_within(row * width..(row + 1) * width, i * width); // rows ascend: none is lost
         }
-        self.norm_rows(norm, 0..rows.len());
+        self.norm_rows(pool, norm, 0..rows.len());
         let mut out = Vec::new();
-        products(self.isa, &mut self.pool, &self.x, self.shape.integers(), &[head], [&mut out]);
+        products(self.isa, pool, &self.x, self.shape.integers(), &[head], [&mut out]);
         if let Some(cap) = cap {
             out.iter_mut().for_each(|logit| *logit = soft_cap(*logit, cap));
         }

@@ -5,6 +5,7 @@
 use super::{Decoder, Engine, RowAt};
 use crate::sampler::SamplerSettings;
 use crate::stage::{Rows, RowsIn, RowsOut, StageError, Want};
+use crate::threads::Threads;
 
 /// A step of decoding: a row and a draw per sequence.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,13 +55,13 @@ impl<E: Engine> Decoder<E> {
         Some((step, tokens))
     }
 
-    /// Computes a step, and queues the next one before the tokens are read.
-    pub(super) fn stepped(
+    /// Queues a step, unless it is queued already, and then the next one, which is given: its tokens need not be read first.
+    pub(super) fn begin_step(
         &mut self,
         batch: &[Rows<'_>],
         step: &Step,
         tokens: &[u32],
-    ) -> Result<Vec<RowsOut>, StageError> {
+    ) -> Result<Option<Step>, StageError> {
         let queued = self.ahead.as_ref().is_some_and(|ahead| ahead.step == *step && ahead.tokens == tokens);
         if queued {
             self.ahead = None;
@@ -71,18 +72,34 @@ impl<E: Engine> Decoder<E> {
             self.engine.queue(&step.rows, Some(tokens), &step.draws)?;
         }
         let next = step.next();
-        let ahead = self.queue_ahead(&next)?;
+        match self.queue_ahead(&next) {
+            Ok(ahead) => Ok(ahead.then_some(next)),
+            Err(error) => {
+                let _ = self.engine.collect();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for a step, behind which `next` is queued, and gives its tokens.
+    pub(super) fn end_step(
+        &mut self,
+        threads: &mut Threads,
+        batch: &[Rows<'_>],
+        next: Option<Step>,
+    ) -> Result<Vec<RowsOut>, StageError> {
         let drawn = self.engine.collect()?;
-        if ahead {
+        if let Some(step) = next {
             // Tokens that the device did not decide are drawn below; the step that was made of them is forgotten then.
             let tokens = drawn.iter().map(|token| token.unwrap_or(u32::MAX)).collect();
-            self.ahead = Some(Ahead { step: next, tokens });
+            self.ahead = Some(Ahead { step, tokens });
         }
         if let Some(tokens) = drawn.into_iter().collect::<Option<Vec<u32>>>() {
             return Ok(tokens.into_iter().map(RowsOut::Token).collect());
         }
         self.forget_ahead()?;
-        self.passes(batch, &vec![1; batch.len()])
+        let passes = self.begin(threads, batch, &vec![1; batch.len()])?;
+        self.end(batch, passes)
     }
 
     /// Queues a step of the tokens that the step before draws, if there is room for it.

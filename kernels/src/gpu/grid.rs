@@ -310,7 +310,7 @@ impl<R: Runtime> GpuTile<R> {
     /// Marks the end of what the device was told so far.
     pub fn mark(&self) -> Mark {
         // A read is done in its turn, so one that is with the device already tells when that has come.
-        let coming = exchange::submitted(self.client.clone(), self.stamp.handle.clone());
+        let coming = crate::gpu::submitted(self.client.clone(), self.stamp.handle.clone());
         Mark::new(move || cubecl::future::block_on(coming).map(drop).map_err(memory::failed))
     }
 

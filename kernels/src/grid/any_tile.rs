@@ -3,8 +3,9 @@ use super::frame::Format;
 use super::number::{Half, Number};
 use super::rule::Stepper;
 use super::state::Look;
-use super::tile::{Threads, Tile};
+use super::tile::Tile;
 use super::{GridError, Link, Region};
+use crate::threads::Threads;
 
 /// Takes y and z, and what was asked for of the row of each field.
 pub type TakeRow<'a> = &'a mut dyn FnMut([usize; 2], &[Vec<f32>]);

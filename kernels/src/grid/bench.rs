@@ -12,10 +12,11 @@ use super::lbm::{Fluid, Fluid3};
 use super::life::Life;
 use super::planes::Planes;
 use super::rule::Rule;
-use super::tile::{Threads, Tile};
+use super::tile::Tile;
 use super::{Grid, GridError};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
+use crate::threads::Threads;
 
 /// Each measurement of a round takes about so long: others who need the machine disturb both alike.
 const SECONDS: f64 = 0.05;

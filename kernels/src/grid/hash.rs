@@ -8,8 +8,9 @@ use std::sync::Mutex;
 use super::frame::{Format, Frame};
 use super::halo::bits;
 use super::number::Half;
-use super::tile::{Threads, Tile};
+use super::tile::Tile;
 use super::{GridError, RUN};
+use crate::threads::Threads;
 
 /// What the key of the hash is made of.
 const CONTEXT: &str = "meshnode 2026 state of a grid";

@@ -5,10 +5,11 @@ use super::any_tile::{Fields, read};
 use super::frame::Format;
 use super::halo;
 use super::number::{Half, Number};
-use super::tile::{Threads, Tile};
+use super::tile::Tile;
 use super::{GridError, Region};
 use crate::cpu::Isa;
 use crate::cpu::simd::{Kernel, Simd};
+use crate::threads::Threads;
 
 /// Totals are counted in units of 2^-40, so that no order of adding matters.
 const TOTAL_BITS: u32 = 40;

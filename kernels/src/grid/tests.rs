@@ -10,9 +10,10 @@ use std::collections::BTreeMap;
 
 use super::fused::{BLOCK, STEPS_MAX};
 use super::rule::Rule;
-use super::tile::{Threads, Tile};
+use super::tile::Tile;
 use super::{Grid, GridError, Link, Region, links};
 use crate::cpu::Isa;
+use crate::threads::Threads;
 
 /// Sets a cell's fields from its place in the grid.
 pub(super) type Init<'a> = &'a dyn Fn([usize; 3], &mut [f32]);

@@ -15,46 +15,10 @@ use super::planes::{Planes, Shared};
 use super::rule::{Rows, Rule, Stepper};
 use super::{Grid, GridError, Region};
 use crate::cpu::Isa;
-use crate::pool::Pool;
+use crate::threads::Threads;
 
 /// Most steps that a processor makes in one pass over a tile's memory, whatever the rule.
 pub const PASS_STEPS_MAX: usize = fused::STEPS_MAX;
-
-/// Threads that advance tiles, one tile at a time.
-pub struct Threads {
-    pool: Pool,
-    /// What each keeps between the steps of a pass, once there was one.
-    rings: Vec<Ring>,
-}
-
-impl Threads {
-    /// So many, the caller among them.
-    ///
-    /// # Errors
-    /// The operating system refuses a thread.
-    pub fn new(count: usize) -> std::io::Result<Self> {
-        Ok(Self { pool: Pool::new(count)?, rings: Vec::new() })
-    }
-
-    /// How many there are.
-    pub fn count(&self) -> usize {
-        self.pool.workers()
-    }
-
-    pub(crate) fn pool(&mut self) -> &mut Pool {
-        &mut self.pool
-    }
-
-    /// Rings of so many bytes.
-    fn prepare(&mut self, bytes: usize) -> Result<(), GridError> {
-        if self.rings.first().is_none_or(|ring| ring.bytes() < bytes) {
-            // The old ones go first.
-            self.rings.clear();
-            self.rings = (0..self.count()).map(|_| Ring::new(bytes)).collect::<Result<_, _>>()?;
-        }
-        Ok(())
-    }
-}
 
 /// A box of a grid and what is known around it.
 ///
@@ -293,9 +257,8 @@ impl Tile {
         if let (Some(rule), 2..) = (stepper.row_wise(), steps) {
             let pass = Pass { isa, frame, rule, planes, steps, state, next: self.next.shared() };
             let columns = fused::columns(&x);
-            threads.prepare(pass.ring_bytes(&columns))?;
             let grain = fused::grain(height, steps, threads.count());
-            let Threads { pool, rings } = threads;
+            let (pool, rings) = threads.with_rings(pass.ring_bytes(&columns))?;
             let rings: Vec<Shared<'_>> = rings.iter_mut().map(Ring::shared).collect();
             pool.run(height * columns.len(), grain, &|worker, range| {
                 parts(range, height, &mut |column, rows| {
@@ -309,7 +272,7 @@ impl Tile {
         }
         let next = self.next.shared();
         let grain = (GRAIN_CELLS * frame.format.cells()).div_ceil(x.len()).clamp(1, height);
-        threads.pool.run(height * z.len(), grain, &|_, range| {
+        threads.pool().run(height * z.len(), grain, &|_, range| {
             parts(range, height, &mut |layer, rows| {
                 let first = y.start + rows.start as isize;
                 let rows = Rows { z: z.start + layer as isize, y: first..first + rows.len() as isize, x: x.clone() };

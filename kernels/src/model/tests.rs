@@ -2,6 +2,7 @@
 use super::*;
 use crate::quant::QuantType;
 use crate::stage::{Activations, Rows, RowsIn, RowsOut, Want};
+use crate::threads::Threads;
 use crate::weights::Architecture;
 use crate::weights::testing::TinyModel;
 
@@ -17,7 +18,9 @@ fn instruction_sets_agree_bit_for_bit() {
                 let mut logits = Vec::new();
                 for (position, tokens) in [(0, &tokens[..33]), (33, &tokens[33..34]), (34, &tokens[34..])] {
                     let rows = Rows { sequence: 0, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-                    let Ok(Some(RowsOut::Logits(row))) = stage.forward(&[rows]).map(|mut out| out.pop()) else {
+                    let Ok(Some(RowsOut::Logits(row))) =
+                        stage.forward(&mut Threads::new(1).unwrap(), &[rows]).map(|mut out| out.pop())
+                    else {
                         panic!("logits are wanted");
                     };
                     logits.extend(row.into_iter().map(f32::to_bits));

@@ -136,7 +136,7 @@ pub(super) fn work(file: &ModelFile, options: &ModelOptions) -> partitioner::Wor
         activation_bytes: row_bytes,
         context,
         sequences,
-        scratch_bytes: crate::executor::SCRATCH_BYTES + ring_bytes,
+        scratch_bytes: crate::device::SCRATCH_BYTES + ring_bytes,
     }
 }
 

@@ -184,7 +184,7 @@ fn a_plan_counts_what_a_stage_will_take() {
     let cache = |int8| with(1, int8).layers[0].kv_bytes_per_token;
     assert_eq!(cache(false), 2 * cache(true), "f16 beside 8-bit activations");
     // Rows that may be sent again: of all sequences, as far as they go, and not beyond the bound.
-    let ring = |sequences| with(sequences, true).scratch_bytes - crate::executor::SCRATCH_BYTES;
+    let ring = |sequences| with(sequences, true).scratch_bytes - crate::device::SCRATCH_BYTES;
     assert_eq!(ring(3), 3 * 64 * with(1, true).activation_bytes);
     let windows = |architecture| {
         let file = TinyModel { architecture, ..TinyModel::default() }.open();
@@ -193,7 +193,7 @@ fn a_plan_counts_what_a_stage_will_take() {
     assert_eq!(windows(Architecture::Gemma3), [Some(9), Some(9), None], "attention is charged over what a layer sees");
     assert_eq!(windows(Architecture::Llama), [None; 3]);
     let long = ModelOptions { context: Some(u32::MAX), sequences: Some(u32::MAX), int8: None };
-    assert!(work(&file, &long).scratch_bytes <= crate::executor::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
+    assert!(work(&file, &long).scratch_bytes <= crate::device::SCRATCH_BYTES + node_core::limits::RING_BYTES_MAX);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

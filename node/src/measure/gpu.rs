@@ -3,6 +3,7 @@ use kernels::device::DeviceId;
 use kernels::quant::QuantType;
 use kernels::sampler::{Changes, SamplerSettings};
 use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels_gpu::{Profiled, Shape};
 use serde_json::{Value, json};
@@ -71,7 +72,8 @@ pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Va
             (format!("{} {} (random weights)", shape.name, quant.name()), stage, shape.vocab)
         }
     };
-    let figures = Run { stage: stage.as_mut(), vocab, bench }.measure(copied.unwrap_or(0)).map_err(text)?;
+    let threads = Threads::new(1).map_err(|error| error.to_string())?;
+    let figures = Run { stage: stage.as_mut(), threads, vocab, bench }.measure(copied.unwrap_or(0)).map_err(text)?;
     let mut all = json!({"model": name, "device": device.to_string()});
     if let (Value::Object(all), Value::Object(figures)) = (&mut all, figures) {
         all.extend(figures);
@@ -81,6 +83,8 @@ pub fn model(source: Source<'_>, device: DeviceId, bench: GpuBench) -> Result<Va
 
 struct Run<'a> {
     stage: &'a mut dyn Profiled,
+    /// A GPU's stage asks nothing of them.
+    threads: Threads,
     vocab: usize,
     bench: GpuBench,
 }
@@ -159,12 +163,8 @@ impl Run<'_> {
         let start = Instant::now();
         let tokens: Vec<u32> = (0..self.bench.prompt).map(|i| ((i * 37 + 11) % self.vocab) as u32).collect();
         let draw = Draw { settings: self.settings(), position: tokens.len() as u32, changes: Changes::default() };
-        self.stage.forward(&[Rows {
-            sequence,
-            position: 0,
-            input: RowsIn::Tokens(&tokens),
-            want: Want::Token(draw),
-        }])?;
+        let rows = Rows { sequence, position: 0, input: RowsIn::Tokens(&tokens), want: Want::Token(draw) };
+        self.stage.forward(&mut self.threads, &[rows])?;
         Ok(start.elapsed())
     }
 
@@ -188,7 +188,7 @@ impl Run<'_> {
                     want: Want::Token(draw),
                 })
                 .collect();
-            for (last, out) in last.iter_mut().zip(self.stage.forward(&batch)?) {
+            for (last, out) in last.iter_mut().zip(self.stage.forward(&mut self.threads, &batch)?) {
                 if let RowsOut::Token(token) = out {
                     *last = token;
                 }

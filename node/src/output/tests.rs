@@ -3,7 +3,8 @@ use std::fs;
 use std::io::Read;
 
 use kernels::grid::simulation::Mosaic;
-use kernels::grid::tile::{Threads, Tile};
+use kernels::grid::tile::Tile;
+use kernels::threads::Threads;
 use tempfile::TempDir;
 
 use super::*;

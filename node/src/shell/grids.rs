@@ -1,38 +1,44 @@
 //! Carries out what the core decides about tiles of grids: their simulation comes to this machine, then they are made; their saved
 //! states come and go.
 use super::{Ordered, Shell, answered};
+use crate::device_thread::tiles::{CellSource, dtype};
+use crate::device_thread::{Command, NewPart};
 use crate::residency::Key;
-use crate::tiles::states::StateName;
-use crate::tiles::{CellSource, Command, TileSpec};
+use crate::states::StateName;
 use node_core::id::{Epoch, JobId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::work::steps::{SaveKind, SimulationId, TileOrder, TileStart};
+use partitioner::Tier;
 use partitioner::tiles::Block;
 use transport::frame::{Expectation, PAYLOAD_BYTES_MAX};
 
 impl Shell {
     /// Gets the simulation, and has the tile made with the cells that its order names.
-    pub(super) fn load_tile(&self, ordered: Ordered, spec: TileSpec) {
+    pub(super) fn load_tile(&self, ordered: Ordered, bytes_max: u64, standby: Option<Tier>, order: Box<TileOrder>) {
         let Ordered { key: (job, part), epoch, load, sources } = ordered;
         let key = (job, part);
-        let checkpoint = match spec.order.start {
+        let checkpoint = match order.start {
             TileStart::Checkpoint { step } => Some(self.cells_of(epoch.issuer, job, step)),
             TileStart::Initial | TileStart::Continue | TileStart::Snapshot => None,
         };
-        let (id, spec) = (spec.order.simulation, Box::new(spec));
+        let id = order.simulation;
+        let held_from_now = move |simulation| {
+            let part = NewPart::Tile { order, standby, simulation, checkpoint };
+            Command::Load { key, epoch, load, bytes_max, part }
+        };
         if let Some(simulation) = self.submissions.hold_simulation(job, id.content) {
-            return self.compute_tiles(Command::Load { load, spec, simulation, checkpoint });
+            return self.submit(held_from_now(simulation));
         }
         let (submissions, runtime, driver) = (self.submissions.clone(), self.runtime.clone(), self.driver.clone());
-        let (tiles, residency) = (self.tiles.clone(), self.residency.clone());
+        let (commands, residency) = (self.commands.clone(), self.residency.clone());
         self.runtime.spawn_blocking(move || {
             let still_wanted = match answered(|| submissions.fetch_simulation(&runtime, job, id, &sources), Err) {
                 Ok(simulation) => residency.install(key, load, || {
-                    let _ = tiles.send(Command::Load { load, spec, simulation, checkpoint });
+                    let _ = commands.send(held_from_now(simulation));
                 }),
                 Err(reason) => {
                     let (wanted, offered) = residency.fail(key, load, || {
-                        let _ = tiles.send(Command::Drop { key });
+                        let _ = commands.send(Command::Drop { key });
                     });
                     if let Some(offered) = offered {
                         driver.input(Input::CapacityChanged(offered));
@@ -124,7 +130,7 @@ pub(super) fn halos(order: &TileOrder, part: PartId) -> Expectation {
     // Rows of bits begin with a whole byte.
     let bits = order.work.cell_bits.max(8);
     let bytes = (halo * u128::from(bits) / 8).clamp(64, PAYLOAD_BYTES_MAX as u128) as u32;
-    let dtype = crate::tiles::dtype(order.work.cell_bits);
+    let dtype = dtype(order.work.cell_bits);
     Expectation::strips(dtype, bytes / dtype.bytes() as u32)
 }
 

@@ -1,9 +1,10 @@
 //! Carries out what the core decides about stages of models: their weights come to this machine, then they are loaded.
 use super::{EndpointAsk, Ordered, Shell};
-use crate::executor::Command;
+use crate::device_thread::{Command, NewPart};
 use crate::residency::Key;
 use kernels::sampler::{Changes, SamplerSettings};
-use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageOptions, Want};
+use kernels::stage::{Activations, Draw, Rows, RowsIn, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use node_core::id::{Epoch, NodeId, PartId};
 use node_core::input::Input;
 use node_core::limits::CHUNK_POSITIONS_MAX;
@@ -24,18 +25,18 @@ pub(super) fn rows(order: &StageOrder, part: PartId) -> Expectation {
 }
 
 impl Shell {
-    /// Gets the weights, loads the stage, warms it, and hands it to the executor.
+    /// Gets the weights, loads the stage, warms it, and hands it to the device thread.
     pub(super) fn load_stage(&self, ordered: Ordered, name: String, bytes_max: u64, order: StageOrder) {
         let Ordered { key: (job, part), epoch, load, sources } = ordered;
         let key = (job, part);
         self.recalled.note(&order);
         let (library, ask) = (self.library.clone(), Arc::new(EndpointAsk(self.endpoint.clone())));
-        let (driver, executor, device) = (self.driver.clone(), self.executor.clone(), self.device.clone());
+        let (driver, commands, device) = (self.driver.clone(), self.commands.clone(), self.device.clone());
         let residency = self.residency.clone();
         let failed = {
             let (residency, driver) = (residency.clone(), driver.clone());
             move |reason: String| {
-                // An executor has nothing of it yet.
+                // The device thread has nothing of it yet.
                 if let (_, Some(offered)) = residency.fail(key, load, || {}) {
                     driver.input(Input::CapacityChanged(offered));
                 }
@@ -56,10 +57,11 @@ impl Shell {
             })
             .await;
             match loaded.unwrap_or_else(|e| Err(format!("loading was interrupted: {e}"))) {
-                // The executor answers. A stage that is no longer wanted is dropped here.
+                // The device thread answers. A stage that is no longer wanted is dropped here.
                 Ok(stage) => {
                     residency.install(key, load, || {
-                        let _ = executor.send(Command::Install { key, epoch, load, stage, bytes_max });
+                        let part = NewPart::Stage(stage);
+                        let _ = commands.send(Command::Load { key, epoch, load, bytes_max, part });
                     });
                 }
                 Err(reason) => {
@@ -115,7 +117,7 @@ fn load_stage(
     let begun = Instant::now();
     let mut stage = device.load(file, options).map_err(|e| e.to_string())?;
     let loaded = begun.elapsed();
-    warm(stage.as_mut(), layers.start == 0).map_err(|e| e.to_string())?;
+    warm(stage.as_mut(), device.threads, layers.start == 0).map_err(|e| e.to_string())?;
     let [got, loaded, first] = [got, loaded, begun.elapsed() - loaded].map(|took| took.as_secs_f64());
     let (layers, total) = (explain::layers(&layers), got + loaded + first);
     tracing::info!(
@@ -125,12 +127,14 @@ fn load_stage(
 }
 
 /// A step of no request, so that the first real one waits for no page and no compiler.
-fn warm(stage: &mut dyn Stage, is_first: bool) -> Result<(), kernels::stage::StageError> {
+fn warm(stage: &mut dyn Stage, threads: usize, is_first: bool) -> Result<(), StageError> {
+    // Of its own: the device thread computes with the node's meanwhile.
+    let mut threads = Threads::new(threads).map_err(|e| StageError::Device(format!("{threads} threads: {e}")))?;
     let zeros = vec![0.0; stage.width()];
     let input = if is_first { RowsIn::Tokens(&[0]) } else { RowsIn::Hidden(&zeros) };
     let draw = Draw { settings: SamplerSettings::greedy(), position: 1, changes: Changes::default() };
     let row = Rows { sequence: u64::MAX, position: 0, input, want: Want::Token(draw) };
-    stage.forward(&[row])?;
+    stage.forward(&mut threads, &[row])?;
     stage.release(u64::MAX);
     Ok(())
 }

@@ -4,7 +4,7 @@ use super::forces::Forces;
 use super::run_folder::RunFolder;
 use super::{Made, Submission, Submissions, Told};
 use crate::bulk::GridRequest;
-use crate::tiles::region;
+use crate::device_thread::tiles::region;
 use node_core::id::{JobId, NodeId};
 use node_core::limits::LEASE;
 use node_core::work::steps::{Schedule, SimulationId};

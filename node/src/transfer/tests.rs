@@ -2,6 +2,7 @@
 use super::*;
 use crate::bulk::BulkRequest;
 use kernels::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::weights::testing::TinyModel;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
@@ -365,7 +366,7 @@ fn stage_error(held: &Held) -> String {
 fn logits(stage: &mut dyn Stage) -> String {
     let input = RowsIn::Tokens(&[4, 200, 31]);
     let rows = Rows { sequence: 0, position: 0, input, want: Want::Logits };
-    format!("{:?}", stage.forward(&[rows]).expect("computes"))
+    format!("{:?}", stage.forward(&mut Threads::new(1).unwrap(), &[rows]).expect("computes"))
 }
 
 #[test]

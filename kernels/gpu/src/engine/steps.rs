@@ -231,13 +231,13 @@ impl<R: Platform> GpuEngine<R> {
         }
     }
 
-    /// A pass of few rows by a graph, waited for.
+    /// Queues a pass of few rows by a graph; gives how many numbers [`Self::replayed`] will give. One is queued at a time.
     pub(super) fn replay(
         &mut self,
         rows: &[RowAt],
         input: PassInput<'_>,
         wanted: &[usize],
-    ) -> Result<Vec<f32>, StageError> {
+    ) -> Result<usize, StageError> {
         let (blocks, most) = (self.blocks_of(rows), self.options.context.div_ceil(POSITIONS));
         self.with_steps(|engine, steps| {
             let shape = Shape { rows: rows.len(), wanted: wanted.len(), blocks, drawn: false };
@@ -257,9 +257,15 @@ impl<R: Platform> GpuEngine<R> {
             let got = &mut steps.got.words()[..numbers];
             let graph = &steps.recorded[&shape];
             steps.graphs.queue((&words[..len], &steps.words, 0), graph, (got, &steps.output), &steps.done)?;
-            wait(&steps.graphs, &steps.done, &mut steps.waited)?;
-            Ok(bytemuck::cast_slice(got).to_vec())
+            Ok(numbers)
         })
+    }
+
+    /// Waits for the pass that [`Self::replay`] queued.
+    pub(super) fn replayed(&mut self, numbers: usize) -> Result<Vec<f32>, StageError> {
+        let steps = self.steps.as_mut().ok_or_else(|| failed("this device replays no steps"))?;
+        wait(&steps.graphs, &steps.done, &mut steps.waited)?;
+        Ok(bytemuck::cast_slice(&steps.got.words()[..numbers]).to_vec())
     }
 
     /// Whether the device draws the tokens of steps with this number of rows.

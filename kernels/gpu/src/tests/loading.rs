@@ -7,6 +7,7 @@ use cubecl::wgpu::WgpuRuntime;
 use kernels::device::DeviceId;
 use kernels::quant::QuantType;
 use kernels::stage::{Activations, Rows, RowsIn, RowsOut, Stage, StageError, StageOptions, Want};
+use kernels::threads::Threads;
 use kernels::tile::{Layout, ROWS};
 use kernels::weights::testing::TinyModel;
 use kernels::weights::{Architecture, ModelFile};
@@ -37,8 +38,8 @@ fn options(layers: usize) -> StageOptions {
 /// A prompt and a step.
 fn logits(stage: &mut dyn Stage) -> Vec<RowsOut> {
     let rows = |position, tokens| Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-    let mut all = stage.forward(&[rows(0, &[5, 77, 260, 3, 3])]).unwrap();
-    all.extend(stage.forward(&[rows(5, &[9])]).unwrap());
+    let mut all = stage.forward(&mut Threads::new(2).unwrap(), &[rows(0, &[5, 77, 260, 3, 3])]).unwrap();
+    all.extend(stage.forward(&mut Threads::new(2).unwrap(), &[rows(5, &[9])]).unwrap());
     all
 }
 

@@ -3,7 +3,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::device::DeviceId;
-use kernels::stage::{Activations, Rows, RowsIn, RowsOut, StageError, StageOptions, Want};
+use kernels::sampler::{Changes, SamplerSettings};
+use kernels::stage::{Activations, Draw, Rows, RowsIn, RowsOut, StageError, StageOptions, Submitted, Want};
+use kernels::threads::Threads;
 use kernels::weights::ModelFile;
 use kernels::weights::testing::{TinyModel, real_model_path};
 
@@ -66,7 +68,7 @@ fn a_stage_refuses_what_does_not_fit() {
     let mut stage = load_stage(file.clone(), options(&file, 8), device).unwrap();
     let rows =
         |sequence, position, tokens| Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-    stage.forward(&[rows(1, 0, &[1, 2, 3])]).unwrap();
+    stage.forward(&mut Threads::new(2).unwrap(), &[rows(1, 0, &[1, 2, 3])]).unwrap();
     let hidden = [0f32; 256];
     let wrong = [
         rows(1, 4, &[1]),
@@ -76,18 +78,49 @@ fn a_stage_refuses_what_does_not_fit() {
         Rows { sequence: 1, position: 3, input: RowsIn::Hidden(&hidden), want: Want::Nothing },
     ];
     for wrong in wrong {
-        let error = stage.forward(&[rows(2, 0, &[1]), wrong]).unwrap_err();
+        let error = stage.forward(&mut Threads::new(2).unwrap(), &[rows(2, 0, &[1]), wrong]).unwrap_err();
         assert!(matches!(error, StageError::Input(_)), "{error}");
         assert_eq!((stage.held(1), stage.held(2)), (3, 0), "{error}");
     }
     let crowd: Vec<Rows<'_>> = (2..4).map(|sequence| rows(sequence, 0, &[1])).collect();
-    assert!(matches!(stage.forward(&crowd), Err(StageError::Input(_))));
+    assert!(matches!(stage.forward(&mut Threads::new(2).unwrap(), &crowd), Err(StageError::Input(_))));
     stage.release(1);
-    stage.forward(&crowd).unwrap();
+    stage.forward(&mut Threads::new(2).unwrap(), &crowd).unwrap();
     let mut second = load_stage(file.clone(), StageOptions { layers: 1..3, ..options(&file, 8) }, device).unwrap();
     let ragged = Rows { sequence: 1, position: 0, input: RowsIn::Hidden(&hidden[1..]), want: Want::Nothing };
-    let error = second.forward(&[ragged]).unwrap_err();
+    let error = second.forward(&mut Threads::new(2).unwrap(), &[ragged]).unwrap_err();
     assert!(matches!(error, StageError::Input(_)), "{error}");
+}
+
+/// Prefills of two passes and steps, with and without a draw: the device has batches of two stages at once, and a batch that is
+/// not finished is forgotten by the next.
+#[test]
+fn batches_of_two_stages_are_with_the_device_at_once() {
+    let Some(device) = device() else { return };
+    let file = TinyModel::default().open();
+    let mut threads = Threads::new(1).unwrap();
+    let mut stages = [0, 1].map(|_| load_stage(file.clone(), options(&file, 600), device).unwrap());
+    let mut reference = load_stage(file.clone(), options(&file, 600), DeviceId::Cpu).unwrap();
+    let prompt: Vec<u32> = (0..514).map(|i| i * 31 % 260).collect();
+    let draw =
+        |position| Want::Token(Draw { settings: SamplerSettings::greedy(), position, changes: Changes::default() });
+    let mut next = vec![7];
+    for (position, want) in [(0, Want::Logits), (514, draw(515)), (515, draw(516)), (516, Want::Logits)] {
+        let tokens = if position == 0 { &prompt[..] } else { &next };
+        let batch = [Rows { sequence: 1, position, input: RowsIn::Tokens(tokens), want }];
+        for stage in &mut stages {
+            assert!(matches!(stage.submit(&mut threads, &batch), Ok(Submitted::Queued)));
+        }
+        assert!(matches!(stages[1].submit(&mut threads, &batch), Ok(Submitted::Queued)));
+        let expected = reference.forward(&mut threads, &batch).unwrap();
+        for stage in &mut stages {
+            assert!(stage.finish(&mut threads, &batch).unwrap() == expected, "position {position}");
+            assert!(stage.finish(&mut threads, &batch).is_err(), "nothing is queued");
+        }
+        if let [RowsOut::Token(token)] = expected[..] {
+            next = vec![token];
+        }
+    }
 }
 
 /// Positions already held may be written again: the rest of the sequence is as if they had been so at first.
@@ -98,7 +131,7 @@ fn rewritten_positions_give_the_same_bits() {
     let mut stage = load_stage(file.clone(), options(&file, 16), device).unwrap();
     let mut run = |sequence, position, tokens: &[u32]| {
         let rows = Rows { sequence, position, input: RowsIn::Tokens(tokens), want: Want::Logits };
-        stage.forward(&[rows]).unwrap()
+        stage.forward(&mut Threads::new(2).unwrap(), &[rows]).unwrap()
     };
     run(1, 0, &[1, 2, 9, 9, 9]);
     assert_eq!(run(1, 2, &[3, 4]), run(2, 0, &[1, 2, 3, 4]));
@@ -135,8 +168,11 @@ fn smollm2_gives_the_oracles_tokens_and_the_processors_bits() {
     let (mut position, mut agreed) = (0, 0);
     for (i, &next) in greedy[..6].iter().enumerate() {
         let rows = [Rows { sequence: 1, position, input: RowsIn::Tokens(&tokens), want: Want::Logits }];
-        let out = stage.forward(&rows).unwrap();
-        assert!(out == reference.forward(&rows).unwrap(), "token {i}: other bits than the processor's");
+        let out = stage.forward(&mut Threads::new(2).unwrap(), &rows).unwrap();
+        assert!(
+            out == reference.forward(&mut Threads::new(2).unwrap(), &rows).unwrap(),
+            "token {i}: other bits than the processor's"
+        );
         let RowsOut::Logits(logits) = &out[0] else { panic!("no logits") };
         if margins[i].as_f64().unwrap() > 1.0 {
             let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();

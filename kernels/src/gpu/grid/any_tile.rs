@@ -3,8 +3,8 @@ use cubecl::prelude::*;
 
 use super::GpuTile;
 use crate::grid::any_tile::{Fields, GridTile, Mark, TakeRow};
-use crate::grid::tile::Threads;
 use crate::grid::{GridError, Link, Region};
+use crate::threads::Threads;
 
 impl<R: Runtime> Fields for GpuTile<R> {
     fn region(&self) -> Region {

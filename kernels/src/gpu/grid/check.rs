@@ -14,8 +14,9 @@ use crate::grid::life::Life;
 use crate::grid::rule::{CellMap, Rule};
 use crate::grid::rule_file::TextRule;
 use crate::grid::scalar::{GrayScott, Heat, Wave};
-use crate::grid::tile::{Threads, Tile};
+use crate::grid::tile::Tile;
 use crate::grid::{Face, Grid, GridError, Link, Region, links};
+use crate::threads::Threads;
 
 /// One check and what came of it.
 #[derive(Clone, Debug)]

@@ -2,17 +2,12 @@
 //!
 //! Which element goes where is a list on the device, made once from the boxes of `grid/halo.rs`; strips are the same bytes
 //! as those of a tile on a processor.
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
-
-use cubecl::bytes::Bytes;
 use cubecl::prelude::*;
-use cubecl::server::{Handle, ServerError};
 use half::f16;
 
 use super::memory::{Buffer, address, element, failed, over};
 use super::place::Memory;
+use crate::gpu::{Coming, submitted};
 use crate::grid::GridError;
 use crate::grid::frame::{Format, Frame, Span};
 use crate::grid::halo::Strips;
@@ -36,8 +31,6 @@ struct List {
     /// Words of the strips, one before and one after them for bits. Numbers of 16 bits may not fill the last.
     words: usize,
 }
-
-pub(super) type Coming = Pin<Box<dyn Future<Output = Result<Vec<Bytes>, ServerError>> + Send>>;
 
 /// Strips on their way from the device.
 pub(super) enum Packed {
@@ -234,20 +227,6 @@ impl Drop for Exchange {
     fn drop(&mut self) {
         self.forget();
     }
-}
-
-/// A read that is with the device already, whenever it is awaited.
-pub(super) fn submitted<R: Runtime>(client: ComputeClient<R>, handle: Handle) -> Coming {
-    let mut coming: Coming = Box::pin(async move {
-        let read = client.read_async(vec![handle]);
-        // The first poll ends here, before the one that may block.
-        let mut first = true;
-        poll_fn(|_| if std::mem::take(&mut first) { Poll::Pending } else { Poll::Ready(()) }).await;
-        read.await
-    });
-    let polled = coming.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-    debug_assert!(polled.is_pending());
-    coming
 }
 
 impl List {

@@ -1,8 +1,9 @@
 //! Rules that work, rules that are refused and where, and noise.
 use super::*;
 use crate::grid::rule::Rule;
-use crate::grid::tile::{Threads, Tile};
+use crate::grid::tile::Tile;
 use crate::grid::{Face, Grid};
+use crate::threads::Threads;
 
 const GRAY_SCOTT: &str = "\
 # Gray-Scott: two substances that react and spread

@@ -6,8 +6,9 @@ use super::{Simulation, SimulationError};
 use crate::grid::any_tile::GridTile;
 use crate::grid::lbm::LatticeFluid;
 use crate::grid::rule::CellMap;
-use crate::grid::tile::{Threads, Tile};
+use crate::grid::tile::Tile;
 use crate::grid::{Grid, GridError, Look};
+use crate::threads::Threads;
 
 /// What of the force is told.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -3,7 +3,8 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::grid::Region;
-use crate::grid::tile::{Threads, Tile};
+use crate::grid::tile::Tile;
+use crate::threads::Threads;
 
 mod bad;
 mod expressions;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use crate::stage::{Activations, Rows, RowsIn, Stage, StageError, StageOptions, Want};
+use crate::threads::Threads;
 use crate::weights::testing::TinyModel;
 use crate::weights::{ModelFile, ShardIndex, WeightsError};
 
@@ -38,7 +39,7 @@ fn cut(path: &Path, len: u64) {
 
 fn logits(stage: &mut dyn Stage) -> String {
     let rows = Rows { sequence: 1, position: 0, input: RowsIn::Tokens(&[4, 200, 31]), want: Want::Logits };
-    format!("{:?}", stage.forward(&[rows]).expect("computes"))
+    format!("{:?}", stage.forward(&mut Threads::new(2).unwrap(), &[rows]).expect("computes"))
 }
 
 /// The error says what was expected, what was found and what to do.

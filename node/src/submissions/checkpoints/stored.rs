@@ -1,6 +1,6 @@
 //! A complete checkpoint as it is read again: checked, and given out in blocks, never as a whole.
 use super::{FOLDER, FORMAT, Layout, MANIFEST, Manifest, Part, file_name, hex, step_folder, told};
-use crate::tiles::common;
+use crate::device_thread::tiles::common;
 use bytes::Bytes;
 use kernels::grid::Region;
 use kernels::grid::simulation::Simulation;

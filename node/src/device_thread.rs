@@ -1,0 +1,487 @@
+//! The one thread that computes: it owns every part that this node holds, stages and tiles, and the threads that they share.
+//!
+//! Commands come by one queue (`device_thread/queue.rs`). While a GPU is at one part's work the next command is carried out
+//! (`device_thread/pending.rs`). What is particular to a kind of part is in `device_thread/stages.rs` and `tiles.rs`.
+use crate::device::Compute;
+use crate::driver::DriverHandle;
+use crate::residency::{Key, Residency};
+use crate::states::States;
+use crate::tensors::Tensors;
+use kernels::grid::Region;
+use kernels::grid::any_tile::Mark;
+use kernels::grid::simulation::Simulation;
+use kernels::stage::{RowsOut, Stage};
+use kernels::threads::Threads;
+use node_core::id::{Epoch, JobId, LoadId, RequestId, WorkId};
+use node_core::input::Input;
+use node_core::work::serve::Item;
+use node_core::work::steps::{TileOrder, TileStart};
+use node_core::work::{Loaded, Made, Run, Task};
+use partitioner::Tier;
+use pending::{Pending, PendingWork, Watcher};
+use queue::{Queue, Work};
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tiles::{CellSource, Progress, TileRun};
+
+mod pending;
+mod queue;
+mod stages;
+pub mod tiles;
+
+#[cfg(test)]
+mod tests;
+
+/// Something for the device thread.
+pub enum Command {
+    /// Hold a part from now on.
+    Load {
+        /// Names it.
+        key: Key,
+        /// The epoch it was loaded for.
+        epoch: Epoch,
+        /// The order that is answered.
+        load: LoadId,
+        /// What the plan allows it: a stage's caches grow into that as they are used.
+        bytes_max: u64,
+        /// The part.
+        part: NewPart,
+    },
+    /// Some cells that a tile starts with, made or fetched meanwhile.
+    Cells {
+        /// Which tile.
+        key: Key,
+        /// The order that they are for.
+        load: LoadId,
+        /// Where they are.
+        part: Region,
+        /// As a saved state has them.
+        cells: Vec<u8>,
+    },
+    /// All of them came, or why not.
+    CellsEnd {
+        /// Which tile.
+        key: Key,
+        /// The order that is answered.
+        load: LoadId,
+        /// Why not.
+        result: Result<(), String>,
+    },
+    /// Give a tile the cells of a snapshot among the states.
+    Restore {
+        /// Which tile.
+        key: Key,
+        /// The order that is answered.
+        load: LoadId,
+        /// The snapshot's step.
+        step: u32,
+    },
+    /// A part stays, under another epoch.
+    Keep {
+        /// Which.
+        key: Key,
+        /// The epoch from now on.
+        epoch: Epoch,
+    },
+    /// Compute. A stage of another epoch refuses it.
+    Run(Box<Run>),
+    /// Free a request's cache.
+    Release {
+        /// Of which stage.
+        key: Key,
+        /// The request.
+        request: RequestId,
+    },
+    /// Run some steps on rows drawn from a number.
+    Challenge {
+        /// Of which stage.
+        key: Key,
+        /// The epoch it belongs to.
+        epoch: Epoch,
+        /// What the rows are drawn from.
+        nonce: u64,
+    },
+    /// Drop a part and its saved states, if it is here.
+    Drop {
+        /// Which.
+        key: Key,
+    },
+    /// Drop all parts of a job.
+    Unload {
+        /// The job.
+        job: JobId,
+    },
+    /// A device has done some of what it was given.
+    Reached,
+}
+
+/// A part that is to be held.
+pub enum NewPart {
+    /// A stage, which was loaded beside the thread.
+    Stage(Box<dyn Stage>),
+    /// A tile, which is made by the thread.
+    Tile {
+        /// How it was ordered.
+        order: Box<TileOrder>,
+        /// It is a standby of this tier.
+        standby: Option<Tier>,
+        /// What is computed.
+        simulation: Arc<Simulation>,
+        /// Gives the cells of a checkpoint, if it starts from one.
+        checkpoint: Option<CellSource>,
+    },
+}
+
+/// What the thread shares with the rest of the node.
+pub struct Shared {
+    /// Rows and halos.
+    pub tensors: Arc<Tensors>,
+    /// States of tiles that were saved.
+    pub states: Arc<States>,
+    /// Memory taken.
+    pub residency: Arc<Residency>,
+    /// The node.
+    pub driver: DriverHandle,
+    /// What computes.
+    pub device: Arc<Compute>,
+}
+
+/// How commands get to the thread.
+pub type Commands = Arc<mpsc::Sender<Command>>;
+
+/// Starts the thread. It ends when the last sender is dropped.
+///
+/// # Errors
+/// The operating system refuses a thread.
+pub fn spawn(shared: Shared) -> std::io::Result<(Commands, JoinHandle<()>)> {
+    let (sender, commands) = mpsc::channel();
+    let sender = Arc::new(sender);
+    let thread = DeviceThread {
+        parts: HashMap::new(),
+        threads: None,
+        queue: Queue::default(),
+        pending: VecDeque::new(),
+        watcher: Watcher::new(Arc::downgrade(&sender)),
+        batch_at: None,
+        own: Arc::downgrade(&sender),
+        shared,
+    };
+    let thread = std::thread::Builder::new().name("device".into()).spawn(move || thread.run(&commands))?;
+    Ok((sender, thread))
+}
+
+struct DeviceThread {
+    parts: HashMap<Key, Part>,
+    /// Started with the first work.
+    threads: Option<Threads>,
+    queue: Queue,
+    /// Work that a device is at, in the order in which it was launched: at most one run of each part, since the core waits for
+    /// the answer. What can be answered first is: a batch does not wait for the end of a tile's run.
+    pending: VecDeque<Pending>,
+    watcher: Watcher,
+    /// When a batch of a stage was computed last.
+    batch_at: Option<Instant>,
+    /// For the threads that make initial states.
+    own: Weak<mpsc::Sender<Command>>,
+    shared: Shared,
+}
+
+enum Part {
+    Stage(stages::Held),
+    Tile(Box<tiles::Held>),
+}
+
+/// A model counts as in use for this long after a batch: meanwhile runs of tiles let batches pass every
+/// [`node_core::limits::TILE_PIECE`].
+const IN_USE: Duration = Duration::from_secs(2);
+
+impl DeviceThread {
+    fn run(mut self, commands: &mpsc::Receiver<Command>) {
+        loop {
+            // All that has come is looked at before the next is chosen.
+            loop {
+                let idle = self.queue.is_empty() && !self.pending.iter().any(Pending::is_due);
+                match if idle { commands.recv().map_err(Into::into) } else { commands.try_recv() } {
+                    Ok(Command::Reached) => {}
+                    Ok(command) => self.queue.push(command),
+                    Err(mpsc::TryRecvError::Empty) => break,
+                    Err(mpsc::TryRecvError::Disconnected) => return,
+                }
+            }
+            // While a device is at one part's work another one's is launched; then the first that is due is answered.
+            let launched = self.pending.len();
+            match self.queue.next() {
+                Some(Work::Command(command)) => self.carry_out(command),
+                Some(Work::Rest(run)) => self.steps(*run),
+                None => {}
+            }
+            let due = self.pending.iter().take(launched).position(Pending::is_due);
+            if let Some(due) = due.and_then(|at| self.pending.remove(at)) {
+                self.finish(due);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Load { key, epoch, load, bytes_max, part } => {
+                self.settle(|held| held == key);
+                let loaded = guarded(|| self.load((key, epoch, load), bytes_max, part));
+                if let Some(result) = loaded.transpose() {
+                    self.answer_load(key, load, result);
+                }
+            }
+            Command::Cells { key, load, part, cells } => {
+                let put = guarded(|| self.tile(key).map_or(Ok(()), |tile| tile.put(load, part, &cells)));
+                if let Err(reason) = put {
+                    self.cells_end(key, load, Err(reason));
+                }
+            }
+            Command::CellsEnd { key, load, result } => self.cells_end(key, load, result),
+            Command::Restore { key: (job, part), load, step } => {
+                let result = guarded(|| self.restore((job, part), step));
+                self.shared.driver.input(Input::Loaded { job, part, load, result });
+            }
+            Command::Keep { key, epoch } => {
+                if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
+                    held.epoch = epoch;
+                }
+            }
+            Command::Run(run) => {
+                let Run { work, job, epoch, part, task } = *run;
+                let key = (job, part);
+                match task {
+                    Task::Batch(items) => self.batch(work, key, epoch, items),
+                    Task::Steps(task) => self.steps(TileRun::new(work, key, task, &self.shared.tensors)),
+                }
+            }
+            Command::Release { key, request } => {
+                self.settle(|held| held == key);
+                // A stage that is broken says so at its next batch.
+                if let Some(Part::Stage(held)) = self.parts.get_mut(&key) {
+                    let _ = catch_unwind(AssertUnwindSafe(|| held.stage.release(request.0)));
+                }
+            }
+            Command::Challenge { key: (job, part), epoch, nonce } => {
+                self.settle(|held| held == (job, part));
+                let result = guarded(|| {
+                    let (held, threads) = self.stage((job, part))?;
+                    stages::challenge(held.of(epoch)?, threads, nonce)
+                });
+                self.shared.driver.input(Input::Challenged { job, epoch, part, nonce, result });
+            }
+            Command::Drop { key } => {
+                self.shared.states.drop_part(key);
+                self.drop_parts(|held| held == key);
+            }
+            Command::Unload { job } => {
+                self.shared.states.drop_job(job);
+                self.drop_parts(|(of, _)| of == job);
+            }
+            Command::Reached => {}
+        }
+    }
+
+    /// Holds a part. `None`: the state that a tile starts with follows.
+    fn load(
+        &mut self,
+        (key, epoch, load): (Key, Epoch, LoadId),
+        bytes_max: u64,
+        part: NewPart,
+    ) -> Result<Option<Loaded>, String> {
+        self.parts.remove(&key);
+        let (part, bytes, is_loading) = match part {
+            NewPart::Stage(stage) => {
+                let now = stage.resident_bytes();
+                (Part::Stage(stages::Held { epoch, stage }), bytes_max.max(now.weights + now.working), false)
+            }
+            NewPart::Tile { order, standby, simulation, checkpoint } => {
+                let mut held = Box::new(tiles::Held::new((key, bytes_max), *order, simulation));
+                let commands = || self.own.upgrade().ok_or("the node is about to end");
+                if standby != Some(Tier::Warm) {
+                    held.make(&self.shared.device)?;
+                    match held.order.start {
+                        TileStart::Initial => held.begin(load, None, commands()?, self.shared.device.threads)?,
+                        TileStart::Checkpoint { .. } => {
+                            let source = Some(checkpoint.ok_or("the checkpoint cannot be asked for")?);
+                            held.begin(load, source, commands()?, self.shared.device.threads)?;
+                        }
+                        TileStart::Continue | TileStart::Snapshot => {}
+                    }
+                }
+                let is_loading = held.is_loading();
+                (Part::Tile(held), bytes_max, is_loading)
+            }
+        };
+        self.parts.insert(key, part);
+        // In this order: a plan that is made after the job is ready counts what it takes.
+        self.shared.driver.input(Input::CapacityChanged(self.shared.residency.resident(key, Some(bytes))));
+        Ok((!is_loading).then_some(Loaded { bytes, step: None }))
+    }
+
+    /// The state that a tile starts with is whole, or cannot be had.
+    fn cells_end(&mut self, key: Key, load: LoadId, result: Result<(), String>) {
+        if let Some(loaded) = self.tile(key).and_then(|tile| tile.started(load)) {
+            self.answer_load(key, load, result.map(|()| loaded));
+        }
+    }
+
+    fn restore(&mut self, (job, part): Key, step: u32) -> Result<Loaded, String> {
+        let cells = tiles::snapshot(&self.shared.states, (job, part), step)?;
+        match self.parts.get_mut(&(job, part)) {
+            Some(Part::Tile(held)) => held.restore(&self.shared.device, &cells, step),
+            Some(Part::Stage(_)) | None => Err("the tile is gone".into()),
+        }
+    }
+
+    /// Answers a load. What could not be loaded takes nothing.
+    fn answer_load(&mut self, key: Key, load: LoadId, result: Result<Loaded, String>) {
+        let Shared { residency, driver, .. } = &self.shared;
+        if result.is_err() {
+            let (_, offered) = residency.fail(key, load, || {});
+            let dropped = self.parts.remove(&key).map(|_| residency.resident(key, None));
+            if let Some(capacity) = dropped.or(offered) {
+                driver.input(Input::CapacityChanged(capacity));
+            }
+        }
+        let (job, part) = key;
+        driver.input(Input::Loaded { job, part, load, result });
+    }
+
+    fn drop_parts(&mut self, is_gone: impl Fn(Key) -> bool) {
+        self.settle(&is_gone);
+        for (key, part) in self.parts.extract_if(|key, _| is_gone(*key)) {
+            drop(part);
+            self.shared.driver.input(Input::CapacityChanged(self.shared.residency.resident(key, None)));
+        }
+    }
+
+    /// Submits a batch to a stage, and answers it if it is computed by then.
+    fn batch(&mut self, work: WorkId, key: Key, epoch: Epoch, items: Vec<Item>) {
+        self.settle(|held| held == key);
+        self.batch_at = Some(Instant::now());
+        let mut inputs = Vec::new();
+        // What panics must not take the node with it: the stage is reported failed and loaded again.
+        let submitted = guarded(|| {
+            inputs = stages::inputs(&self.shared.tensors, &items);
+            let (held, threads) = self.stage(key)?;
+            stages::submit(held.of(epoch)?, threads, &items, &inputs)
+        });
+        match submitted {
+            Ok(None) => self.pending.push_back(Pending { key, work, what: PendingWork::Batch { items, inputs } }),
+            Ok(Some(outputs)) => self.answer_batch(key, work, &items, Ok(outputs)),
+            Err(reason) => self.answer_batch(key, work, &items, Err(reason)),
+        }
+    }
+
+    fn answer_batch(&mut self, key: Key, work: WorkId, items: &[Item], outputs: Result<Vec<RowsOut>, String>) {
+        self.batch_at = Some(Instant::now());
+        let results = outputs.map(|outputs| stages::results(&self.shared.tensors, items, outputs));
+        self.answer(key, work, results.map(Made::Batch));
+    }
+
+    /// Makes steps of a tile, or gives them to the device. While a model is in use a batch may pass in between.
+    fn steps(&mut self, mut run: TileRun) {
+        let yields = self.batch_at.is_some_and(|at| at.elapsed() < IN_USE);
+        let began = Instant::now();
+        let progress = guarded(|| {
+            let threads = threads(&mut self.threads, &self.shared.device)?;
+            match self.parts.get_mut(&run.key) {
+                Some(Part::Tile(held)) => held.advance(&mut run, threads, &self.shared, yields),
+                Some(Part::Stage(_)) | None => Err("the tile is not here".into()),
+            }
+        });
+        run.took += began.elapsed();
+        let (key, work) = (run.key, run.work);
+        match progress {
+            Ok(Progress::Yields) => self.queue.push_rest(run),
+            Ok(Progress::Given(mark)) if mark.is_reached() => {
+                run.made.compute_ns = nanos(run.took);
+                self.answer(key, work, Ok(Made::Steps(run.made)));
+            }
+            Ok(Progress::Given(mark)) => match self.launched(run, began, mark) {
+                Ok(pending) => self.pending.push_back(pending),
+                Err(reason) => self.answer(key, work, Err(reason)),
+            },
+            Err(reason) => self.answer(key, work, Err(reason)),
+        }
+    }
+
+    /// A device has a run to make, and is at it until the mark.
+    fn launched(&mut self, run: TileRun, began: Instant, mark: Mark) -> Result<Pending, String> {
+        let TileRun { key, work, task, made, .. } = run;
+        let Some(Part::Tile(held)) = self.parts.get_mut(&key) else { return Err("the tile is not here".into()) };
+        let (before, this) = self.watcher.watch(&mut held.last, began, mark)?;
+        let last = task.to == held.order.schedule.steps;
+        Ok(Pending { key, work, what: PendingWork::Steps { before, this, last, made } })
+    }
+
+    /// Answers work that a device was at; a batch is waited for.
+    fn finish(&mut self, pending: Pending) {
+        let Pending { key, work, what } = pending;
+        match what {
+            PendingWork::Batch { items, inputs } => {
+                let outputs = guarded(|| {
+                    let (held, threads) = self.stage(key)?;
+                    stages::finish(&mut *held.stage, threads, &items, &inputs)
+                });
+                self.answer_batch(key, work, &items, outputs);
+            }
+            PendingWork::Steps { before, this, last, made } => {
+                let result = this.made(before.as_ref(), last, made);
+                this.answered();
+                self.answer(key, work, result.map(Made::Steps));
+            }
+        }
+    }
+
+    /// Finishes batches of stages that a device is at: nothing else is asked of a stage until then.
+    fn settle(&mut self, of: impl Fn(Key) -> bool) {
+        let at = |pending: &Pending| pending.is_batch() && of(pending.key);
+        while let Some(batch) = self.pending.iter().position(at).and_then(|at| self.pending.remove(at)) {
+            self.finish(batch);
+        }
+    }
+
+    fn answer(&self, (job, part): Key, work: WorkId, result: Result<Made, String>) {
+        self.shared.driver.input(Input::Ran { job, part, work, result });
+    }
+
+    /// The stage of a key, and what computes it.
+    fn stage(&mut self, key: Key) -> Result<(&mut stages::Held, &mut Threads), String> {
+        match self.parts.get_mut(&key) {
+            Some(Part::Stage(held)) => Ok((held, threads(&mut self.threads, &self.shared.device)?)),
+            Some(Part::Tile(_)) | None => Err("this stage of the job is not loaded".into()),
+        }
+    }
+
+    fn tile(&mut self, key: Key) -> Option<&mut tiles::Held> {
+        match self.parts.get_mut(&key) {
+            Some(Part::Tile(held)) => Some(held),
+            Some(Part::Stage(_)) | None => None,
+        }
+    }
+}
+
+/// The node's compute threads, started if they are not.
+fn threads<'a>(threads: &'a mut Option<Threads>, device: &Compute) -> Result<&'a mut Threads, String> {
+    match threads {
+        Some(threads) => Ok(threads),
+        none => Ok(none.insert(Threads::new(device.threads).map_err(|e| format!("no compute threads: {e}"))?)),
+    }
+}
+
+/// Does work of a part; what panics is an error of it.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Err(format!("a kernel panicked: {}", text.unwrap_or("no message")))
+    })
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

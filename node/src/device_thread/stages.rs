@@ -1,0 +1,155 @@
+//! What is particular to stages of models: batches in, results out, and the challenges that show their numerics.
+use crate::tensors::{Tensor, Tensors, join};
+use kernels::sampler::{Changes, SamplerSettings};
+use kernels::stage::{Draw, Rows, RowsIn, RowsOut, Stage, StageError, Submitted, Want};
+use kernels::threads::Threads;
+use node_core::id::Epoch;
+use node_core::limits::CHALLENGE_STEPS;
+use node_core::work::Payload;
+use node_core::work::serve::{Item, ItemResult, SampleSpec, Sampling};
+use std::sync::Arc;
+
+/// A stage that is held.
+pub(super) struct Held {
+    /// The epoch that its batches are of.
+    pub(super) epoch: Epoch,
+    pub(super) stage: Box<dyn Stage>,
+}
+
+impl Held {
+    /// The stage, if it is held under this epoch.
+    pub(super) fn of(&mut self, epoch: Epoch) -> Result<&mut dyn Stage, String> {
+        if self.epoch != epoch {
+            return Err(format!("the stage was loaded for epoch {}, not {}", self.epoch.counter, epoch.counter));
+        }
+        Ok(&mut *self.stage)
+    }
+}
+
+/// The rows of a batch, which are given up elsewhere.
+pub(super) fn inputs(tensors: &Tensors, items: &[Item]) -> Vec<Option<Tensor>> {
+    let take = |item: &Item| match &item.input {
+        Payload::Tensor(id) => tensors.take(*id),
+        Payload::Tensors(ids) => join(ids.iter().map(|id| tensors.take(*id)).collect()),
+        Payload::Tokens(tokens) => Some(Tensor::Tokens(tokens.clone())),
+    };
+    items.iter().map(take).collect()
+}
+
+/// Submits a batch. `None`: a device is at it, and [`finish`] gives what comes of it.
+pub(super) fn submit(
+    stage: &mut dyn Stage,
+    threads: &mut Threads,
+    items: &[Item],
+    inputs: &[Option<Tensor>],
+) -> Result<Option<Vec<RowsOut>>, String> {
+    match stage.submit(threads, &batch(items, inputs)?).map_err(|e| e.to_string())? {
+        Submitted::Done(outputs) => Ok(Some(outputs)),
+        Submitted::Queued => Ok(None),
+    }
+}
+
+/// Waits for a batch that was submitted.
+pub(super) fn finish(
+    stage: &mut dyn Stage,
+    threads: &mut Threads,
+    items: &[Item],
+    inputs: &[Option<Tensor>],
+) -> Result<Vec<RowsOut>, String> {
+    stage.finish(threads, &batch(items, inputs)?).map_err(|e| e.to_string())
+}
+
+/// What the core hears of a batch; hidden rows are put where it named.
+pub(super) fn results(tensors: &Tensors, items: &[Item], outputs: Vec<RowsOut>) -> Vec<ItemResult> {
+    let result = |(item, output): (&Item, RowsOut)| match output {
+        RowsOut::Hidden(rows) => {
+            tensors.put(item.output, Tensor::Hidden(Arc::new(rows)));
+            ItemResult::Hidden
+        }
+        RowsOut::Token(token) => ItemResult::Token { token },
+        RowsOut::Logits(_) | RowsOut::Nothing => ItemResult::Nothing,
+    };
+    items.iter().zip(outputs).map(result).collect()
+}
+
+fn batch<'a>(items: &'a [Item], inputs: &'a [Option<Tensor>]) -> Result<Vec<Rows<'a>>, String> {
+    items.iter().zip(inputs).map(|(item, input)| rows(item, input)).collect()
+}
+
+/// A digest of what the stage makes of some rows, one after the other: equal wherever the numerics are.
+pub(super) fn challenge(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u64, String> {
+    let digest = digest(stage, threads, nonce);
+    stage.release(CHALLENGE_SEQUENCE);
+    digest.map_err(|e| e.to_string())
+}
+
+/// The sequence of a challenge: no request has this number.
+const CHALLENGE_SEQUENCE: u64 = u64::MAX;
+
+/// Runs [`CHALLENGE_STEPS`] single rows, drawn from `nonce`, at consecutive positions, and hashes the bits that come out.
+fn digest(stage: &mut dyn Stage, threads: &mut Threads, nonce: u64) -> Result<u64, StageError> {
+    let seed = blake3::derive_key("meshnode 2026 rows of a challenge", &nonce.to_le_bytes());
+    let mut bytes = vec![0; stage.width()];
+    blake3::Hasher::new_keyed(&seed).finalize_xof().fill(&mut bytes);
+    // A byte an element: from -1 to just below 1, as normalised rows are.
+    let hidden: Vec<f32> = bytes.iter().map(|&byte| (f32::from(byte) - 128.0) / 128.0).collect();
+    let mut digest = blake3::Hasher::new();
+    for position in 0..CHALLENGE_STEPS {
+        let row = |input| Rows {
+            sequence: CHALLENGE_SEQUENCE,
+            position: position as usize,
+            input,
+            want: if position + 1 == CHALLENGE_STEPS { Want::Logits } else { Want::Nothing },
+        };
+        // Every vocabulary has that many tokens.
+        let token = [u32::from(bytes[position as usize])];
+        // A stage says what it takes by refusing the other, which changes nothing in it.
+        let outputs = match stage.forward(threads, &[row(RowsIn::Hidden(&hidden))]) {
+            Err(StageError::Input(_)) => stage.forward(threads, &[row(RowsIn::Tokens(&token))]),
+            answer => answer,
+        };
+        for output in outputs? {
+            if let RowsOut::Hidden(values) | RowsOut::Logits(values) = output {
+                for value in values {
+                    digest.update(&value.to_bits().to_le_bytes());
+                }
+            }
+        }
+    }
+    Ok(u64::from_le_bytes(digest.finalize().as_bytes()[..8].try_into().unwrap_or_default()))
+}
+
+fn rows<'a>(item: &'a Item, input: &'a Option<Tensor>) -> Result<Rows<'a>, String> {
+    let input = match input {
+        Some(Tensor::Tokens(tokens)) => RowsIn::Tokens(tokens),
+        Some(Tensor::Hidden(rows)) => RowsIn::Hidden(rows),
+        Some(Tensor::Halo { .. }) => return Err("cells of a grid are no rows of a stage".into()),
+        None => return Err("the rows of a frame are gone before they were used".into()),
+    };
+    Ok(Rows {
+        sequence: item.request.0,
+        position: item.position as usize,
+        input,
+        want: item.sample.as_ref().map_or(Want::Nothing, want),
+    })
+}
+
+fn want(sample: &SampleSpec) -> Want<'_> {
+    let changes =
+        Changes { history: &sample.history, prompt: sample.prompt as usize, bias: &sample.sampling.logit_bias_e6 };
+    Want::Token(Draw { settings: settings(&sample.sampling), position: sample.position, changes })
+}
+
+fn settings(s: &Sampling) -> SamplerSettings {
+    let share = |e6: u32| e6 as f32 / 1e6;
+    SamplerSettings {
+        temperature: share(s.temperature_e6),
+        top_p: share(s.top_p_e6),
+        top_k: s.top_k,
+        min_p: share(s.min_p_e6),
+        repetition_penalty: share(s.repetition_penalty_e6),
+        presence_penalty: s.presence_penalty_e6 as f32 / 1e6,
+        frequency_penalty: s.frequency_penalty_e6 as f32 / 1e6,
+        seed: s.seed,
+    }
+}

@@ -1,0 +1,304 @@
+//! The device thread as the core sees it: commands, and what it answers when.
+use super::*;
+use crate::config::UpOptions;
+use crate::driver::{self, DriverQueue};
+use kernels::stage::{ResidentBytes, Rows, SequenceId, StageError, Submitted};
+use node_core::id::{ContentId, NodeId, PartId, TensorId};
+use node_core::work::Payload;
+use node_core::work::steps::{Schedule, SimulationId, Stop, StopKind, TileMade, TileWork};
+use partitioner::tiles::Block;
+use std::sync::Mutex;
+
+/// No machine is so slow.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Cells along an axis of a tile that takes long to make.
+const LARGE: usize = 12_288;
+
+const EPOCH: Epoch = Epoch { counter: 1, issuer: NodeId([0; 16]) };
+
+struct Bench {
+    commands: Commands,
+    queue: DriverQueue,
+    works: u64,
+}
+
+impl Bench {
+    fn new(device: &str) -> Self {
+        let (driver, queue) = driver::queue();
+        let folder = std::env::temp_dir();
+        let options = UpOptions { device: device.into(), threads: Some(2), ..UpOptions::solo(folder.clone(), folder) };
+        let device = Arc::new(Compute::open(&options).unwrap());
+        let residency = Arc::new(Residency::new(device.capacity.clone()));
+        let shared = Shared { tensors: Arc::default(), states: Arc::default(), residency, driver, device };
+        Self { commands: spawn(shared).unwrap().0, queue, works: 0 }
+    }
+
+    fn load(&self, job: JobId, size: usize) {
+        let text = format!(
+            "name = \"t\"\nsteps = 1000\n[grid]\nsize = [{size}, {size}]\n[rule]\nname = \"life\"\n[initial]\nnoise = 0.4\n"
+        );
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("t.toml");
+        std::fs::write(&file, text).unwrap();
+        let simulation = Simulation::read(&file).unwrap();
+        let work = crate::submissions::work(&simulation);
+        let whole = Block { from: [0; 3], to: work.size };
+        let order = TileOrder {
+            simulation: SimulationId { content: ContentId([0; 32]), bytes: 1 },
+            work,
+            depth: 1,
+            schedule: Schedule {
+                steps: 1000,
+                report_every: 10,
+                checkpoint_every: None,
+                outputs: Vec::new(),
+                looks: None,
+            },
+            blocks: vec![whole],
+            start: TileStart::Initial,
+            step_ns: 1,
+            snapshot_ms: 0,
+        };
+        let (order, simulation) = (Box::new(order), Arc::new(simulation));
+        self.hold(job, NewPart::Tile { order, standby: None, simulation, checkpoint: None });
+    }
+
+    fn hold(&self, job: JobId, part: NewPart) {
+        let (key, load, bytes_max) = ((job, PartId(0)), LoadId(1), 1 << 30);
+        self.commands.send(Command::Load { key, epoch: EPOCH, load, bytes_max, part }).unwrap();
+    }
+
+    fn run(&mut self, job: JobId, from: u32, to: u32) {
+        self.works += 1;
+        let stops = vec![Stop { step: to, what: StopKind::Report { hash: true } }];
+        let task = TileWork { from, to, halos_in: Vec::new(), halos_out: Vec::new(), stops };
+        self.give(job, Task::Steps(task));
+    }
+
+    fn give(&self, job: JobId, task: Task) {
+        let run = Run { work: WorkId(self.works), job, epoch: EPOCH, part: PartId(0), task };
+        self.commands.send(Command::Run(Box::new(run))).unwrap();
+    }
+
+    /// The next answer, as (job, whether a tile was loaded, what a run made).
+    #[expect(clippy::wildcard_enum_match_arm, reason = "of all inputs of a node two are answers")]
+    fn answer(&self) -> (JobId, bool, TileMade) {
+        loop {
+            match self.queue.next_input(PATIENCE).expect("an answer") {
+                Input::Loaded { job, result, .. } => {
+                    assert_eq!(result.unwrap().step, Some(0));
+                    return (job, true, TileMade::default());
+                }
+                Input::Ran { job, result, .. } => match result.unwrap() {
+                    Made::Steps(made) => return (job, false, made),
+                    Made::Batch(results) => panic!("{results:?} of a tile"),
+                },
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tile_that_is_made_does_not_hold_up_another() {
+    let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
+    bench.load(small, 256);
+    assert_eq!(bench.answer(), (small, true, TileMade::default()));
+    bench.load(large, LARGE);
+    for piece in 0..5 {
+        bench.run(small, 10 * piece, 10 * piece + 10);
+        let (job, loaded, made) = bench.answer();
+        assert!(job == small && !loaded, "the large tile is not there before piece {piece} of the small one is made");
+        assert_eq!(made.reports.len(), 1);
+    }
+    assert_eq!(bench.answer(), (large, true, TileMade::default()));
+}
+
+#[test]
+fn a_tile_that_is_not_wanted_any_more_is_not_made() {
+    let (mut bench, small, large) = (Bench::new("cpu"), JobId(1), JobId(2));
+    bench.load(large, LARGE);
+    bench.commands.send(Command::Drop { key: (large, PartId(0)) }).unwrap();
+    bench.load(small, 256);
+    assert_eq!(bench.answer(), (small, true, TileMade::default()), "the one that was dropped is not told of");
+    bench.run(small, 0, 10);
+    assert_eq!(bench.answer().0, small);
+}
+
+/// A stage on a device that is at each batch until it is waited for: what is asked of it, by its name.
+struct Pretended {
+    name: &'static str,
+    log: Arc<Mutex<Vec<String>>>,
+    /// A batch is submitted once something comes; none: at once.
+    gate: Option<mpsc::Receiver<()>>,
+}
+
+impl Pretended {
+    fn log(&self, what: &str) {
+        self.log.lock().unwrap().push(format!("{what} {}", self.name));
+    }
+}
+
+impl Stage for Pretended {
+    fn submit(&mut self, _: &mut Threads, _: &[Rows<'_>]) -> Result<Submitted, StageError> {
+        if let Some(gate) = self.gate.take() {
+            gate.recv().expect("the test opens it");
+        }
+        self.log("submit");
+        Ok(Submitted::Queued)
+    }
+
+    fn finish(&mut self, _: &mut Threads, batch: &[Rows<'_>]) -> Result<Vec<RowsOut>, StageError> {
+        self.log("finish");
+        Ok(batch.iter().map(|_| RowsOut::Nothing).collect())
+    }
+
+    fn held(&self, _: SequenceId) -> usize {
+        0
+    }
+
+    fn release(&mut self, _: SequenceId) {
+        self.log("release");
+    }
+
+    fn resident_bytes(&self) -> ResidentBytes {
+        ResidentBytes { weights: 1, working: 1 }
+    }
+
+    fn width(&self) -> usize {
+        1
+    }
+
+    fn numerics(&self) -> &str {
+        "pretended"
+    }
+}
+
+impl Bench {
+    /// Holds stages that are pretended; the first submits its first batch when the gate is opened.
+    fn stages(&self, names: [&'static str; 2]) -> (mpsc::Sender<()>, Arc<Mutex<Vec<String>>>) {
+        let log: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (open, gate) = mpsc::channel();
+        let mut gate = Some(gate);
+        for (job, name) in (1..).zip(names) {
+            let stage = Pretended { name, log: log.clone(), gate: gate.take() };
+            self.hold(JobId(job), NewPart::Stage(Box::new(stage)));
+            assert!(self.loaded());
+        }
+        (open, log)
+    }
+
+    fn batch(&mut self, job: JobId) {
+        self.works += 1;
+        let input = Payload::Tokens(vec![1]);
+        let (request, output) = (RequestId(7), TensorId::Made(self.works));
+        self.give(job, Task::Batch(vec![Item { request, position: 0, count: 1, input, sample: None, output }]));
+    }
+
+    /// Whether the next answer is that a part is held.
+    fn loaded(&self) -> bool {
+        self.next().is_none()
+    }
+
+    /// The next answer: the job and the number of a run, or none where a part is held.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "of all inputs of a node two are answers")]
+    fn next(&self) -> Option<(JobId, WorkId, Result<Made, String>)> {
+        loop {
+            match self.queue.next_input(PATIENCE).expect("an answer") {
+                Input::Loaded { result, .. } => {
+                    result.unwrap();
+                    return None;
+                }
+                Input::Ran { job, work, result, .. } => return Some((job, work, result)),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn a_batch_is_submitted_while_a_device_is_at_another() {
+    let mut bench = Bench::new("cpu");
+    let (open, log) = bench.stages(["a", "b"]);
+    bench.batch(JobId(1));
+    bench.batch(JobId(2));
+    bench.commands.send(Command::Release { key: (JobId(2), PartId(0)), request: RequestId(7) }).unwrap();
+    bench.batch(JobId(2));
+    open.send(()).unwrap();
+    let answers = [(1, 1), (2, 2), (2, 3)].map(|(job, work)| (JobId(job), WorkId(work)));
+    assert_eq!(answers.map(|_| bench.next().map(|(job, work, _)| (job, work)).unwrap()), answers);
+    let asked = ["submit a", "submit b", "finish a", "finish b", "release b", "submit b", "finish b"];
+    assert_eq!(*log.lock().unwrap(), asked, "nothing is asked of a stage that a device is at");
+}
+
+#[test]
+fn a_batch_of_another_epoch_or_of_no_stage_is_refused() {
+    let mut bench = Bench::new("cpu");
+    let (open, _) = bench.stages(["a", "b"]);
+    open.send(()).unwrap();
+    let other = Epoch { counter: 2, ..EPOCH };
+    bench.commands.send(Command::Keep { key: (JobId(1), PartId(0)), epoch: other }).unwrap();
+    bench.batch(JobId(1));
+    assert!(bench.next().unwrap().2.unwrap_err().contains("epoch 2, not 1"));
+    bench.commands.send(Command::Drop { key: (JobId(2), PartId(0)) }).unwrap();
+    bench.batch(JobId(2));
+    assert!(bench.next().unwrap().2.unwrap_err().contains("not loaded"));
+    bench.run(JobId(1), 0, 10);
+    assert!(bench.next().unwrap().2.is_err(), "a stage makes no steps");
+}
+
+#[test]
+fn a_batch_passes_a_run_of_a_tile_and_changes_nothing_in_it() {
+    let (tile, model, steps) = (JobId(5), JobId(1), 1000);
+    let hash = |with_batches: bool| {
+        let mut bench = Bench::new("cpu");
+        bench.load(tile, 2048);
+        assert!(bench.loaded());
+        if !with_batches {
+            bench.run(tile, 0, steps);
+            return bench.next().unwrap().2.unwrap();
+        }
+        let (open, log) = bench.stages(["a", "b"]);
+        open.send(()).unwrap();
+        bench.batch(model);
+        assert_eq!(bench.next().unwrap().0, model);
+        bench.run(tile, 0, 10); // what a step takes is not known before
+        assert_eq!(bench.next().unwrap().0, tile);
+        bench.run(tile, 10, steps);
+        bench.batch(model);
+        assert_eq!(bench.next().unwrap().0, model, "the run takes longer than a piece");
+        bench.batch(model);
+        let answers = [bench.next().unwrap(), bench.next().unwrap()];
+        assert_eq!(log.lock().unwrap().len(), 6);
+        answers.into_iter().find(|(job, ..)| *job == tile).expect("the run is answered").2.unwrap()
+    };
+    let reports = |made| match made {
+        Made::Steps(made) => made.reports,
+        Made::Batch(results) => panic!("{results:?} of a tile"),
+    };
+    assert_eq!(reports(hash(true)), reports(hash(false)));
+}
+
+#[test]
+fn runs_of_a_device_are_what_the_processor_makes() {
+    let found = kernels_gpu::probe();
+    let Some(gpu) = found.iter().find(|device| matches!(device.id, kernels::device::DeviceId::Vulkan(_))) else {
+        let required = std::env::var("MESHNODE_REQUIRE").is_ok_and(|all| all.split(',').any(|one| one == "vulkan"));
+        assert!(!required, "MESHNODE_REQUIRE names vulkan, but no Vulkan driver was found");
+        eprintln!("SKIPPED: no Vulkan driver on this machine");
+        return;
+    };
+    let reports = |device: &str| {
+        let mut bench = Bench::new(device);
+        bench.load(JobId(1), 256);
+        assert!(bench.answer().1);
+        let mut reports = Vec::new();
+        for (from, to) in [(0, 0), (0, 7), (7, 8), (8, 40), (40, 1000)] {
+            bench.run(JobId(1), from, to);
+            reports.extend(bench.answer().2.reports);
+        }
+        reports
+    };
+    assert_eq!(reports(&gpu.id.to_string()), reports("cpu"));
+}

@@ -1,0 +1,395 @@
+//! What is particular to tiles of simulations: how they are made and filled, and how their steps are made piece by piece.
+use super::{Command, Commands, Shared, guarded};
+use crate::device::Compute;
+use crate::residency::Key;
+use crate::states::{StateName, States};
+use crate::submissions::Watched;
+use crate::tensors::{Tensor, Tensors};
+use bytes::Bytes;
+use kernels::grid::any_tile::{GridTile, Mark};
+use kernels::grid::simulation::Simulation;
+use kernels::grid::{Link, Look, Region};
+use kernels::threads::Threads;
+use node_core::id::{LoadId, PartId, WorkId};
+use node_core::input::Input;
+use node_core::limits::TILE_PIECE;
+use node_core::work::Loaded;
+use node_core::work::steps::{Report, SaveKind, Stop, StopKind, TileMade, TileOrder, TileStart, TileWork};
+use partitioner::tiles::Block;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+use transport::frame::Dtype;
+use transport::spare::Buffer;
+
+use super::pending::Launched;
+
+/// Gives the cells of a box, as a saved state has them. Blocks.
+pub type CellSource = Box<dyn Fn(Region) -> Result<Vec<u8>, String> + Send>;
+
+/// A tile that is held.
+pub(super) struct Held {
+    key: Key,
+    bytes_max: u64,
+    pub(super) order: TileOrder,
+    simulation: Arc<Simulation>,
+    /// None at a warm standby.
+    tile: Option<Box<dyn GridTile>>,
+    /// The state that it starts with is being made or fetched.
+    loading: Option<Loading>,
+    /// The last run that a device was given.
+    pub(super) last: Option<Launched>,
+    /// What a step took lately, on the processor.
+    step: Duration,
+}
+
+struct Loading {
+    load: LoadId,
+    /// One for each part of the state that waits here.
+    waiting: mpsc::Receiver<()>,
+}
+
+/// A run as it is made.
+pub(super) struct TileRun {
+    pub(super) key: Key,
+    pub(super) work: WorkId,
+    pub(super) task: TileWork,
+    pub(super) made: TileMade,
+    /// For how long it was worked on.
+    pub(super) took: Duration,
+    /// Halos that the tile has not taken yet, by link.
+    halos: Vec<(u16, Option<Tensor>)>,
+    /// The step that it has got to.
+    step: u32,
+    /// Stops that are made.
+    stopped: usize,
+}
+
+impl TileRun {
+    /// A run that has not begun. Its halos are given up elsewhere.
+    pub(super) fn new(work: WorkId, key: Key, task: TileWork, tensors: &Tensors) -> Self {
+        let halos = task.halos_in.iter().map(|&(link, id)| (link, tensors.take(id))).collect();
+        let step = task.from;
+        Self { key, work, task, made: TileMade::default(), took: Duration::ZERO, halos, step, stopped: 0 }
+    }
+}
+
+/// How far a run is.
+pub(super) enum Progress {
+    /// A piece is made: others may compute before the next.
+    Yields,
+    /// All is made, or with the device: it is made when the mark is reached.
+    Given(Mark),
+}
+
+impl Held {
+    /// A tile without cells.
+    pub(super) fn new((key, bytes_max): (Key, u64), order: TileOrder, simulation: Arc<Simulation>) -> Self {
+        let step = Duration::from_nanos(order.step_ns);
+        Self { key, bytes_max, order, simulation, tile: None, loading: None, last: None, step }
+    }
+
+    fn region(&self) -> Region {
+        region(self.order.block(self.key.1))
+    }
+
+    /// Makes its cells, all zero.
+    pub(super) fn make(&mut self, device: &Compute) -> Result<(), String> {
+        let (simulation, order) = (&self.simulation, &self.order);
+        let depth = order.depth as usize;
+        let (grid, rule) = (simulation.grid(), simulation.rule());
+        let mut tile = device.tile(grid, rule, self.region(), depth).map_err(|e| e.to_string())?;
+        let links: Vec<Link> = order
+            .links(self.key.1)
+            .iter()
+            .map(|link| Link { region: region(order.block(PartId(link.peer))), shift: link.shift })
+            .collect();
+        tile.link(&links).map_err(|e| e.to_string())?;
+        self.tile = Some(tile);
+        Ok(())
+    }
+
+    /// Begins to make the state that it starts with, or to fetch it: beside the device thread, which goes on with other parts,
+    /// and in pieces, of which two are in memory.
+    pub(super) fn begin(
+        &mut self,
+        load: LoadId,
+        source: Option<CellSource>,
+        commands: Commands,
+        threads: usize,
+    ) -> Result<(), String> {
+        // One piece waits while the next is made.
+        let (ready, waiting) = mpsc::sync_channel(1);
+        let simulation = self.simulation.clone();
+        let (key, parts) = (self.key, simulation.initial_parts(self.region()));
+        let make = move || {
+            let result = guarded(|| {
+                for part in parts {
+                    let cells = match &source {
+                        None => simulation.initial(part, threads),
+                        Some(source) => source(part)?,
+                    };
+                    if ready.send(()).is_err() {
+                        // The tile is not wanted any more.
+                        break;
+                    }
+                    let _ = commands.send(Command::Cells { key, load, part, cells });
+                }
+                Ok(())
+            });
+            let _ = commands.send(Command::CellsEnd { key, load, result });
+        };
+        std::thread::Builder::new().name("initial".into()).spawn(make).map_err(|e| format!("no thread: {e}"))?;
+        self.loading = Some(Loading { load, waiting });
+        Ok(())
+    }
+
+    /// Whether the state that it starts with is still to come.
+    pub(super) fn is_loading(&self) -> bool {
+        self.loading.is_some()
+    }
+
+    /// Some of the cells that it starts with.
+    pub(super) fn put(&mut self, load: LoadId, part: Region, cells: &[u8]) -> Result<(), String> {
+        let (Some(tile), Some(loading)) = (&mut self.tile, &self.loading) else { return Ok(()) };
+        if loading.load != load {
+            return Ok(());
+        }
+        let put = tile.restore(part, cells).map_err(|e| e.to_string());
+        let _ = loading.waiting.recv();
+        put
+    }
+
+    /// The state that it starts with is whole, or cannot be had. Gives what the load is answered with, if it is still awaited.
+    pub(super) fn started(&mut self, load: LoadId) -> Option<Loaded> {
+        self.loading.take_if(|loading| loading.load == load)?;
+        let step = match self.order.start {
+            TileStart::Checkpoint { step } => step,
+            TileStart::Initial | TileStart::Continue | TileStart::Snapshot => 0,
+        };
+        if let Some(tile) = &mut self.tile {
+            tile.resume(step.into());
+        }
+        Some(Loaded { bytes: self.bytes_max, step: Some(step) })
+    }
+
+    /// Takes the cells of a snapshot.
+    pub(super) fn restore(&mut self, device: &Compute, cells: &[u8], step: u32) -> Result<Loaded, String> {
+        if self.tile.is_none() {
+            self.make(device)?;
+        }
+        // What fails here leaves it without cells.
+        let mut tile = self.tile.take().ok_or("the tile has no cells")?;
+        tile.restore(tile.region(), cells).map_err(|e| e.to_string())?;
+        tile.resume(step.into());
+        self.tile = Some(tile);
+        Ok(Loaded { bytes: self.bytes_max, step: Some(step) })
+    }
+
+    /// Makes a run, or gives it to the device. `yields`: it is made in pieces of about [`TILE_PIECE`] and stops after each, if
+    /// the processor makes it; a step is never cut.
+    ///
+    /// A tile without neighbours is given the next run before the mark of this one: while the device is at one piece the next is
+    /// there already, and no more than that, so that it can be stopped within two.
+    pub(super) fn advance(
+        &mut self,
+        run: &mut TileRun,
+        threads: &mut Threads,
+        shared: &Shared,
+        yields: bool,
+    ) -> Result<Progress, String> {
+        let tile = self.tile.as_mut().ok_or("the tile has no cells")?;
+        let from = run.step;
+        if tile.steps() != u64::from(from) {
+            return Err(format!("the tile has made {} steps, not {from}", tile.steps()));
+        }
+        for (link, halo) in std::mem::take(&mut run.halos) {
+            let Some(Tensor::Halo { bytes, .. }) = halo else {
+                return Err("a halo is gone before it was used".into());
+            };
+            let expected = tile.bytes_in(link.into()).map_err(|e| e.to_string())?;
+            if expected > 0 {
+                tile.unpack(link.into(), &bytes).map_err(|e| e.to_string())?;
+            }
+        }
+        let yields = yields && !tile.is_detached();
+        let piece = if yields { TILE_PIECE.as_nanos() / self.step.as_nanos().max(1) } else { u128::MAX };
+        let piece = u32::try_from(piece).unwrap_or(u32::MAX).max(1);
+        let began = Instant::now();
+        let mut making = Making { run, shared, simulation: &self.simulation, piece, computed: Duration::ZERO };
+        let done = making.steps(&mut **tile, threads, || yields && began.elapsed() >= TILE_PIECE)?;
+        let computed = making.computed;
+        let made = run.step - from;
+        if made > 0 {
+            self.step = computed / made;
+        }
+        Ok(if done { Progress::Given(tile.mark()) } else { Progress::Yields })
+    }
+}
+
+/// The cells of a snapshot, which are given up.
+pub(super) fn snapshot(states: &States, (job, part): Key, step: u32) -> Result<Bytes, String> {
+    let name = StateName { job, part, step, kind: SaveKind::Snapshot };
+    states.take(&name).ok_or_else(|| "the snapshot is gone".into())
+}
+
+/// A piece of a run as it is made.
+struct Making<'a> {
+    run: &'a mut TileRun,
+    shared: &'a Shared,
+    simulation: &'a Simulation,
+    /// Most steps made at once.
+    piece: u32,
+    /// What the steps took, without the stops.
+    computed: Duration,
+}
+
+impl Making<'_> {
+    /// Makes steps until all are made, or until others may compute; gives whether all are.
+    fn steps(
+        &mut self,
+        tile: &mut dyn GridTile,
+        threads: &mut Threads,
+        is_late: impl Fn() -> bool,
+    ) -> Result<bool, String> {
+        let (to, mut step) = (self.run.task.to, self.run.step);
+        if self.run.task.from == to {
+            self.pack(tile)?;
+        }
+        loop {
+            while let Some(stop) = self.run.task.stops.get(self.run.stopped).filter(|stop| stop.step <= step).cloned() {
+                self.stop(tile, threads, &stop)?;
+                self.run.stopped += 1;
+            }
+            if step >= to {
+                return Ok(true);
+            }
+            if is_late() {
+                return Ok(false);
+            }
+            // As far as the next stop; the last pass by itself, where neighbours wait for its halos.
+            let alone = !self.run.task.halos_out.is_empty();
+            let tail = (tile.tail() as u32).min(self.piece);
+            let until = self.run.task.stops.get(self.run.stopped).map_or(to, |stop| stop.step).min(to);
+            let until = if alone && until == to && to - step > tail { to - tail } else { until };
+            let until = until.min(step.saturating_add(self.piece));
+            let began = Instant::now();
+            if alone && until == to && tile.left() == (to - step) as usize {
+                tile.strips(threads).map_err(|e| e.to_string())?;
+                if tile.is_detached() {
+                    tile.interior(threads).map_err(|e| e.to_string())?;
+                    self.pack(tile)?;
+                } else {
+                    self.pack(tile)?;
+                    tile.interior(threads).map_err(|e| e.to_string())?;
+                }
+            } else {
+                tile.advance(threads, (until - step) as usize).map_err(|e| e.to_string())?;
+                if alone && until == to {
+                    self.pack(tile)?;
+                }
+            }
+            self.computed += began.elapsed();
+            step = until;
+            self.run.step = step;
+        }
+    }
+
+    /// Halos for the neighbours; the core sends them.
+    fn pack(&mut self, tile: &mut dyn GridTile) -> Result<(), String> {
+        let dtype = dtype(self.simulation.rule().costs().cell_bits);
+        let mut sizes = Vec::with_capacity(self.run.task.halos_out.len());
+        for &(link, id) in &self.run.task.halos_out {
+            let room = tile.bytes_out(link.into()).map_err(|e| e.to_string())?;
+            let mut halo = Buffer::with_room(room);
+            tile.pack_into(link.into(), &mut halo).map_err(|e| e.to_string())?;
+            if halo.is_empty() {
+                // Nothing crosses there, but the neighbour waits for the step: a frame has at least one element.
+                halo.resize(dtype.bytes() as usize, 0);
+            }
+            let bytes = halo.len() as u64;
+            sizes.push(((bytes / dtype.bytes()) as u32, bytes));
+            self.shared.tensors.put(id, Tensor::Halo { bytes: halo.into(), dtype });
+        }
+        if !sizes.is_empty() {
+            let ((job, part), work) = (self.run.key, self.run.work);
+            self.shared.driver.input(Input::Halos { job, part, work, sizes });
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self, tile: &dyn GridTile, threads: &mut Threads, stop: &Stop) -> Result<(), String> {
+        match stop.what {
+            StopKind::Report { hash } => {
+                let report = report(self.simulation, tile, threads, hash).map_err(|e| e.to_string())?;
+                self.run.made.reports.push((stop.step, report));
+            }
+            StopKind::Save(kind) => {
+                let bytes: Bytes = match kind {
+                    SaveKind::Checkpoint | SaveKind::Snapshot => {
+                        tile.save(tile.region()).map_err(|e| e.to_string())?.into()
+                    }
+                    SaveKind::Output(number) => self.output(tile, number)?,
+                };
+                self.run.made.saves.push((stop.step, kind, bytes.len() as u64));
+                let (job, part) = self.run.key;
+                self.shared.states.put(StateName { job, part, step: stop.step, kind }, bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// What an output shows of the tile: the values that it needs, one quantity after the other.
+    fn output(&self, tile: &dyn GridTile, number: u16) -> Result<Bytes, String> {
+        let outputs = self.simulation.outputs();
+        let (quantity, (shown, stride)) = match outputs.get(usize::from(number)) {
+            Some(output) => (output.quantity.as_str(), self.simulation.shown(output)),
+            // More than the job names: for watchers.
+            None => {
+                let watched = Watched::of(self.simulation);
+                (watched.quantity, watched.shown)
+            }
+        };
+        let mut bytes = Vec::new();
+        if let Some(part) = common(&shown, &tile.region()) {
+            for quantity in self.simulation.needs(quantity) {
+                let values = self.simulation.sample(tile, quantity, part, stride).map_err(|e| e.to_string())?;
+                bytes.extend_from_slice(&transport::frame::from_f32(&values));
+            }
+        }
+        Ok(bytes.into())
+    }
+}
+
+fn report(
+    simulation: &Simulation,
+    tile: &dyn GridTile,
+    threads: &mut Threads,
+    hash: bool,
+) -> Result<Report, kernels::grid::GridError> {
+    let Look { totals, not_finite } = simulation.look(tile, threads)?;
+    let hash = if hash { Some(tile.state_hash(threads)?) } else { None };
+    let not_finite = not_finite.map(|(cell, field)| (cell.map(|at| at as u64), field as u16));
+    Ok(Report { totals, hash, not_finite })
+}
+
+/// A block as the kernels name it.
+pub fn region(block: &Block) -> Region {
+    Region { start: block.from.map(|at| at as usize), end: block.to.map(|at| at as usize) }
+}
+
+/// The cells that both have.
+pub fn common(a: &Region, b: &Region) -> Option<Region> {
+    let start: [usize; 3] = std::array::from_fn(|axis| a.start[axis].max(b.start[axis]));
+    let end: [usize; 3] = std::array::from_fn(|axis| a.end[axis].min(b.end[axis]));
+    (0..3).all(|axis| start[axis] < end[axis]).then_some(Region { start, end })
+}
+
+/// How halos of a rule whose cells have this number of bits lie in a frame.
+pub fn dtype(cell_bits: u64) -> Dtype {
+    match cell_bits {
+        bits if bits.is_multiple_of(32) => Dtype::Cells,
+        // A fluid's cells have an odd number of fields.
+        bits if bits.is_multiple_of(16) => Dtype::HalfCells,
+        _ => Dtype::Bits,
+    }
+}
