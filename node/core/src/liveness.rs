@@ -31,6 +31,8 @@ pub enum LivenessOutput {
 pub struct Liveness {
     jobs: BTreeMap<JobId, Watch>,
     next_beat: Option<Instant>,
+    /// When the executor last answered work of any job: there is one for all.
+    answered: Instant,
     output: VecDeque<LivenessOutput>,
 }
 
@@ -109,6 +111,7 @@ impl Liveness {
         watch.running.pop_front();
         watch.done += 1;
         watch.since = now;
+        self.answered = now;
     }
 
     /// A heartbeat arrived; `from` is proven by its seal. Strangers to the job are ignored.
@@ -160,15 +163,18 @@ impl Liveness {
         }
     }
 
+    /// Work of a job may wait for that of another: what counts is when the executor last answered, and the longest that it may be at.
     fn beat(&mut self, now: Instant) {
+        let longest = self.jobs.values().filter_map(|watch| watch.running.front()).max().copied();
         for (job, watch) in &self.jobs {
-            let budget = watch.running.front();
+            let budget = longest.filter(|_| !watch.running.is_empty());
+            let since = watch.since.max(self.answered);
             let heartbeat = Heartbeat {
                 job: *job,
                 epoch: watch.epoch,
                 done: watch.done,
-                op_elapsed_us: budget.map_or(0, |_| micros(now.since(watch.since))),
-                op_budget_us: budget.map_or(0, |budget| micros(*budget)),
+                op_elapsed_us: budget.map_or(0, |_| micros(now.since(since))),
+                op_budget_us: budget.map_or(0, micros),
             };
             let to: Vec<NodeId> = watch.leases.keys().copied().collect();
             self.output.extend(to.into_iter().map(|to| LivenessOutput::SendHeartbeat { to, heartbeat }));

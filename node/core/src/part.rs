@@ -46,6 +46,8 @@ pub struct Parts {
     fetches: BTreeMap<(JobId, PartId), Fetch>,
     /// What the executor has, of parts that may be gone.
     in_flight: BTreeMap<WorkId, Flight>,
+    /// When the executor last answered one.
+    answered: Instant,
     /// Takes no new work (drain, leave).
     draining: bool,
     names: Names,
@@ -178,6 +180,7 @@ impl Parts {
             jobs: BTreeMap::new(),
             fetches: BTreeMap::new(),
             in_flight: BTreeMap::new(),
+            answered: Instant::default(),
             draining: false,
             names: Names::default(),
             held_at: Instant::default(),
@@ -314,6 +317,7 @@ impl Parts {
     /// A run is done, or failed.
     pub fn handle_ran(&mut self, now: Instant, part: PartId, work: WorkId, result: Result<Made, String>) {
         let Some(flight) = self.in_flight.remove(&work) else { return };
+        self.answered = now;
         let job = flight.job;
         self.out.push_back(PartOutput::WorkDone { job });
         let held =
@@ -380,15 +384,23 @@ impl Parts {
         }
     }
 
-    /// When the oldest work at the executor (perhaps of a part long gone) will have been there for far longer than predicted.
+    /// Since when the executor has been busy with one piece of work, perhaps of a part long gone: it does one after the other, in an order
+    /// of its own.
+    fn busy_since(&self) -> Option<Instant> {
+        let oldest = self.in_flight.values().map(|flight| flight.started).min()?;
+        Some(oldest.max(self.answered))
+    }
+
+    /// When that will be far longer than predicted for any work that is there.
     pub fn stalled_at(&self) -> Option<Instant> {
-        self.in_flight.values().map(|flight| flight.started + RUN_MIN.max(flight.budget * 4)).min()
+        let budget = self.in_flight.values().map(|flight| RUN_MIN.max(flight.budget * 4)).max()?;
+        Some(self.busy_since()? + budget)
     }
 
     /// For how long the executor has been busy with one piece of work, if that is far longer than predicted.
     pub fn stalled(&self, now: Instant) -> Option<Duration> {
         self.stalled_at().filter(|at| *at <= now)?;
-        self.in_flight.values().map(|flight| now.since(flight.started)).max()
+        self.busy_since().map(|since| now.since(since))
     }
 
     /// This node comes back so much later than it wanted: it was stopped, and its executor perhaps with it. No work counts

@@ -173,6 +173,28 @@ fn heartbeats_tell_what_runs() {
 }
 
 #[test]
+fn work_that_waits_for_another_jobs_work_is_not_late() {
+    const OTHER: JobId = JobId(9);
+    let mut liveness = Liveness::new();
+    liveness.handle_watch(Instant(0), JOB, EPOCH, &[A]);
+    liveness.handle_watch(Instant(0), OTHER, EPOCH, &[B]);
+    liveness.handle_work_started(Instant(0), JOB, ms(2000));
+    liveness.handle_work_started(Instant(0), OTHER, ms(20));
+    let said = |liveness: &mut Liveness, now| {
+        liveness.handle_wakeup(now);
+        let all = core::iter::from_fn(|| liveness.poll_output());
+        let all = all.filter_map(|output| match output {
+            LivenessOutput::SendHeartbeat { to: B, heartbeat } => Some(heartbeat),
+            _ => None,
+        });
+        all.last().map(|heartbeat| (heartbeat.op_elapsed_us, heartbeat.op_budget_us)).expect("a heartbeat")
+    };
+    assert_eq!(said(&mut liveness, Instant(0) + ms(1900)), (1_900_000, 2_000_000));
+    liveness.handle_work_done(Instant(0) + ms(1950), JOB);
+    assert_eq!(said(&mut liveness, Instant(0) + ms(1960)), (10_000, 20_000));
+}
+
+#[test]
 fn leases_outlive_a_new_epoch() {
     let mut bench = Bench::watching(&[A, B]);
     bench.regular(B, 4);
