@@ -421,9 +421,9 @@ impl Jobs {
     /// nodes that were ordered to take part are believed, and only epochs that can have been issued meanwhile.
     pub fn handle_stale(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
         let me = self.me;
-        if let Some(job) = self.jobs.get(&id).filter(|job| from == theirs.issuer && job.is_successor_of(from, theirs)) {
-            // It goes on with the job, and learns that there is a successor.
-            job.say_epoch(from, &mut self.out);
+        if let Some(job) = self.jobs.get_mut(&id).filter(|job| job.yields_to(from, theirs)) {
+            job.stand_down(from);
+            return self.sweep(now);
         }
         let believed = |job: &&mut Job| {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);

@@ -46,9 +46,9 @@ impl Job {
         self.previous.contains(&node) || self.named.contains(&node)
     }
 
-    /// Whether this node took the job over from a node that coordinates it still, under a lower epoch.
-    pub(super) fn is_successor_of(&self, node: NodeId, theirs: Epoch) -> bool {
-        theirs < self.epoch && self.previous.contains(&node)
+    /// Whether this node took the job over from another, which says that it coordinates the job.
+    pub(super) fn yields_to(&self, node: NodeId, theirs: Epoch) -> bool {
+        node == theirs.issuer && self.previous.contains(&node)
     }
 
     /// Sends the successors what they would need.
@@ -159,31 +159,33 @@ impl Job {
     }
 
     /// A node says that it obeys another coordinator, or is one. One is believed where this node stood still or was cut off, else more than
-    /// half of the participants: a takeover needs as many. The others, and the other coordinator, are made to say what they know.
+    /// half of the participants: a takeover needs as many. The others are made to say what they know.
     ///
-    /// Of two that coordinate the job and reach each other, the successor goes.
+    /// Of two that coordinate the job and reach each other, the successor goes: it is sent this node's epoch, and from then on this
+    /// node stays, lest both go.
     pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
         let participants = self.participants();
         if self.claims.epoch < Some(theirs) {
-            self.claims =
-                Claims { epoch: Some(theirs), by: BTreeSet::new(), asked: None, outranked: self.claims.outranked };
+            let stays = self.claims.stays;
+            self.claims = Claims { epoch: Some(theirs), by: BTreeSet::new(), asked: None, stays };
         }
         if participants.contains(&from) {
             self.claims.by.insert(from);
         }
         let by = self.claims.by.intersection(&participants).count();
-        // One that has no placement has nothing to lose.
         let coordinates = from == theirs.issuer;
-        let believed = self.was_absent || coordinates && (self.is_degraded() || self.previous.contains(&from));
-        if believed || 2 * by > participants.len() {
+        let stays = self.claims.stays.is_some_and(|until| now < until);
+        // One that has no placement has nothing to lose.
+        let believed = self.was_absent || coordinates && self.is_degraded();
+        if believed || 2 * by > participants.len() && !stays {
             return self.stand_down(theirs.issuer);
         }
-        if coordinates {
-            return self.outrank(now, theirs, out);
+        if coordinates && !stays {
+            self.claims.stays = Some(now + STAYS);
+            return self.say_epoch(from, out);
         }
         if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
             self.claims.asked = Some(now);
-            self.say_epoch(theirs.issuer, out);
             // Of no use to those that do not succeed this node; those that obey another answer with its epoch.
             let record = self.record();
             for &to in participants.iter().filter(|node| **node != self.me && !self.claims.by.contains(node)) {
@@ -192,19 +194,8 @@ impl Job {
         }
     }
 
-    /// A successor coordinates the job, though this node was not away and most participants obey it.
-    fn outrank(&mut self, now: Instant, theirs: Epoch, out: &mut Out) {
-        if self.claims.outranked.is_some_and(|at| now.since(at) < OUTRANK_EVERY) {
-            return;
-        }
-        self.claims.outranked = Some(now);
-        self.skip_epochs(theirs);
-        self.replan(now, &BTreeSet::new(), out);
-        self.say_epoch(theirs.issuer, out);
-    }
-
-    /// Another node that coordinates the job, or did, learns under which epoch this one does.
-    pub(super) fn say_epoch(&self, to: NodeId, out: &mut Out) {
+    /// A successor that coordinates the job learns that this node does.
+    fn say_epoch(&self, to: NodeId, out: &mut Out) {
         out.push_back(JobOutput::Stale { to, job: self.id, mine: self.epoch });
     }
 
@@ -233,12 +224,12 @@ pub(super) struct Claims {
     by: BTreeSet<NodeId>,
     /// When the others were asked.
     asked: Option<Instant>,
-    /// When this node last issued an epoch above a successor's.
-    outranked: Option<Instant>,
+    /// Until when this node does not stand down: a successor was sent its epoch, and goes.
+    stays: Option<Instant>,
 }
 
-/// How long a successor that goes on is not outranked again: each time, the job is placed once more.
-const OUTRANK_EVERY: Duration = Duration::from_secs(5);
+/// How long a coordinator stays that sent a successor its epoch: that may be lost, and is sent again then.
+const STAYS: Duration = Duration::from_secs(5);
 /// How long participants are not asked again.
 const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 
