@@ -183,9 +183,9 @@ fn work_that_waits_for_another_jobs_work_is_not_late() {
     let said = |liveness: &mut Liveness, now| {
         liveness.handle_wakeup(now);
         let all = core::iter::from_fn(|| liveness.poll_output());
-        let all = all.filter_map(|output| match output {
-            LivenessOutput::SendHeartbeat { to: B, heartbeat } => Some(heartbeat),
-            _ => None,
+        let all = all.filter_map(|output| {
+            let LivenessOutput::SendHeartbeat { to: B, heartbeat } = output else { return None };
+            Some(heartbeat)
         });
         all.last().map(|heartbeat| (heartbeat.op_elapsed_us, heartbeat.op_budget_us)).expect("a heartbeat")
     };
