@@ -3,11 +3,12 @@ use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
-use node_core::id::{Epoch, JobId, LoadId, PartId};
+use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
 use node_core::input::Input;
 use node_core::message::{Message, ToParticipant};
-use node_core::output::Output;
+use node_core::output::{Event, Output};
 use node_core::time::Instant;
+use node_core::work::Ending;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -107,8 +108,17 @@ impl Observer for Epochs {
                 seen.parts.retain(|(holder, of, _), _| (*holder, *of) != (host, *job));
                 None
             }
+            Output::Notify(Event::JobEnded { job, ending: Ending::Moved(_), .. }) => {
+                // Its parts obey any epoch of the successor's, and standbys go on with what they have until it orders them.
+                for ((holder, of, _), (held, _)) in &mut seen.parts {
+                    if (*holder, *of) == (host, *job) {
+                        *held = Epoch { counter: 0, issuer: NodeId([0; 16]) };
+                    }
+                }
+                None
+            }
             Output::Run(run) => match seen.parts.get(&(host, run.job, run.part)) {
-                Some((held, None)) if *held == run.epoch => None,
+                Some((held, None)) if *held == run.epoch || held.counter + run.epoch.counter == 0 => None,
                 other => Some(format!("computes under {:?}, holds {other:?}", run.epoch)),
             },
             Output::SendFrame { header, .. } => {

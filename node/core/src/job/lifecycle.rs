@@ -92,8 +92,10 @@ pub(super) struct Job {
     pub(super) successor: Option<NodeId>,
     /// What participants say of another coordinator.
     pub(super) claims: Claims,
-    /// This node stood still, or lost half of the participants at once: a majority may have missed it.
+    /// This node stood still, or lost half of the participants in a short time: a majority may have missed it.
     pub(super) was_absent: bool,
+    /// Participants lost in a short time, since when, and how many there were then.
+    lost_lately: (Instant, usize, BTreeSet<NodeId>),
     /// Since when an inherited job has had no caller.
     pub(super) unused_since: Option<Instant>,
 }
@@ -161,6 +163,7 @@ impl Job {
             successor: None,
             claims: Claims::default(),
             was_absent: false,
+            lost_lately: (Instant::default(), 0, BTreeSet::new()),
             unused_since: None,
         }
     }

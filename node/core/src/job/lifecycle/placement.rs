@@ -7,7 +7,7 @@ use crate::job::workload::Found;
 use crate::limits::{DEGRADED_RETRY, HEARTBEAT, PLACE_ATTEMPTS_MAX, PREPARE_RETRY};
 use crate::message::ToParticipant;
 use crate::output::Event;
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::work::{Asked, Ending, Order};
 use alloc::boxed::Box;
 use alloc::collections::BTreeSet;
@@ -37,8 +37,7 @@ impl Job {
     pub(in crate::job) fn replan(&mut self, now: Instant, lost: &BTreeSet<NodeId>, out: &mut Out) {
         self.workload.stop();
         self.forget_move(now, out);
-        let participants = self.participants();
-        self.was_absent |= 2 * participants.intersection(lost).count() >= participants.len().max(2);
+        self.note_lost(now, lost);
         self.workload.lost(lost, out);
         if self.promote(now, lost, out) {
             return self.place(now, out);
@@ -52,6 +51,19 @@ impl Job {
             }
         }
         self.place_from_scratch(out);
+    }
+
+    /// Leases run out one after the other, and each loss may lead to another placement: what counts is how many of those that took
+    /// part at first are lost within [`LOST_TOGETHER`].
+    fn note_lost(&mut self, now: Instant, lost: &BTreeSet<NodeId>) {
+        let participants = self.participants();
+        let (since, all, gone) = &mut self.lost_lately;
+        if *all == 0 || now.since(*since) > LOST_TOGETHER {
+            (*since, *all) = (now, participants.len());
+            gone.clear();
+        }
+        gone.extend(participants.intersection(lost));
+        self.was_absent |= 2 * gone.len() >= (*all).max(2);
     }
 
     /// The placement as it is cannot go on.
@@ -269,3 +281,6 @@ impl Job {
         self.epoch.counter = self.epoch.counter.max(theirs.counter);
     }
 }
+
+/// A node that is cut off loses the others within some leases of each other.
+const LOST_TOGETHER: Duration = Duration::from_secs(2);
