@@ -3,14 +3,14 @@ use crate::faults::Fault;
 use crate::host::HostId;
 use crate::world::Observer;
 use node_core::codec;
-use node_core::id::{Epoch, JobId, LoadId, NodeId, PartId};
+use node_core::id::{Epoch, JobId, LoadId, PartId};
 use node_core::input::Input;
 use node_core::message::{Message, ToParticipant};
 use node_core::output::{Event, Output};
 use node_core::time::Instant;
 use node_core::work::Ending;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Watches placements on every host. Clones share what they saw.
@@ -23,6 +23,8 @@ pub struct Epochs {
 struct Seen {
     /// The parts each host loads or holds of a job, under which epoch, and what is awaited before they are resident.
     parts: BTreeMap<(HostId, JobId, PartId), (Epoch, Option<LoadId>)>,
+    /// Parts whose coordinator, the same host, stood down: no successor has ordered them yet.
+    left: BTreeSet<(HostId, JobId, PartId)>,
     /// How many times each host has died, and in which of its lives it told an epoch of its own.
     deaths: BTreeMap<HostId, u64>,
     told: BTreeMap<(HostId, JobId, Epoch), u64>,
@@ -77,7 +79,7 @@ impl Observer for Epochs {
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {
-        let mut seen = self.seen.borrow_mut();
+        let seen = &mut *self.seen.borrow_mut();
         let wrong = match output {
             Output::Load { job, epoch, load, order, replaces, .. } => {
                 for part in replaces {
@@ -87,9 +89,12 @@ impl Observer for Epochs {
                 before.filter(|(held, _)| held >= epoch).map(|(held, _)| format!("loads {epoch:?} after {held:?}"))
             }
             Output::Keep { job, epoch, order } => match seen.parts.get_mut(&(host, *job, order.part)) {
-                Some((held, _)) if *held > *epoch => Some(format!("keeps under {epoch:?} after {held:?}")),
+                Some((held, _)) if *held > *epoch && !seen.left.contains(&(host, *job, order.part)) => {
+                    Some(format!("keeps under {epoch:?} after {held:?}"))
+                }
                 Some((held, _)) => {
                     *held = *epoch;
+                    seen.left.remove(&(host, *job, order.part));
                     None
                 }
                 None => Some(format!("keeps part {} of {epoch:?}, which it does not hold", order.part)),
@@ -110,15 +115,14 @@ impl Observer for Epochs {
             }
             Output::Notify(Event::JobEnded { job, ending: Ending::Moved(_), .. }) => {
                 // Its parts obey any epoch of the successor's, and standbys go on with what they have until it orders them.
-                for ((holder, of, _), (held, _)) in &mut seen.parts {
-                    if (*holder, *of) == (host, *job) {
-                        *held = Epoch { counter: 0, issuer: NodeId([0; 16]) };
-                    }
-                }
+                let of = seen.parts.keys().filter(|(holder, of, _)| (*holder, *of) == (host, *job));
+                let left: Vec<_> = of.copied().collect();
+                seen.left.extend(left);
                 None
             }
             Output::Run(run) => match seen.parts.get(&(host, run.job, run.part)) {
-                Some((held, None)) if *held == run.epoch || held.counter + run.epoch.counter == 0 => None,
+                Some((held, None)) if *held == run.epoch => None,
+                Some((_, None)) if run.epoch.counter == 0 && seen.left.contains(&(host, run.job, run.part)) => None,
                 other => Some(format!("computes under {:?}, holds {other:?}", run.epoch)),
             },
             Output::SendFrame { header, .. } => {
