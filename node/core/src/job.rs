@@ -417,14 +417,20 @@ impl Jobs {
         self.sweep(now);
     }
 
+    /// A node from which this one took a job over says that it coordinates the job, under whatever epoch.
+    pub fn handle_predecessor(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
+        if from == theirs.issuer
+            && let Some(job) = self.jobs.get_mut(&id).filter(|job| job.succeeded(from))
+        {
+            job.stand_down(from);
+            self.sweep(now);
+        }
+    }
+
     /// A participant knows a higher epoch than this coordinator: one of its own that it has forgotten, or that of a successor. Only
     /// nodes that were ordered to take part are believed, and only epochs that can have been issued meanwhile.
     pub fn handle_stale(&mut self, now: Instant, from: NodeId, id: JobId, theirs: Epoch) {
         let me = self.me;
-        if let Some(job) = self.jobs.get_mut(&id).filter(|job| job.yields_to(from, theirs)) {
-            job.stand_down(from);
-            return self.sweep(now);
-        }
         let believed = |job: &&mut Job| {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);
             // No node can know a higher one of this coordinator's while it has answered under the present one.

@@ -302,6 +302,7 @@ impl Node {
             Message::Leaving => self.membership.handle_leaving(now, from),
             Message::Stale { job, mine } => {
                 self.parts.handle_stale(from, job, mine);
+                self.jobs.handle_predecessor(now, from, job, mine);
                 self.jobs.handle_stale(now, from, job, mine);
             }
             Message::ToParticipant { job, epoch, say } => {
@@ -310,13 +311,16 @@ impl Node {
                 if from == self.me && stood_down && !matches!(say, ToParticipant::End) {
                     return;
                 }
-                // From another coordinator of the same job, under a higher epoch: nothing else may ever tell the one here.
-                if epoch.issuer == from && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch) {
+                // From another coordinator of the same job: nothing else may ever tell the one here. One that was away goes before it
+                // answers, whatever the epoch: what it answers would make the other one go.
+                let orders = matches!(say, ToParticipant::Prepare(_));
+                let rival = epoch.issuer == from && from != self.me;
+                if rival && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch || orders) {
                     self.jobs.handle_stale(now, from, job, epoch);
                 }
                 // Leases with the participants of two coordinators would be one.
-                if epoch.issuer != self.me
-                    && matches!(say, ToParticipant::Prepare(_))
+                if rival
+                    && orders
                     && let Some(mine) = self.jobs.epoch_of(job).filter(|_| self.parts.coordinator_of(job).is_none())
                 {
                     return self.send(from, Message::Stale { job, mine });

@@ -46,9 +46,9 @@ impl Job {
         self.previous.contains(&node) || self.named.contains(&node)
     }
 
-    /// Whether this node took the job over from another, which says that it coordinates the job.
-    pub(super) fn yields_to(&self, node: NodeId, theirs: Epoch) -> bool {
-        node == theirs.issuer && self.previous.contains(&node)
+    /// Whether another node coordinated the job before this one.
+    pub(super) fn succeeded(&self, node: NodeId) -> bool {
+        self.previous.contains(&node)
     }
 
     /// Sends the successors what they would need.
@@ -176,7 +176,7 @@ impl Job {
         let coordinates = from == theirs.issuer;
         let stays = self.claims.stays.is_some_and(|until| now < until);
         // One that has no placement has nothing to lose.
-        let believed = self.was_absent || coordinates && self.is_degraded();
+        let believed = self.was_absent || coordinates && (self.is_degraded() || self.succeeded(from));
         if believed || 2 * by > participants.len() && !stays {
             return self.stand_down(theirs.issuer);
         }
@@ -202,7 +202,7 @@ impl Job {
     /// Another node goes on with it.
     pub(super) fn stand_down(&mut self, successor: NodeId) {
         self.successor = Some(successor);
-        let why = if self.previous.contains(&successor) {
+        let why = if self.succeeded(successor) {
             "it coordinated the job before and is back"
         } else {
             "this node was silent for too long"

@@ -2,8 +2,9 @@
 //!
 //! Every participant that no longer hears the coordinator tells the successors, which are named in the order of each part. One
 //! of them acts only when more than half of the participants say the same, and leaves a turn to each that has a newer copy of the
-//! checkpoint or is named before it. It goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no consensus: two that are cut off
-//! from each other may both go on for a while, and make the same, since what jobs compute is deterministic.
+//! checkpoint or is named before it. It goes on under an epoch of its own; one that comes too late learns so (`Stale`). There is no
+//! consensus: two that are cut off from each other may both go on for a while, and make the same, since what jobs compute is
+//! deterministic.
 use super::{Held, HeldJob, Load, PartOutput, Parts};
 use crate::id::{Epoch, JobId, NodeId, RequestId};
 use crate::limits::{
