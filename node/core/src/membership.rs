@@ -302,6 +302,11 @@ impl Membership {
         dead
     }
 
+    /// Whether a node is on the list of banned nodes.
+    pub fn is_banned(&self, node: NodeId) -> bool {
+        self.banned.contains(&node)
+    }
+
     /// A data-plane connection stands.
     pub fn handle_connected(&mut self, now: Instant, node: NodeId, rtt_ns: u64) {
         let bytes_per_second =

@@ -210,6 +210,14 @@ impl Node {
                     self.membership.reconnect(now, node);
                 }
             }
+            // Its connections close; what was on them counts no more.
+            Input::Message { from, .. } if self.membership.is_banned(from) => {
+                self.refused(Some(from), String::from("message of a banned node"));
+            }
+            Input::Frame { from, tensor, .. } if self.membership.is_banned(from) => {
+                self.out.push_back(Output::Discard { tensor });
+                self.refused(Some(from), String::from("frame of a banned node"));
+            }
             Input::Message { from, bytes } => match codec::decode_message(&bytes) {
                 Ok(message) => {
                     self.liveness.handle_heard(now, from);
@@ -285,10 +293,11 @@ impl Node {
                 self.membership.handle_suspected(now, from, generation, incarnation);
             }
             Ok(Datagram::Advert(advert)) => self.membership.handle_advert(from, advert),
-            Ok(Datagram::Heartbeat(heartbeat)) => {
+            Ok(Datagram::Heartbeat(heartbeat)) if !self.membership.is_banned(from) => {
                 self.liveness.handle_heartbeat(now, from, heartbeat);
                 self.parts.coordinator_heard(now, from, heartbeat.job, heartbeat.epoch);
             }
+            Ok(Datagram::Heartbeat(_)) => {}
             Err(error) => self.refused(Some(from), format!("datagram: {error}")),
         }
     }
