@@ -20,6 +20,8 @@ mod repair;
 
 mod standby;
 
+mod halves;
+
 pub mod zones;
 
 mod fit;

@@ -1,4 +1,4 @@
-//! The answer: contiguous stages on distinct devices. Fields are private where an invalid value could be built.
+//! The answer: contiguous stages, each on one device. Fields are private where an invalid value could be built.
 //! A plan from the wire passes the same structural checks as one built here, so whoever holds a `Plan` may rely on them.
 //! Next: `cost.rs`.
 use crate::cost;
@@ -57,12 +57,12 @@ pub struct LossPlan {
     pub plan: Result<Plan, PlanError>,
 }
 
-/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made. Only where a
-/// standby took over does a device hold several ([`Plan::with_stage`]).
+/// A valid placement: stages cover all layers once, in order, on distinct devices, within memory when it was made. A device holds
+/// several only where a standby took over ([`Plan::with_stage`]) and where a stage was cut for two standbys.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::PlanRecord", into = "wire::PlanRecord")]
 pub struct Plan {
-    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct but for standbys that took over.
+    /// Invariants: not empty; ranges not empty, adjoining, from 0; devices distinct but for those two cases.
     stages: Vec<Stage>,
     /// At least the sum of the stages' steps.
     token_ns: u64,
@@ -168,6 +168,30 @@ impl Plan {
         next.token_ns = (self.token_ns - old.step_ns).saturating_add(stage.step_ns);
         *old = stage;
         Ok(next)
+    }
+
+    /// This plan with one stage cut in two before the layer `cut`, both on the device of the stage.
+    ///
+    /// # Errors
+    /// [`InvalidPlan::Layers`] when a half would be empty, [`InvalidPlan::Memory`] when the device has no memory for both halves
+    /// beside its other stages, [`InvalidPlan::NoSpeed`] when nothing is known of its speed.
+    pub(crate) fn with_cut(mut self, index: usize, cut: u32, work: &Work, fleet: &Fleet) -> Result<Self, InvalidPlan> {
+        let misfit = InvalidPlan::Layers { stage: index, start: 0, end: cut };
+        let old = self.stages.get(index).filter(|old| old.layers.start < cut && cut < old.layers.end).ok_or(misfit)?;
+        let device = fleet.device(old.device).ok_or(InvalidPlan::UnknownDevice { stage: index })?;
+        let half = |layers: Range<u32>| {
+            let step_ns = cost::stage_ns(work, device, &layers, 1).ok_or(InvalidPlan::NoSpeed { stage: index })?;
+            Ok(Stage { device: device.id, bytes: cost::stage_bytes(work, &layers), layers, step_ns })
+        };
+        let halves = [half(old.layers.start..cut)?, half(cut..old.layers.end)?];
+        let steps = halves.iter().fold(0u64, |sum, half| sum.saturating_add(half.step_ns));
+        self.token_ns = (self.token_ns - old.step_ns).saturating_add(steps);
+        self.stages.splice(index..=index, halves);
+        let need = self.stages_of(device.id).fold(0u64, |sum, stage| sum.saturating_add(stage.bytes));
+        if need > device.memory {
+            return Err(InvalidPlan::Memory { stage: index, need, offered: device.memory });
+        }
+        Ok(self)
     }
 
     /// Notes how the plan was found and why each device is or is not used.

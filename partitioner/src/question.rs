@@ -1,6 +1,7 @@
 //! What a planner is asked and what it answers, for either kind of job, so that a caller can have it answered elsewhere.
 use crate::cost;
 use crate::fleet::{DeviceId, Fleet};
+use crate::halves::cut_for_standbys;
 use crate::layers::plan;
 use crate::plan::{Options, Plan, PlanError};
 use crate::repair::{moved_bytes, repair};
@@ -136,6 +137,7 @@ impl ModelQuestion {
             Some(current) => repair(current, work, fleet, options)?,
             None => plan(work, fleet, options)?,
         };
+        let plan = cut_for_standbys(plan, work, fleet, options);
         let before_ns =
             present.as_ref().and_then(|present| cost::token_ns(work, fleet, options.head, &present.placement()));
         let moved_bytes = present.as_ref().map_or(0, |present| moved_bytes(present, &plan, work));

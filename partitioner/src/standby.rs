@@ -4,7 +4,7 @@
 //! A hot standby has the stage in memory and computes in the shadow, so it must keep up, and its link must carry the copy.
 //! Where one of the two fails it is warm: in memory, but its cache is built when it steps in. Without memory to spare
 //! anywhere the stage is cold: a repair moves its weights first.
-//! Next: `explain.rs`.
+//! Next: `halves.rs`.
 use crate::cost;
 use crate::fleet::{Device, DeviceId, Fleet};
 use crate::plan::{Options, Plan, Stage};

@@ -208,6 +208,31 @@ fn an_owner_and_its_standby_lost_at_once_cost_a_replay() {
     println!("an owner and its standby die at once: longest pauses {pauses:?} ms");
 }
 
+/// One host holds ten layers of twelve, and no other one has room for these: two of them are the standby of a half each.
+#[test]
+fn a_stage_too_large_for_any_one_spare_goes_on_at_two() {
+    let mut pauses = Vec::new();
+    for seed in 0..5 {
+        let specs = [2, 11, 6, 6].map(|layers| with_room(layers, "")).to_vec();
+        let mut served = Served::of(Options::lan(seed), specs);
+        served.work.submit(&mut served.world, request(seed, 300, 1000));
+        served.settle(HEAD);
+        let view = served.view();
+        let large = served.world.host(HostId(1)).node_id;
+        let halves: Vec<&PartView> = view.parts.iter().filter(|part| part.owner == large).collect();
+        let standbys: Vec<HostId> = halves
+            .iter()
+            .filter_map(|part| Some(served.host(part.standby.as_ref().filter(|standby| standby.current)?.node?)))
+            .collect();
+        assert!(matches!(standbys[..], [HostId(2), HostId(3)] | [HostId(3), HostId(2)]), "{:#?}", view.parts);
+        kill(&mut served.world, &[HostId(1)]);
+        let pause = served.check(&format!("the owner of both halves dies, seed {seed}"));
+        assert!(pause <= ms(1000), "seed {seed}: {pause:?}: {:#?}", served.work.notes);
+        pauses.push(pause.as_millis());
+    }
+    println!("the owner of both halves dies: longest pauses {pauses:?} ms");
+}
+
 // ---- simulations
 
 const JOB: JobId = JobId(0x6172);

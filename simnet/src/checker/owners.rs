@@ -1,4 +1,5 @@
-//! One owner per stage or tile and epoch, which is not its standby as well. A node that was reported lost gets none before it was heard
+//! One owner per stage or tile and epoch, which is not its standby as well, and one stage (or the halves of one) per owner that took
+//! none over. A node that was reported lost gets none before it was heard
 //! (of) again, and a banned node none at all. A successor takes a simulation over if more than half of its participants ask for it.
 use crate::host::HostId;
 use crate::world::{Observer, World};
@@ -117,6 +118,18 @@ impl Seen {
         if banned { Some("which is banned") } else { lost.then_some("reported lost and not heard since") }
     }
 
+    /// A host hears a node.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "few inputs come from a node")]
+    fn hear(&mut self, at: Instant, host: HostId, input: &Input) {
+        let from = match input {
+            Input::Datagram { from, .. } | Input::Message { from, .. } | Input::Frame { from, .. } => from,
+            Input::Connected { node, .. } => node,
+            _ => return,
+        };
+        self.lost.remove(&(host, *from));
+        self.heard.insert((host, *from), at);
+    }
+
     fn own(&mut self, job: JobId, epoch: Epoch, part: PartId, node: NodeId) -> Option<String> {
         let owners = self.owners.entry((job, epoch)).or_default();
         let before = owners.insert(part, node).filter(|before| *before != node);
@@ -124,7 +137,10 @@ impl Seen {
             return Some(format!("{node} and {before} own part {part} under {epoch:?}"));
         }
         let took_over = |at: &PartId| self.standbys.contains(&(job, *at, node));
-        let other = owners.iter().find(|(at, owner)| **at != part && **owner == node && !took_over(at));
+        // A stage that is cut for two standbys is two parts of its owner, one after the other.
+        let halves = |at: PartId| at == part.after() || Some(at) == part.before();
+        let apart = |at: PartId| at != part && !halves(at) && !took_over(&at);
+        let other = owners.iter().find(|(at, owner)| **owner == node && apart(**at));
         other.filter(|_| !took_over(&part)).map(|(at, _)| format!("{node} owns parts {part} and {at} under {epoch:?}"))
     }
 
@@ -146,14 +162,12 @@ impl Observer for Owners {
         {
             self.seen.borrow_mut().receive(at, host, *from, job, say);
         }
-        let heard = match input {
-            Input::Datagram { from, .. } | Input::Message { from, .. } | Input::Frame { from, .. } => from,
-            Input::Connected { node, .. } => node,
-            _ => return,
-        };
-        let mut seen = self.seen.borrow_mut();
-        seen.lost.remove(&(host, *heard));
-        seen.heard.insert((host, *heard), at);
+        self.seen.borrow_mut().hear(at, host, input);
+    }
+
+    // What a liar makes up says nothing, but that it lives.
+    fn forged(&mut self, at: Instant, host: HostId, input: &Input) {
+        self.seen.borrow_mut().hear(at, host, input);
     }
 
     fn output(&mut self, at: Instant, host: HostId, output: &Output) {

@@ -1,0 +1,184 @@
+//! Standbys made of two devices: a stage that no other device can hold whole is cut in two on its own device, so that each half
+//! has a standby of its own and takes over by itself.
+//! Next: `explain.rs`.
+use crate::cost::{self, StageBytes};
+use crate::fleet::{Device, DeviceId, Fleet};
+use crate::plan::{Options, Plan, Stage};
+use crate::standby::{Standby, standbys};
+use crate::work::Work;
+use alloc::{collections::BTreeSet, vec::Vec};
+
+/// Most stages of a plan that are cut. Each cut costs one more choice of standbys, and the owner a hand-over of rows a token.
+const CUTS_MAX: usize = 8;
+
+/// The plan with stages cut in two where that gives both halves a standby and takes none from another stage. The head's own stages
+/// stay whole, and their standbys get what memory is left: their loss changes the coordinator as well.
+pub(crate) fn cut_for_standbys(plan: Plan, work: &Work, fleet: &Fleet, options: &Options) -> Plan {
+    let mut plan = plan;
+    let mut chosen = standbys(&plan, work, fleet, options, &[]);
+    let mut tried = BTreeSet::new();
+    while tried.len() < CUTS_MAX {
+        let open = |standby: &&Standby| {
+            let layers = &plan.stages()[usize::from(standby.stage)].layers;
+            standby.place.is_none() && !tried.contains(&layers.start)
+        };
+        let Some(at) = others(&plan, &chosen, options.head).find(open).map(|standby| usize::from(standby.stage)) else {
+            break;
+        };
+        tried.insert(plan.stages()[at].layers.start);
+        let Some(cut) = middle(&plan, at, (&chosen, options.head), work, fleet) else { continue };
+        let Ok(next) = plan.clone().with_cut(at, cut, work, fleet) else { continue };
+        let next_chosen = standbys(&next, work, fleet, options, &[]);
+        if without(&next, &next_chosen, options.head) < without(&plan, &chosen, options.head) {
+            (plan, chosen) = (next, next_chosen);
+        }
+    }
+    plan
+}
+
+/// How many stages, the head's aside, no device can be the standby of.
+fn without(plan: &Plan, chosen: &[Standby], head: DeviceId) -> usize {
+    others(plan, chosen, head).filter(|standby| standby.place.is_none()).count()
+}
+
+/// The standbys of stages that are not the head's own.
+fn others<'a>(plan: &'a Plan, chosen: &'a [Standby], head: DeviceId) -> impl Iterator<Item = &'a Standby> {
+    chosen.iter().filter(move |standby| plan.stages()[usize::from(standby.stage)].device != head)
+}
+
+/// Where to cut a stage so that one device has memory for the layers before and another for the layers after: the middle of where
+/// that is so. `None`: no two devices of other machines hold it.
+fn middle(plan: &Plan, at: usize, (chosen, head): (&[Standby], DeviceId), work: &Work, fleet: &Fleet) -> Option<u32> {
+    let stage = &plan.stages()[at];
+    let machine = fleet.device(stage.device)?.machine;
+    let bytes = StageBytes::new(work);
+    let taken = |device: DeviceId| {
+        let places = others(plan, chosen, head).filter_map(|standby| standby.place.as_ref());
+        let parts = plan.stages().iter().chain(places);
+        parts.filter(|part| part.device == device).fold(0u64, |sum, part: &Stage| sum.saturating_add(part.bytes))
+    };
+    let (start, end) = (stage.layers.start, stage.layers.end);
+    // Of each device that can take part: the end of the longest first half it can hold, and the start of the longest second half.
+    let reach = |device: &Device| {
+        cost::stage_ns(work, device, &stage.layers, 1)?;
+        let free = device.memory.saturating_sub(taken(device.id));
+        let first = (start + 1..end).take_while(|&cut| bytes.of(&(start..cut)) <= free).last();
+        let second = (start + 1..end).rev().take_while(|&cut| bytes.of(&(cut..end)) <= free).last();
+        Some((device.id, first, second))
+    };
+    let elsewhere = fleet.devices.iter().filter(|device| !device.excluded && device.machine != machine);
+    let reaches: Vec<_> = elsewhere.filter_map(reach).collect();
+    // Two of each are enough: at most one of them is the device that the other half needs.
+    let mut firsts: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, first, _)| Some((first?, id))).collect();
+    let mut seconds: Vec<(u32, DeviceId)> = reaches.iter().filter_map(|&(id, _, second)| Some((second?, id))).collect();
+    firsts.sort_by(|a, b| b.cmp(a));
+    seconds.sort_unstable();
+    let firsts = firsts.iter().take(2);
+    let pairs = firsts.flat_map(|first| seconds.iter().take(2).map(move |second| (first, second)));
+    let fits = pairs.filter(|(first, second)| first.1 != second.1 && second.0 <= first.0);
+    let widest = fits.max_by_key(|(first, second)| first.0 - second.0)?;
+    let (most, least) = (widest.0.0, widest.1.0);
+    Some(least + (most - least) / 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::Link;
+    use crate::plan::Goal;
+    use crate::work::Layer;
+    use alloc::{collections::BTreeMap, string::String, vec};
+    use core::ops::Range;
+
+    const A: DeviceId = DeviceId([1; 16]);
+    const B: DeviceId = DeviceId([2; 16]);
+    const C: DeviceId = DeviceId([3; 16]);
+    const D: DeviceId = DeviceId([4; 16]);
+    const E: DeviceId = DeviceId([5; 16]);
+    const F: DeviceId = DeviceId([6; 16]);
+
+    fn work() -> Work {
+        let layer = Layer { flops_per_token: 200, weight_bytes: 1 << 20, kv_bytes_per_token: 1 << 10, window: None };
+        Work {
+            layers: vec![layer; 8],
+            embed_bytes: 1 << 20,
+            head_bytes: 1 << 20,
+            tied: false,
+            head_flops: 2_000,
+            activation_bytes: 2_304,
+            context: 1024,
+            sequences: 1,
+            scratch_bytes: 1 << 10,
+        }
+    }
+
+    /// Each device in a machine of its own.
+    fn fleet(devices: &[(DeviceId, u64)]) -> Fleet {
+        let device = |&(id, memory): &(DeviceId, u64)| Device {
+            id,
+            name: String::new(),
+            machine: u64::from(id.0[0]),
+            zone: String::new(),
+            memory,
+            bytes_per_second: 10_000_000_000,
+            flops_per_second: 0,
+            copy_bytes_per_second: 10_000_000_000,
+            step_ns: 10_000,
+            layer_ns: 0,
+            cache_bytes_per_second: 0,
+            numerics: 1,
+            pass_steps: 1,
+            excluded: false,
+        };
+        let default_link = Link { rtt_ns: 200_000, bytes_per_second: 1_000_000_000 };
+        Fleet { devices: devices.iter().map(device).collect(), links: BTreeMap::new(), default_link }
+    }
+
+    /// B has layers 2..8 beside the head A, which has 0..2; the others are spare.
+    fn cut(fleet: &Fleet, stages: &[(DeviceId, Range<u32>)]) -> Vec<(DeviceId, Range<u32>)> {
+        let options = Options { goal: Goal::Latency, head: A, losses: false };
+        let plan = Plan::new(stages, &work(), fleet, &options).unwrap();
+        let cut = cut_for_standbys(plan.clone(), &work(), fleet, &options);
+        let more = cut.stages().len() - plan.stages().len();
+        assert_eq!(cut.token_ns(), plan.token_ns() + more as u64 * 10_000, "what one more stage costs");
+        cut.placement()
+    }
+
+    fn bytes(layers: Range<u32>) -> u64 {
+        cost::stage_bytes(&work(), &layers)
+    }
+
+    #[test]
+    fn a_stage_too_large_for_any_spare_is_cut_where_two_spares_hold_a_half_each() {
+        let stages = [(A, 0..2), (B, 2..8)];
+        let whole = [(A, 0..2), (B, 2..8)].to_vec();
+        let room = 1 << 30;
+        let own = bytes(0..2);
+        let of = |b: u64, c: u64, d: u64| cut(&fleet(&[(A, own), (B, b), (C, c), (D, d)]), &stages);
+        assert_eq!(of(room, bytes(2..5), bytes(5..8)), [(A, 0..2), (B, 2..5), (B, 5..8)]);
+        assert_eq!(of(room, bytes(7..8), bytes(2..7)), [(A, 0..2), (B, 2..7), (B, 7..8)], "uneven spares");
+        assert_eq!(of(room, bytes(7..8) - 1, bytes(2..7)), whole, "one byte short");
+        assert_eq!(of(room, bytes(2..8), bytes(2..5)), whole, "a spare holds it whole");
+        assert_eq!(of(bytes(2..8), bytes(2..5), bytes(5..8)), whole, "the owner has no scratch for two stages");
+        assert_eq!(cut(&fleet(&[(A, own), (B, room), (C, bytes(2..7))]), &stages), whole, "one spare is not two");
+        let mut same = fleet(&[(A, own), (B, room), (C, bytes(2..5)), (D, bytes(5..8))]);
+        same.devices[3].machine = same.devices[1].machine;
+        assert_eq!(cut(&same, &stages), whole, "a half in the owner's machine dies with it");
+    }
+
+    #[test]
+    fn the_heads_own_stage_stays_whole_and_no_stage_loses_its_standby() {
+        let room = 1 << 30;
+        let spares = [(A, room), (B, bytes(6..8)), (C, bytes(0..3)), (D, bytes(3..6))];
+        let stages = [(A, 0..6), (B, 6..8)];
+        assert_eq!(cut(&fleet(&spares), &stages), stages.to_vec());
+        // C could hold a half of B's stage, or be the standby of D's.
+        let stages = [(A, 0..2), (B, 2..6), (D, 6..8)];
+        let two = bytes(2..4) + bytes(4..6);
+        let spares = |e| fleet(&[(A, bytes(0..2)), (B, two), (C, bytes(6..8)), (D, bytes(6..8)), (E, e)]);
+        assert_eq!(cut(&spares(bytes(2..4)), &stages), stages.to_vec());
+        let more = [&spares(bytes(2..4)).devices[..], &fleet(&[(F, bytes(4..6))]).devices[..]].concat();
+        let fleet = Fleet { devices: more, ..spares(0) };
+        assert_eq!(cut(&fleet, &stages), [(A, 0..2), (B, 2..4), (B, 4..6), (D, 6..8)]);
+    }
+}
