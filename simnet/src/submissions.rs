@@ -73,8 +73,8 @@ pub struct Submission {
     pub successions: u32,
     /// From which step the last placement of each coordinator goes on.
     placed: BTreeMap<HostId, u32>,
-    /// Under which epoch it runs, and where.
-    runs: Option<(HostId, Epoch)>,
+    /// Under which epoch each coordinator runs it: for a while there may be two.
+    runs: BTreeMap<HostId, Epoch>,
     /// Its coordinator is lost with it: it is submitted again from the checkpoint of this step once that host runs.
     resume: Option<u32>,
 }
@@ -103,7 +103,7 @@ impl Submissions {
             others: Vec::new(),
             successions: 0,
             placed: BTreeMap::new(),
-            runs: None,
+            runs: BTreeMap::new(),
             resume: None,
         };
         Submissions { all: case.simulations.iter().zip(0..).map(of).collect() }
@@ -188,7 +188,8 @@ impl Submission {
     }
 
     fn submit(&mut self, world: &mut World, host: HostId, resume: Option<u32>) {
-        (self.coordinator, self.submitted, self.runs, self.resume) = (host, Some(world.now()), None, None);
+        (self.coordinator, self.submitted, self.resume) = (host, Some(world.now()), None);
+        self.runs.clear();
         self.placed.clear();
         let spec = self.simulation.spec(self.job(), self.seed, resume);
         let call = CallId(spec.job.0);
@@ -235,7 +236,7 @@ impl Submission {
                 }
             }
             Event::JobReady { job: of, epoch, .. } if *of == job => {
-                self.runs = Some((host, *epoch));
+                self.runs.insert(host, *epoch);
                 self.progress.push((at, host, self.placed.get(&host).copied().unwrap_or(0)));
             }
             Event::JobEnded { job: of, ending, .. } if *of == job => self.ended(world, at, host, ending),
@@ -248,7 +249,7 @@ impl Submission {
         match event {
             StepsEvent::Progress { step } => self.progress.push((at, host, *step)),
             StepsEvent::Report { step, report } => {
-                let epoch = self.runs.filter(|(by, _)| *by == host).map(|(_, epoch)| epoch);
+                let epoch = self.runs.get(&host).copied();
                 let (life, step, report) = (world.host(host).life, *step, report.clone());
                 self.reports.push(Reported { at, host, life, epoch, step, report });
             }

@@ -435,8 +435,9 @@ impl Jobs {
             let ahead = theirs.counter.saturating_sub(job.epoch.counter);
             // No node can know a higher one of this coordinator's while it has answered under the present one.
             let known = if theirs.issuer == me { job.awaits(from) } else { job.knows(from) };
-            // One that was away may have issued higher ones since, which its participants did not adopt.
-            let higher = job.epoch < theirs || theirs.issuer != me && job.was_absent;
+            // One that was away may have issued higher ones since, which its participants did not adopt; and one that coordinates the
+            // job too is answered, whatever its epoch.
+            let higher = job.epoch < theirs || theirs.issuer != me && (job.was_absent || from == theirs.issuer);
             higher && ahead <= EPOCHS_FORGOTTEN_MAX && known
         };
         let Some(job) = self.jobs.get_mut(&id).filter(believed) else { return };

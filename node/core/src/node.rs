@@ -326,6 +326,8 @@ impl Node {
                 let rival = epoch.issuer == from && from != self.me;
                 if rival && self.jobs.epoch_of(job).is_some_and(|mine| mine < epoch || orders) {
                     self.jobs.handle_stale(now, from, job, epoch);
+                    // If it went, its parts know that before they see the order: they would answer with its epoch.
+                    self.settle();
                 }
                 // Leases with the participants of two coordinators would be one.
                 if rival

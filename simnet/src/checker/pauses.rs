@@ -92,7 +92,7 @@ pub struct Loss {
     pub owners: usize,
     /// Longest wait of a running request for its next token, or of the simulation for its next step, from the last death on.
     pub waited: Duration,
-    /// What a simulation whose steps take long may wait beyond the limit.
+    /// What may be waited beyond the limit where tokens or steps take long.
     pub slack: Duration,
     /// The step that the simulation went back to, and the one that it had to keep.
     pub back: Option<(u32, u32)>,

@@ -161,10 +161,17 @@ impl Job {
     /// A node says that it obeys another coordinator, or is one. One is believed where this node stood still or was cut off, else more than
     /// half of the participants: a takeover needs as many. The others are made to say what they know.
     ///
-    /// Of two that coordinate the job and reach each other, the successor goes: it is sent this node's epoch, and from then on this
-    /// node stays, lest both go.
+    /// Of two that coordinate the job and reach each other, the earlier one decides alone which goes, lest both do: if it was not away it
+    /// sends its epoch, on which the successor goes, and stays from then on.
     pub(super) fn handle_claim(&mut self, now: Instant, from: NodeId, theirs: Epoch, out: &mut Out) {
         let participants = self.participants();
+        if self.succeeded(theirs.issuer) {
+            if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
+                self.claims.asked = Some(now);
+                self.say_epoch(theirs.issuer, out);
+            }
+            return;
+        }
         if self.claims.epoch < Some(theirs) {
             let stays = self.claims.stays;
             self.claims = Claims { epoch: Some(theirs), by: BTreeSet::new(), asked: None, stays };
@@ -176,7 +183,7 @@ impl Job {
         let coordinates = from == theirs.issuer;
         let stays = self.claims.stays.is_some_and(|until| now < until);
         // One that has no placement has nothing to lose.
-        let believed = self.was_absent || coordinates && (self.is_degraded() || self.succeeded(from));
+        let believed = self.was_absent || coordinates && self.is_degraded();
         if believed || 2 * by > participants.len() && !stays {
             return self.stand_down(theirs.issuer);
         }
@@ -194,7 +201,7 @@ impl Job {
         }
     }
 
-    /// A successor that coordinates the job learns that this node does.
+    /// Another node that coordinates the job learns that this one does.
     fn say_epoch(&self, to: NodeId, out: &mut Out) {
         out.push_back(JobOutput::Stale { to, job: self.id, mine: self.epoch });
     }
@@ -222,7 +229,7 @@ pub(super) struct Claims {
     epoch: Option<Epoch>,
     /// Which participants claim it.
     by: BTreeSet<NodeId>,
-    /// When the others were asked.
+    /// When the others, or the node from which this one took the job over, were asked.
     asked: Option<Instant>,
     /// Until when this node does not stand down: a successor was sent its epoch, and goes.
     stays: Option<Instant>,
@@ -230,7 +237,7 @@ pub(super) struct Claims {
 
 /// How long a coordinator stays that sent a successor its epoch: that may be lost, and is sent again then.
 const STAYS: Duration = Duration::from_secs(5);
-/// How long participants are not asked again.
+/// How long they are not asked again.
 const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 
 fn part_record(part: &Part) -> PartRecord {

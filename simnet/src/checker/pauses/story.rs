@@ -26,8 +26,8 @@ struct Story {
     /// Who was asked to be a standby, and who of them holds what the owner holds.
     standbys: BTreeMap<u16, NodeId>,
     current: BTreeMap<u16, NodeId>,
-    /// When each running request had its last token.
-    tokens: BTreeMap<CallId, Instant>,
+    /// When each running request had its last token, and the mean time between its last ones.
+    tokens: BTreeMap<CallId, (Instant, Duration)>,
     /// Of a simulation: when which steps were told, under the present placement and those that continued it.
     steps: Vec<(Instant, u32)>,
     /// Steps that owners and standbys of tiles reported last, under the present placement.
@@ -89,7 +89,7 @@ impl<'a> Stories<'a> {
             let steps = self.simulations.get(job);
             let (simulation, died) = (steps.is_some(), !all.is_empty());
             let lost = story.lost(&all, simulation, dead.is_empty(), node)?;
-            let slack = if simulation { story.cycle() * CYCLES } else { Duration::ZERO };
+            let slack = if simulation { story.cycle() * CYCLES } else { story.token_time() };
             let (waited, back) = match steps {
                 Some(steps) => story.resumed((*job, *steps), &lost, (at, last), died, after)?,
                 None => (story.waited(*job, at, last, after)?, None),
@@ -158,7 +158,10 @@ impl Story {
                     self.current.remove(stage);
                 }
             }
-            Seen::Token(_, call) => _ = self.tokens.insert(*call, at),
+            Seen::Token(_, call) => {
+                let (last, gap) = self.tokens.get(call).copied().unwrap_or((at, Duration::ZERO));
+                self.tokens.insert(*call, (at, (gap * 3 + at.since(last)) / 4));
+            }
             Seen::Ended(_, call) => _ = self.tokens.remove(call),
             Seen::Running(_, step) => {
                 self.ready = true;
@@ -169,6 +172,11 @@ impl Story {
             Seen::Held(_, tile, step) => _ = self.held.insert((*tile, node), *step),
             Seen::Loss(_) | Seen::Broken | Seen::Trouble(_) | Seen::Changed | Seen::Moves(_) | Seen::Over(_) => {}
         }
+    }
+
+    /// The longest mean time between tokens of a request: tiles on the same devices take their time as well.
+    fn token_time(&self) -> Duration {
+        self.tokens.values().map(|(_, gap)| *gap).max().unwrap_or_default()
     }
 
     /// The mean time between the last times that steps of a simulation were told.
@@ -214,7 +222,7 @@ impl Story {
             let mut between = after.iter().take_while(|(then, ..)| *then <= last);
             between.any(|(_, _, entry)| matches!(entry, Seen::Ended(_, of) if of == call))
         };
-        let running = self.tokens.iter().filter(|(_, token)| **token + RUNNING > at).map(|(call, _)| *call);
+        let running = self.tokens.iter().filter(|(_, (token, _))| *token + RUNNING > at).map(|(call, _)| *call);
         let running = running.filter(|call| !over(call));
         running
             .map(|call| {
