@@ -287,10 +287,9 @@ impl Parts {
         load: LoadId,
         result: Result<Loaded, String>,
     ) {
-        let Some(held) = self.jobs.get_mut(&job).and_then(|held| held.parts.get_mut(&part)) else { return };
-        if held.load != Load::Loading(load) {
-            return;
-        }
+        let Some(known) = self.jobs.get_mut(&job) else { return };
+        let epoch = known.epoch;
+        let Some(held) = known.parts.get_mut(&part).filter(|held| held.load == Load::Loading(load)) else { return };
         let answered = !held.answer_due;
         match result {
             Ok(Loaded { bytes, step }) => {
@@ -300,7 +299,10 @@ impl Parts {
             Err(reason) => held.load = Load::Failed(reason),
         }
         if answered && held.order.standby.is_some() && held.load == Load::Resident {
-            self.start_shadow(job, part);
+            // Where another part has brought a higher epoch, it begins when its own order comes.
+            if epoch <= held.epoch {
+                self.start_shadow(job, part);
+            }
         } else {
             self.answer(now, job, part);
         }

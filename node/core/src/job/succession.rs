@@ -181,14 +181,15 @@ impl Job {
         }
         let by = self.claims.by.intersection(&participants).count();
         let coordinates = from == theirs.issuer;
-        let stays = self.claims.stays.is_some_and(|until| now < until);
+        // Whatever has happened to this node since.
+        let stays = self.claims.stays.is_some_and(|(claim, until)| theirs <= claim && now < until);
         // One that has no placement has nothing to lose.
         let believed = self.was_absent || coordinates && self.is_degraded();
-        if believed || 2 * by > participants.len() && !stays {
+        if (believed || 2 * by > participants.len()) && !stays {
             return self.stand_down(theirs.issuer);
         }
         if coordinates && !stays {
-            self.claims.stays = Some(now + STAYS);
+            self.claims.stays = Some((theirs, now + STAYS));
             return self.say_epoch(from, out);
         }
         if self.claims.asked.is_none_or(|at| now.since(at) >= CLAIMS_QUIET) {
@@ -231,8 +232,8 @@ pub(super) struct Claims {
     by: BTreeSet<NodeId>,
     /// When the others, or the node from which this one took the job over, were asked.
     asked: Option<Instant>,
-    /// Until when this node does not stand down: a successor was sent its epoch, and goes.
-    stays: Option<Instant>,
+    /// Up to which claim this node does not stand down, and until when: the successor was sent its epoch, and goes.
+    stays: Option<(Epoch, Instant)>,
 }
 
 /// How long a coordinator stays that sent a successor its epoch: that may be lost, and is sent again then.
