@@ -390,7 +390,7 @@ impl Job {
             return;
         }
         // One that coordinated the job before may not know that it does so no more.
-        if self.asked.remove(&node) || self.previous.contains(&node) {
+        if self.asked.contains(&node) || self.previous.contains(&node) {
             self.send(node, ToParticipant::End, out);
         }
     }
