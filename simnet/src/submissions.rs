@@ -4,7 +4,7 @@
 //! again from the coordinator's last checkpoint, as `submit --resume` does. Next: `checker/reports.rs`.
 use crate::case::{Case, Simulation};
 use crate::compute::mix;
-use crate::host::HostId;
+use crate::host::{Host, HostId};
 use crate::world::{Told, World};
 use node_core::id::{CallId, Epoch, JobId};
 use node_core::input::Input;
@@ -263,7 +263,13 @@ impl Submission {
             Ending::Completed => End::Done,
             Ending::Cancelled if self.cancelled.is_some() => End::Cancelled,
             Ending::Cancelled => End::Failed("it was cancelled, though its submitter did not ask for it".into()),
-            Ending::Moved(_) => return,
+            Ending::Moved(_) => {
+                let goes_on = |other: &&Host| other.id != host && coordinates(other.node.as_ref(), self.job());
+                if host == self.coordinator {
+                    self.coordinator = world.hosts().find(goes_on).map_or(host, |other| other.id);
+                }
+                return;
+            }
             Ending::Failed(reason) => End::Failed(reason.clone()),
         };
         let job = self.job();

@@ -450,6 +450,11 @@ impl Jobs {
         self.sweep(now);
     }
 
+    /// Whether this node was away while it coordinated a job, and has yet to learn whether another coordinates it.
+    pub fn doubts(&self, now: Instant, id: JobId) -> bool {
+        self.jobs.get(&id).is_some_and(|job| job.doubts(now))
+    }
+
     /// This node takes a job over; whether it had not done so before.
     pub fn handle_inherited(&mut self, inheritance: Inheritance) -> bool {
         let id = inheritance.job;

@@ -329,6 +329,10 @@ impl Node {
                     // If it went, its parts know that before they see the order: they would answer with its epoch.
                     self.settle();
                 }
+                // What it answers would make the other one go, before it knows which of the two has the participants.
+                if rival && orders && self.jobs.doubts(now, job) {
+                    return;
+                }
                 // Leases with the participants of two coordinators would be one.
                 if rival
                     && orders

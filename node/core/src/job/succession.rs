@@ -183,8 +183,7 @@ impl Job {
         if (believed || 2 * by > participants.len()) && !stays {
             return self.stand_down(theirs.issuer);
         }
-        let doubts = self.was_absent && now.since(self.claims.since) < CONFIRMED;
-        if coordinates && !stays && !doubts {
+        if coordinates && !stays && !self.doubts(now) {
             self.claims.stays = Some((theirs, now + STAYS));
             return self.say_epoch(from, out);
         }
@@ -198,6 +197,11 @@ impl Job {
                 self.send(to, ToParticipant::Record(Box::new(record.clone())), out);
             }
         }
+    }
+
+    /// Whether this node was away, and one node, but no second one, has said lately that another coordinates the job.
+    pub(super) fn doubts(&self, now: Instant) -> bool {
+        self.was_absent && self.claims.claimants.len() == 1 && now.since(self.claims.since) < CONFIRMED
     }
 
     /// Another node that coordinates the job learns that this one does.
