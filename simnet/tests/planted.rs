@@ -11,7 +11,7 @@ use std::sync::Mutex;
 
 /// Each bug, a seed that finds it, and a part of the violation.
 const BUGS: [(Planted, u64, &str); 20] = [
-    (Planted::EpochCheckLeftOut, 126, "a frame of"),
+    (Planted::EpochCheckLeftOut, 75, "a frame of"),
     (Planted::RingTrimmedEarly, 3, "keeps request"),
     (Planted::StandbyPromotedTwice, 2, "as standby of part"),
     (Planted::ResumeOneAhead, 3, "and a request waits"),
