@@ -56,7 +56,7 @@ pub(super) struct Job {
     /// job over among themselves.
     waiting: BTreeSet<NodeId>,
     /// Every node that was ever ordered to hold a part: its word about epochs is believed.
-    known: BTreeSet<NodeId>,
+    pub(super) known: BTreeSet<NodeId>,
     /// Counts placements that began from scratch: parts of another cut are other parts.
     cut: u32,
     /// Bytes that nodes hold for the job, as they said, and of which cut.

@@ -158,8 +158,9 @@ impl Job {
         );
     }
 
-    /// A node says that it obeys another coordinator, or is one. One is believed where this node stood still or was cut off, else more than
-    /// half of the participants: a takeover needs as many. The others are made to say what they know.
+    /// A node says that it obeys another coordinator, or is one. It is believed where this node stood still or was cut off and a second node
+    /// that was ordered to take part says the same, else if more than half of the participants say it: a takeover needs as many. The
+    /// others are made to say what they know.
     ///
     /// Of two that coordinate the job and reach each other, the earlier one decides alone which goes, lest both do: if it was not away it
     /// sends its epoch, on which the successor goes, and stays from then on.
@@ -172,23 +173,18 @@ impl Job {
             }
             return;
         }
-        if self.claims.epoch < Some(theirs) {
-            let stays = self.claims.stays;
-            self.claims = Claims { epoch: Some(theirs), by: BTreeSet::new(), asked: None, stays };
-        }
-        if participants.contains(&from) {
-            self.claims.by.insert(from);
-        }
+        self.claims.note(now, from, theirs);
         let by = self.claims.by.intersection(&participants).count();
         let coordinates = from == theirs.issuer;
         // Whatever has happened to this node since.
         let stays = self.claims.stays.is_some_and(|(claim, until)| theirs <= claim && now < until);
         // One that has no placement has nothing to lose.
-        let believed = self.was_absent || coordinates && self.is_degraded();
+        let believed = self.was_absent && self.claims.claimants.len() >= 2 || coordinates && self.is_degraded();
         if (believed || 2 * by > participants.len()) && !stays {
             return self.stand_down(theirs.issuer);
         }
-        if coordinates && !stays {
+        let doubts = self.was_absent && now.since(self.claims.since) < CONFIRMED;
+        if coordinates && !stays && !doubts {
             self.claims.stays = Some((theirs, now + STAYS));
             return self.say_epoch(from, out);
         }
@@ -196,7 +192,9 @@ impl Job {
             self.claims.asked = Some(now);
             // Of no use to those that do not succeed this node; those that obey another answer with its epoch.
             let record = self.record();
-            for &to in participants.iter().filter(|node| **node != self.me && !self.claims.by.contains(node)) {
+            let before = self.known.iter().filter(|_| self.was_absent);
+            let asked: BTreeSet<NodeId> = participants.iter().chain(before).copied().collect();
+            for to in asked.into_iter().filter(|node| *node != self.me && !self.claims.by.contains(node)) {
                 self.send(to, ToParticipant::Record(Box::new(record.clone())), out);
             }
         }
@@ -223,21 +221,41 @@ impl Job {
     }
 }
 
-/// What participants say of another coordinator.
+/// What other nodes say of another coordinator.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     /// The highest epoch that was claimed.
     epoch: Option<Epoch>,
-    /// Which participants claim it.
+    /// Which nodes claim it.
     by: BTreeSet<NodeId>,
+    /// Which nodes claimed an epoch of the same issuer, and since when.
+    claimants: BTreeSet<NodeId>,
+    since: Instant,
     /// When the others, or the node from which this one took the job over, were asked.
     asked: Option<Instant>,
     /// Up to which claim this node does not stand down, and until when: the successor was sent its epoch, and goes.
     stays: Option<(Epoch, Instant)>,
 }
 
+impl Claims {
+    fn note(&mut self, now: Instant, from: NodeId, theirs: Epoch) {
+        if self.epoch.is_none_or(|epoch| epoch.issuer != theirs.issuer) {
+            self.claimants.clear();
+            self.since = now;
+        }
+        if self.epoch < Some(theirs) {
+            (self.epoch, self.asked) = (Some(theirs), None);
+            self.by.clear();
+        }
+        self.by.insert(from);
+        self.claimants.insert(from);
+    }
+}
+
 /// How long a coordinator stays that sent a successor its epoch: that may be lost, and is sent again then.
 const STAYS: Duration = Duration::from_secs(5);
+/// How long a node that was away waits for a second one to confirm what the first says.
+const CONFIRMED: Duration = Duration::from_secs(2);
 /// How long they are not asked again.
 const CLAIMS_QUIET: Duration = Duration::from_millis(500);
 
