@@ -234,7 +234,11 @@ mod tests {
         let [a, b] = [ApiKey::random().unwrap(), ApiKey::random().unwrap()];
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
         let proof = a.proof(at("127.0.0.1:1"), "n");
-        assert_eq!(proof, a.proof(at("[::ffff:127.0.0.1]:1"), "n"), "a node that listens on [::] sees the address like this");
+        assert_eq!(
+            proof,
+            a.proof(at("[::ffff:127.0.0.1]:1"), "n"),
+            "a node that listens on [::] sees the address like this"
+        );
         for other in [b.proof(at("127.0.0.1:1"), "n"), a.proof(at("127.0.0.1:2"), "n"), a.proof(at("127.0.0.1:1"), "m")]
         {
             assert_ne!(proof, other);

@@ -422,7 +422,7 @@ mod tests {
             assert!(text.contains("Global options (--json, --api, --config, …): meshnode help"), "{line}: {text}");
             assert!(!text.contains("--cache-size") && !text.contains("MESHNODE_LOG_FORMAT"), "{line}: {text}");
         }
-        assert!(help("drain --help").contains("meshnode drain --off"), "examples stay");
+        assert!(help("drain --help").contains("meshnode drain --off"), "examples are kept");
         let set = |line: &str| parse(line).unwrap().global;
         assert!(set("bench net --json").json && set("--json bench net").json);
         assert_eq!(set("drain --api 127.0.0.1:1").api.as_deref(), Some("127.0.0.1:1"));

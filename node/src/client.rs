@@ -26,7 +26,7 @@ pub struct Client {
 pub enum Key {
     /// Given by the user, or the key of a node in this process. Sent without a check.
     Given(String),
-    /// In one of these files, tried in order. A key is sent only to a node that proves that it knows the key, because
+    /// In one of several files, tried in order. A key is sent only to a node that proves that it knows the key, because
     /// another user's program may have taken the node's port.
     InFiles(Vec<PathBuf>, Arc<OnceLock<Found>>),
 }
@@ -40,7 +40,7 @@ pub struct Found {
 }
 
 impl Key {
-    /// A key to find in one of these files.
+    /// A key to search in `files`.
     pub fn in_files(files: Vec<PathBuf>) -> Self {
         Self::InFiles(files, Arc::default())
     }

@@ -179,8 +179,9 @@ impl FromStr for Zone {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, bytes_max) = (text.trim(), node_core::limits::ZONE_BYTES_MAX);
-        let bad =
-            |why: String| Err(format!("{why}: expected 1 to {bytes_max} bytes of printable text, as in attic or rack-7"));
+        let bad = |why: String| {
+            Err(format!("{why}: expected 1 to {bytes_max} bytes of printable text, as in attic or rack-7"))
+        };
         if name.is_empty() {
             bad("the zone has no name".into())
         } else if name.len() > bytes_max {

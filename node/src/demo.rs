@@ -363,7 +363,9 @@ impl Screen {
             return;
         }
         let verdict = if summary.tokens_equal_solo && summary.requests_lost == 0 {
-            style(format!("{} kills: all tokens equal to those of one node, no request lost", summary.kills)).green().bold()
+            style(format!("{} kills: all tokens equal to those of one node, no request lost", summary.kills))
+                .green()
+                .bold()
         } else {
             style("FAILED: tokens differ from those of one node, or a request was lost".to_owned()).red().bold()
         };

@@ -120,7 +120,7 @@ fn version() -> Finding {
 
 fn processor() -> Finding {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let name = format!("{} ({cores} threads)", kernels::device::cpu().name);
+    let name = format!("{} ({})", kernels::device::cpu().name, crate::views::count(cores, "thread"));
     #[cfg(target_arch = "x86_64")]
     {
         let (vnni, avx2) = (

@@ -81,7 +81,7 @@ pub fn device(options: &UpOptions) -> Result<Value, String> {
 pub fn device_text(figures: &Value) -> String {
     format!(
         "{}\n  decode     {} of weights\n  attention  {} of keys and values\n  prefill    {}\n  copy       {} read and written\n  \
-         step       {:.0} µs of overhead per step\n  layer      {:.1} µs per layer besides reading its weights\n  \
+         step       {:.0} µs of overhead per step\n  layer      {:.1} µs of overhead per layer\n  \
          offers     {}\n(probed and measured in {:.1} s)\n",
         figures["device"].as_str().unwrap_or("?"),
         per_second(figures["decode_bytes_per_second"].as_u64(), "B"),

@@ -178,8 +178,7 @@ impl Engine for NodeHandle {
             return self.ask(elsewhere, model.context, request);
         }
         let name = &model.name;
-        let handle =
-            self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is no longer served")))?;
+        let handle = self.served(name).ok_or_else(|| NodeError::NotFound(format!("`{name}` is no longer served")))?;
         NodeHandle::submit(self, &handle, request).await
     }
 

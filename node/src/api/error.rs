@@ -92,7 +92,8 @@ impl ApiError {
 
     /// 422: the same key was used for two different requests.
     pub(crate) fn key_reused() -> Self {
-        let message = "this Idempotency-Key was already used for a different request: send a new request with a new key";
+        let message =
+            "this Idempotency-Key was already used for a different request: send a new request with a new key";
         let code = Some("idempotency_key_reused");
         let error = Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_request_error", code, message);
         Self { param: Some(Cow::Borrowed("Idempotency-Key")), ..error }
@@ -125,9 +126,9 @@ impl ApiError {
     pub(crate) fn from_reason(reason: &DoneReason) -> Option<Self> {
         match reason {
             DoneReason::Stop | DoneReason::Length => None,
-            DoneReason::Cancelled => {
-                Some(Self::failed("the request was cancelled, as when this node leaves the mesh: send it to another node"))
-            }
+            DoneReason::Cancelled => Some(Self::failed(
+                "the request was cancelled, as when this node leaves the mesh: send it to another node",
+            )),
             DoneReason::Busy => Some(Self::busy()),
             DoneReason::Invalid(what) => Some(Self::invalid(None, what.clone())),
             DoneReason::Failed(what) => Some(Self::failed(what.clone())),

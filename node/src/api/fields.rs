@@ -212,9 +212,7 @@ fn culprit<T: DeserializeOwned>(body: &Value) -> ApiError {
         serde_json::from_value::<T>(others.map(|(k, v)| (k.clone(), v.clone())).collect()).is_ok()
     };
     match names.find(parses_without) {
-        Some(name) => {
-            ApiError::invalid_at(name.clone(), format!("a value in `{name}` has the wrong type"))
-        }
+        Some(name) => ApiError::invalid_at(name.clone(), format!("a value in `{name}` has the wrong type")),
         None => ApiError::invalid(None, "the body has fields of the wrong type"),
     }
 }

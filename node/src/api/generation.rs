@@ -133,8 +133,8 @@ impl<T: Tokens> Generation<T> {
             TokenEvent::Done { reason: DoneReason::Length } => self.ended("length"),
             TokenEvent::Done { reason } => {
                 self.end("failed");
-                let error =
-                    ApiError::from_reason(&reason).unwrap_or_else(|| ApiError::failed("the request ended without a reason"));
+                let error = ApiError::from_reason(&reason)
+                    .unwrap_or_else(|| ApiError::failed("the request ended without a reason"));
                 Step::Failed(error)
             }
         }
@@ -155,9 +155,14 @@ impl<T: Tokens> Generation<T> {
         if self.figures.first.is_none() {
             self.figures.first = Some(now);
             let time = now - self.figures.started;
-            self.metrics.observe("first_token_seconds", "From a request's arrival to its first token.", &labels, time);
+            self.metrics.observe(
+                "first_token_seconds",
+                "Time from a request's arrival to its first token.",
+                &labels,
+                time,
+            );
         } else if let Some(last) = self.figures.last {
-            self.metrics.observe("token_seconds", "From one token of a request to the next.", &labels, now - last);
+            self.metrics.observe("token_seconds", "Time between consecutive tokens of a request.", &labels, now - last);
         }
         self.figures.last = Some(now);
         self.figures.tokens += 1;
@@ -172,7 +177,7 @@ impl<T: Tokens> Generation<T> {
     fn end(&mut self, outcome: &str) {
         if self.tokens.take().is_some() {
             let labels = [("model", self.model.name.as_str()), ("outcome", outcome)];
-            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
             let prompt = self.figures.prompt_tokens as u64;
             self.metrics.count("prompt_tokens_total", "Prompt tokens of ended requests.", &labels[..1], prompt);
         }
@@ -183,7 +188,7 @@ impl<T> Drop for Generation<T> {
     fn drop(&mut self) {
         if self.tokens.is_some() {
             let labels = [("model", self.model.name.as_str()), ("outcome", "disconnected")];
-            self.metrics.count("requests_total", "Generation requests by how they ended.", &labels, 1);
+            self.metrics.count("requests_total", "Generation requests by outcome.", &labels, 1);
         }
     }
 }

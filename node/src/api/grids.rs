@@ -178,9 +178,9 @@ pub(crate) async fn cancel<E: Engine>(
             return Err(ApiError::over(format!("{who} coordinates the simulation `{job}`: cancel it there")));
         }
     };
-    let told = submission.told();
-    if told.ended.is_some() {
-        let how = told.error().unwrap_or("it is done");
+    let run = submission.told();
+    if run.ended.is_some() {
+        let how = run.error().unwrap_or("it is done");
         return Err(ApiError::over(format!("the simulation `{job}` has ended: {how}")));
     }
     all.cancel(submission.job);

@@ -56,7 +56,8 @@ impl Key {
     /// # Errors
     /// The system's random number generator fails.
     pub(crate) fn random() -> Result<Self, ApiError> {
-        let random = getrandom::u64().map_err(|e| ApiError::failed(format!("cannot choose a random request id: {e}")))?;
+        let random =
+            getrandom::u64().map_err(|e| ApiError::failed(format!("cannot choose a random request id: {e}")))?;
         Ok(Self(format!("req-{random:016x}")))
     }
 

@@ -49,7 +49,12 @@ pub(crate) async fn ready<E: Engine>(State(app): State<App<E>>) -> Response {
 pub(crate) async fn metrics<E: Engine>(State(app): State<App<E>>) -> Response {
     let state = app.engine.state().await;
     let metrics = &app.metrics;
-    metrics.gauge("info", "Version and name of this node.", &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)], 1.0);
+    metrics.gauge(
+        "info",
+        "Version and name of this node.",
+        &[("version", env!("CARGO_PKG_VERSION")), ("name", &state.name)],
+        1.0,
+    );
     for label in ["alive", "suspect", "down", "left", "banned"] {
         let count = state.peers.iter().filter(|p| p.state == label).count();
         metrics.gauge("peers", "Known members by state, including this node.", &[("state", label)], count as f64);

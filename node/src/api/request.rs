@@ -239,7 +239,9 @@ pub(crate) fn chat_prompt(messages: Vec<MessageBody>, model: &Served) -> Result<
     let messages = messages.into_iter().map(turn).collect::<Result<Vec<_>, _>>()?;
     match model.text.chat(&messages) {
         Some(Ok(prompt)) => Ok(prompt),
-        Some(Err(error)) => Err(ApiError::invalid("messages", format!("the model's chat template rejected the messages: {error}"))),
+        Some(Err(error)) => {
+            Err(ApiError::invalid("messages", format!("the model's chat template rejected the messages: {error}")))
+        }
         None => Err(ApiError::invalid("messages", "this model has no chat template: use /v1/completions")),
     }
 }

@@ -475,7 +475,7 @@ fn silent_sockets_neither_block_callers_nor_cut_streams() {
         assert_eq!(server.call("GET /healthz", "").0, 200);
         assert_eq!(server.call("GET /api/v1/state", "").0, 200);
     }
-    stream.read_exact(&mut [0; 4096]).expect("the stream goes on");
+    stream.read_exact(&mut [0; 4096]).expect("the stream continues");
     drop(crowd);
 }
 

@@ -178,7 +178,8 @@ pub(super) struct DemoArgs {
 
 pub(super) fn demo(global: &Global, args: &DemoArgs) -> Result<(), Failure> {
     let model = fetch(global, "smollm2-135m")?;
-    let program = std::env::current_exe().map_err(|e| Failure::failed(format!("cannot find the path of this program: {e}")))?;
+    let program =
+        std::env::current_exe().map_err(|e| Failure::failed(format!("cannot find the path of this program: {e}")))?;
     let options = crate::demo::DemoOptions {
         json: global.json,
         tokens: args.tokens,

@@ -209,7 +209,10 @@ impl Service {
         let client = global.client()?;
         if client.listens() {
             for option in compute.given() {
-                remark(format!("{option} is ignored: the node on {} is already running with its own setting", client.base()));
+                remark(format!(
+                    "{option} is ignored: the node on {} is already running with its own setting",
+                    client.base()
+                ));
             }
             return Ok(Self { address: client.base().to_owned(), client, own: None });
         }

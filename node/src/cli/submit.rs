@@ -240,7 +240,7 @@ fn ended(service: &Service, job: &str, checkpoint: Option<u64>) -> String {
     match (checkpoint, report["replaced"].as_str(), report["out"].as_str()) {
         (Some(step), _, _) => format!("cancelled: to continue from the checkpoint of step {step}, pass --resume"),
         (None, Some(before), _) => format!(
-            "cancelled before the first checkpoint; the folder still holds the run that was to be replaced, {before}: --resume \
+            "cancelled before the first checkpoint; the folder still holds the previous run, {before}: --resume \
              restores it, --overwrite starts again"
         ),
         (None, None, Some(_)) => "cancelled before the first checkpoint: to start again, pass --overwrite".to_owned(),

@@ -150,7 +150,8 @@ pub(super) fn join(global: &Global, args: &JoinArgs) -> Result<(), Failure> {
     let mut peers = Vec::new();
     for peer in &args.peers {
         if peer == "-" {
-            let text = std::io::read_to_string(std::io::stdin()).map_err(|e| Failure::usage(format!("cannot read tickets from stdin: {e}")))?;
+            let text = std::io::read_to_string(std::io::stdin())
+                .map_err(|e| Failure::usage(format!("cannot read tickets from stdin: {e}")))?;
             peers.extend(text.split_whitespace().map(str::to_owned));
         } else {
             peers.push(peer.clone());

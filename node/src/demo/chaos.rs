@@ -77,7 +77,7 @@ impl Demo {
         let memory = solo.bytes * 8 / 10;
         self.screen.say("four", &format!("four nodes with {} each; one is killed in each generation", mib(memory)));
         let mut mesh = Mesh { demo: self, memory, ticket: None, nodes: Vec::new() };
-        // Start two nodes first, so that both have a stage and the others become standbys.
+        // Start two nodes first, so that both have a stage and the later nodes become standbys.
         let (first, spares) = NAMES.split_at(2);
         first.iter().try_for_each(|name| mesh.add(name))?;
         mesh.nodes[0].wait_members(first.len(), JOIN_MAX)?;

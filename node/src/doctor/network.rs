@@ -35,9 +35,11 @@ fn api_port(api: SocketAddr, running: bool) -> Finding {
     }
     match TcpListener::bind(api) {
         Ok(_) => Finding::ok("API", format!("{api} is free")),
-        Err(error) => {
-            Finding::fail("API", format!("{api}: {error}"), "stop the program that listens there, or choose another address with --api")
-        }
+        Err(error) => Finding::fail(
+            "API",
+            format!("{api}: {error}"),
+            "stop the program that listens there, or choose another address with --api",
+        ),
     }
 }
 
@@ -73,9 +75,12 @@ fn multicast(required: bool) -> Finding {
         let mut buffer = [0; 64];
         Ok(socket.recv_from(&mut buffer).is_ok_and(|(n, _)| &buffer[..n] == b"meshnode doctor"))
     };
-    let advice = "peers on the local network cannot be discovered automatically: join with a ticket, which needs no multicast";
+    let advice =
+        "peers on the local network cannot be discovered automatically: join with a ticket, which needs no multicast";
     let finding = match received() {
-        Ok(true) => Finding::ok("multicast", "works on this machine; only a peer can show whether the network forwards it"),
+        Ok(true) => {
+            Finding::ok("multicast", "works on this machine; only a peer can show whether the network forwards it")
+        }
         Ok(false) => Finding::warn("multicast", "a packet sent to 224.0.0.251 was not received", advice),
         Err(error) => Finding::warn("multicast", error.to_string(), advice),
     };

@@ -229,7 +229,7 @@ pub fn text(figures: &Value) -> String {
     for (name, title) in [("decode_us_a_layer", "decode"), ("prefill_us_a_layer", "prefill")] {
         let Some(times) = figures[name].as_object() else { continue };
         let sum: f64 = times.values().filter_map(Value::as_f64).sum();
-        text.push_str(&format!("µs per layer, {title}: {sum:.1} ="));
+        text.push_str(&format!("µs per layer, {title}: {sum:.1} in total,"));
         for (step, us) in times {
             text.push_str(&format!(" {step} {:.1}", us.as_f64().unwrap_or(0.0)));
         }

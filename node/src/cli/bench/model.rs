@@ -154,8 +154,9 @@ fn file(global: &Global, args: &ModelArgs) -> Result<(PathBuf, Option<tempfile::
         (None, _) => Ok((fetch(global, &args.model)?, None)),
         (Some(_), Some(path)) => Ok((path.clone(), None)),
         (Some(shape), None) => {
-            let folder = tempfile::tempdir()
-                .map_err(|error| Failure::failed(format!("cannot create a folder for random weights: {error}; set TMPDIR to another")))?;
+            let folder = tempfile::tempdir().map_err(|error| {
+                Failure::failed(format!("cannot create a folder for random weights: {error}; set TMPDIR to another"))
+            })?;
             let path = folder.path().join(format!("{}.gguf", shape.name));
             write(shape, args.quant, &path)?;
             Ok((path, Some(folder)))
